@@ -1,0 +1,1 @@
+"""Streams answers at reading speed: QoE arithmetic, token pacer, and a streaming SDK."""

@@ -1,0 +1,144 @@
+"""What the engine and an executor say to each other: plain arrays, so that a thread, a pipe or a link can carry them.
+
+An executor keeps state per *row* (a row of the engine's sequence table): the row's block table, its sampling
+parameters. It learns of rows by `Batch.admits`, of their blocks by `Batch.table_delta`, and forgets them by
+`Batch.drops`. Effects happen in submit order.
+"""
+
+from __future__ import annotations
+
+from asyncio import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.types import SamplingParams
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+
+EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
+EMPTY_I32.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """A row that is new to the executor. Until it is dropped, batches may name it."""
+
+    row: int
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TableDelta:
+    """Entries of block tables that changed since the last batch: table[row[i], index[i]] = block_id[i]."""
+
+    row: I32
+    """[m]"""
+    index: I32
+    """[m], position in the row's block table: block `index` holds tokens [index * block_size, (index + 1) * block_size)."""
+    block_id: I32
+    """[m]"""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOps:
+    """Blocks to copy on the device, all layers, K and V, before the step runs (copy-on-write, compaction)."""
+
+    source: I32
+    """[c] block ids"""
+    target: I32
+    """[c] block ids; disjoint from `source`"""
+
+
+NO_TABLE_DELTA = TableDelta(EMPTY_I32, EMPTY_I32, EMPTY_I32)
+NO_COPIES = CopyOps(EMPTY_I32, EMPTY_I32)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work. Row i of the batch computes `num_tokens[i]` tokens from position `start[i]` on.
+
+    Decodes (one token) come first, prefill chunks after them; within both the scheduler's order. A row is at most once
+    in a batch, and in at most one batch in flight.
+    """
+
+    step_id: int
+    """Grows by one with each batch of this engine."""
+    rows: I32
+    """[n] rows of the table."""
+    num_tokens: I32
+    """[n] >= 1; 1 for a decode, else a prefill chunk."""
+    start: I32
+    """[n] position of the first token; KV of positions [0, start) exists."""
+    tokens: I32
+    """[sum(num_tokens)] input ids, row after row."""
+    sample: Bool
+    """[n] False for a chunk that does not end the row's known tokens: nothing is sampled from it."""
+    table_delta: TableDelta = NO_TABLE_DELTA
+    copies: CopyOps = NO_COPIES
+    admits: tuple[RowInit, ...] = ()
+    drops: I32 = field(default_factory=lambda: EMPTY_I32)
+    """[k] rows to forget, before `admits` are taken in (a row may be dropped and admitted in one batch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """What one step produced."""
+
+    step_id: int
+    tokens: I32
+    """[n] sampled ids, -1 where nothing was sampled."""
+    duration_s: float
+    """By the executor's own clock, never the event loop's (uvloop caches it, in whole milliseconds)."""
+
+
+class BatchFailedError(Exception):
+    """A step did not finish. KV of the positions that it was to compute is garbage; everything else is as before."""
+
+    def __init__(self, step_id: int, cause: str, rows: tuple[int, ...] = ()) -> None:
+        super().__init__(f"step {step_id} failed: {cause}")
+        self.step_id = step_id
+        self.cause = cause
+        self.rows = rows
+        """Rows known to be guilty; empty if the executor cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvCapacity:
+    """KV memory of an executor."""
+
+    num_blocks: int
+    """Blocks with memory behind them; ids are 0 to num_blocks - 1 at the start."""
+    block_size: int
+    """Token slots of one block."""
+
+
+class Executor(Protocol):
+    """What the engine's driver calls: hardware, or a model of it."""
+
+    @property
+    def depth(self) -> int:
+        """How many batches may be in flight: 1, or the number of pipeline stages."""
+        ...
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """KV memory now; it changes only while the step gate is held."""
+        ...
+
+    def submit(self, batch: Batch) -> Future[BatchOutput]:
+        """Queue a step behind those submitted before. Raises nothing: the future fails with `BatchFailedError`.
+
+        After a failure the executor has applied the batch's `drops`, `admits`, `table_delta` and `copies`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Finish what is queued and release threads and memory. Idempotent."""
+        ...

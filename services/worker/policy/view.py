@@ -1,0 +1,106 @@
+"""What a scheduling policy sees and answers. Read-only columns, no copies; no asyncio, clock, torch or bus.
+
+A policy is deterministic in its inputs; it may keep private state (moving averages, a batch-size search).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+
+
+class PreemptHow(IntEnum):
+    """What happens to a preempted sequence's KV."""
+
+    RECOMPUTE = 0  # freed now; prefilled again (prompt and outputs) when the sequence resumes
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of the sequence table, one value per row of the table (not per sequence that runs); read-only views."""
+
+    num_prompt: I32
+    """Prompt tokens."""
+    num_output: I32
+    """Tokens generated so far."""
+    num_computed: I32
+    """Tokens whose KV exists; num_prompt + num_output - num_computed are still to compute (1 while decoding)."""
+    held_blocks: I32
+    """KV blocks that the row holds."""
+    arrival_s: F64
+    """When the request reached the dispatcher, on this worker's clock."""
+    request_class: U8
+    """0 real-time, 1 best-effort."""
+    qoe_ttft_s: F64
+    """Expected time to first token; NaN when no reader follows."""
+    qoe_speed: F64
+    """Expected tokens per second; NaN when no reader follows."""
+    qoe_last_s: F64
+    """`last` of the O(1) QoE form: when the newest token is displayed, seconds after arrival."""
+    qoe_delay_sum_s: F64
+    """`D` of the O(1) QoE form: sum of the display delays so far, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one step."""
+
+    max_batch_tokens: int
+    """Most tokens that one step computes."""
+    max_batch_rows: int
+    """Most sequences in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """One moment of the engine. Every row listed here may run now (nothing holds it, it is in no batch in flight)."""
+
+    now_s: float
+    columns: Columns
+    waiting: I32
+    """Rows that hold no KV and never ran, in order of arrival."""
+    running: I32
+    """Rows that hold KV, in order of admission; the last one is the newest."""
+    preempted: I32
+    """Rows that ran and lost their KV, in order of arrival; they come before `waiting`."""
+    num_in_flight: int
+    """Rows that a batch in flight holds (not listed above)."""
+    free_blocks: int
+    block_size: int
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One decision. Rows of `rows` that are waiting or preempted are admitted by it."""
+
+    rows: I32
+    """[n] who runs in the next step; decodes first."""
+    num_tokens: I32
+    """[n] tokens to compute for each: at least 1, at most what is still to compute."""
+    preempt: I32
+    """Running rows that give up their KV before the step; disjoint from `rows`."""
+    preempt_how: U8
+    """[len(preempt)] `PreemptHow`."""
+    reason: str
+    """Why, in one word or two, for logs and the step trace; for example 'decode', 'prefill', 'kv-full'."""
+
+
+class Scheduler(Protocol):
+    """A scheduling policy."""
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        """Choose the next step.
+
+        The answer must fit: the blocks that `rows` need beyond those they hold, less those that `preempt` frees, are at
+        most `view.free_blocks`. If any running row can be preempted, or fits, `rows` is not empty.
+        """
+        ...

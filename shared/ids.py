@@ -1,0 +1,20 @@
+"""Distinct types for look-alike identifiers; all of them are plain strings or integers on the wire."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""What a client asked for; unique in the cluster, given by the dispatcher."""
+
+WorkerId = NewType("WorkerId", str)
+"""A process that owns one device; also a token of a bus subject, so `[A-Za-z0-9_-]+`."""
+
+DispatcherId = NewType("DispatcherId", str)
+"""A dispatcher process; also a token of a bus subject, so `[A-Za-z0-9_-]+`."""
+
+StreamId = NewType("StreamId", int)
+"""A dispatcher's short handle (u32) for one running request; what token batches carry instead of the request id."""
+
+BlockId = NewType("BlockId", int)
+"""One fixed group of KV token slots on a worker."""

@@ -1,0 +1,99 @@
+"""What workers tell the monitor, and what the monitor makes of it. Both travel as JSON: operators read them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shared.ids import WorkerId
+from shared.messages.base import ControlMessage
+
+
+class WorkerPhase(StrEnum):
+    """Where a worker is in its life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class WorkerReport(ControlMessage):
+    """State of one worker; published by period and at once on a change."""
+
+    kind: Literal["worker_report"] = "worker_report"
+    worker_id: WorkerId
+    sequence_number: Annotated[int, Field(ge=0)]
+    """Grows by one with each report of this process; older reports that arrive late are ignored."""
+    phase: WorkerPhase
+    pid: int = 0
+    host: str = ""
+    model: str = ""
+    """Name under which the model is served."""
+    device: str = ""
+    system: str = ""
+    """Name of the selected system (`shared.systems`)."""
+    progress_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """While loading: share of the bytes read."""
+    progress_text: str = ""
+    """While loading: what is being done now."""
+    max_model_len: int = 0
+    """Most tokens of prompt and output together, in tokens."""
+    block_size: int = 0
+    """Token slots of one KV block."""
+    num_blocks: int = 0
+    """KV blocks in all."""
+    num_used_blocks: int = 0
+    """KV blocks that sequences hold now."""
+    num_demanded_blocks: int = 0
+    """Blocks that waiting and preempted sequences need before they can run."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preempted: int = 0
+    max_sequences: int = 0
+    """Sequences that the worker takes at most, running and waiting."""
+    num_steps: int = 0
+    """Steps done since the start; a number that stands still while sequences run means a hang."""
+    step_time_s: float = 0.0
+    """Moving average of a step's duration on the device, seconds."""
+    tokens_per_s: float = 0.0
+    """Moving average of generated tokens per second."""
+    param_bytes: int = 0
+    kv_bytes: int = 0
+    reserve_bytes: int = 0
+    """Measured peak of activations and workspace that the budget keeps free."""
+    memory_bytes: int = 0
+    """The whole budget (`--memory`)."""
+    num_preemptions_total: int = 0
+    num_prompt_tokens_total: int = 0
+    num_generated_tokens_total: int = 0
+    num_finished_total: int = 0
+
+
+class Liveness(StrEnum):
+    """The monitor's judgement of a worker, from the age of its last report."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class WorkerStatus(ControlMessage):
+    """One worker as the monitor sees it."""
+
+    liveness: Liveness
+    age_s: Annotated[float, Field(ge=0)]
+    """Seconds since the last report, when the view was made."""
+    report: WorkerReport
+
+
+class ClusterView(ControlMessage):
+    """The monitor's picture of the cluster: key `cluster` of the view bucket."""
+
+    kind: Literal["cluster_view"] = "cluster_view"
+    sequence_number: Annotated[int, Field(ge=0)]
+    """Grows by one with each view of this monitor process."""
+    workers: tuple[WorkerStatus, ...] = ()
+    """Sorted by worker id."""

@@ -1,0 +1,126 @@
+"""The conversation between a dispatcher and a worker about one request: submit, cancel, replay.
+
+The answer to a submission is `Accepted` or `Refused`; a refusal is a normal answer. Tokens travel apart, as
+`shared.token_batch`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from shared.ids import DispatcherId, RequestId, StreamId
+from shared.messages.base import ControlMessage
+from shared.types import QoeTarget, RequestClass, SamplingParams
+
+MAX_PROMPT_TOKENS = 250_000
+"""Longest prompt that fits one message (4 bytes per token, 1 MiB per message)."""
+
+
+def pack_token_ids(token_ids: NDArray[np.integer] | list[int]) -> bytes:
+    """Return the ids as little-endian u32, as `Submit` carries them."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+class Submit(ControlMessage):
+    """Start a request, or go on with one that another worker began."""
+
+    kind: Literal["submit"] = "submit"
+    request_id: RequestId
+    stream: Annotated[StreamId, Field(ge=0, le=2**32 - 1)]
+    """The dispatcher's handle; token batches carry it."""
+    attempt: Annotated[int, Field(ge=1, le=65_535)]
+    """1 for the first worker that gets the request; the dispatcher ignores tokens of older attempts."""
+    dispatcher_id: DispatcherId
+    """Where the tokens go."""
+    prompt: Annotated[bytes, Field(min_length=4, max_length=4 * MAX_PROMPT_TOKENS)]
+    """Token ids of the prompt, little-endian u32."""
+    generated: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)] = b""
+    """Token ids that earlier attempts produced and the dispatcher has; generation goes on after them."""
+    sampling: SamplingParams
+    request_class: RequestClass = RequestClass.REAL_TIME
+    qoe: QoeTarget | None = None
+    """The reader's schedule; None when no reader follows the stream (not streamed, JSON, tools)."""
+    age_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds since the request arrived at the dispatcher; the worker's clock for QoE and for order starts there."""
+    remaining_s: Annotated[float, Field(gt=0)] = 600.0
+    """The worker may drop the request after this many seconds."""
+
+    def prompt_ids(self) -> NDArray[np.uint32]:
+        """Return the prompt as an array [num_prompt_tokens]."""
+        return np.frombuffer(self.prompt, dtype="<u4")
+
+    def generated_ids(self) -> NDArray[np.uint32]:
+        """Return the tokens generated so far as an array [num_generated]."""
+        return np.frombuffer(self.generated, dtype="<u4")
+
+
+class RefusalReason(StrEnum):
+    """Why a worker does not take a request; what the dispatcher may do about it."""
+
+    FULL = "full"  # no row or no queue place now; try another worker, or later
+    DRAINING = "draining"  # shutting down; try another worker
+    TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
+    INVALID = "invalid"  # malformed (ids outside the vocabulary, a bad length); do not retry
+    DUPLICATE = "duplicate"  # this (request, attempt) runs here already, with another stream handle
+
+
+class Accepted(ControlMessage):
+    """The worker will run the request: tokens follow, and at the end a finish reason."""
+
+    kind: Literal["accepted"] = "accepted"
+    request_id: RequestId
+    attempt: int
+
+
+class Refused(ControlMessage):
+    """The worker does not take the request; nothing is left of it there."""
+
+    kind: Literal["refused"] = "refused"
+    request_id: RequestId
+    reason: RefusalReason
+    detail: str = ""
+    """One sentence for logs; never shown to a client."""
+
+
+class Cancel(ControlMessage):
+    """Stop the request; its KV is free within one step. Idempotent."""
+
+    kind: Literal["cancel"] = "cancel"
+    request_id: RequestId
+    attempt: int
+
+
+class Cancelled(ControlMessage):
+    """Answer to `Cancel`."""
+
+    kind: Literal["cancelled"] = "cancelled"
+    request_id: RequestId
+    found: bool
+    """False if nothing of that (request, attempt) was left."""
+
+
+class Replay(ControlMessage):
+    """Send the tokens of a stream from an index on once more; the answer is one token batch."""
+
+    kind: Literal["replay"] = "replay"
+    request_id: RequestId
+    attempt: int
+    first_index: Annotated[int, Field(ge=0)]
+    """Index of the first output token that is missing (0 = the first token this attempt produced + generated)."""
+
+
+class ReplayUnknown(ControlMessage):
+    """Answer to `Replay` when the worker no longer has the stream's tokens."""
+
+    kind: Literal["replay_unknown"] = "replay_unknown"
+    request_id: RequestId
+
+
+RequestMessage = Annotated[
+    Submit | Accepted | Refused | Cancel | Cancelled | Replay | ReplayUnknown, Field(discriminator="kind")
+]

@@ -1,0 +1,74 @@
+"""Subjects: `sluice.<cluster>.<service>.<id>.<verb>`. Built here and nowhere else.
+
+Ids and cluster names are checked when a process starts, so that no user text can become part of a subject.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shared.ids import DispatcherId, WorkerId
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
+
+
+def check_token(text: str) -> str:
+    """Return the text if it may be one token of a subject.
+
+    Raises:
+        ValueError: empty, longer than 64, or with a character other than letters, digits, `_` and `-`.
+    """
+    if not _TOKEN.match(text):
+        raise ValueError(f"'{text[:80]}' cannot be part of a subject: use 1 to 64 letters, digits, '_' or '-'")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The subjects of one cluster."""
+
+    cluster: str = "default"
+
+    def __post_init__(self) -> None:
+        check_token(self.cluster)
+
+    def submit(self, worker_id: WorkerId) -> str:
+        """Request-reply, msgpack: start (or refuse) a request on this worker."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.submit"
+
+    def cancel(self, worker_id: WorkerId) -> str:
+        """Request-reply, msgpack: stop a request on this worker."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.cancel"
+
+    def replay(self, worker_id: WorkerId) -> str:
+        """Request-reply, msgpack in, token batch out: tokens from an index on, again."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.replay"
+
+    def dump(self, worker_id: WorkerId) -> str:
+        """Request-reply, JSON: the worker's state, for operators."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.dump"
+
+    def tokens(self, dispatcher_id: DispatcherId) -> str:
+        """Publish, packed columns: the new tokens of one step for one dispatcher."""
+        return f"sluice.{self.cluster}.dispatcher.{dispatcher_id}.tokens"
+
+    def report(self, worker_id: WorkerId) -> str:
+        """Publish, JSON: what a worker holds and does, by period and at once on a change."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.report"
+
+    def all_reports(self) -> str:
+        """Every worker's reports."""
+        return f"sluice.{self.cluster}.worker.*.report"
+
+    def event(self, service: str, instance_id: str) -> str:
+        """Publish, JSON: something an operator wants to read, with its reason in words."""
+        return f"sluice.{self.cluster}.event.{service}.{instance_id}"
+
+    def view_bucket(self) -> str:
+        """Key-value bucket of the monitor: key `cluster` holds the view as JSON."""
+        return f"sluice_{self.cluster}_view"
+
+    def plan_bucket(self) -> str:
+        """Key-value bucket of the planner: key `plan` holds the newest plan and its epoch as JSON."""
+        return f"sluice_{self.cluster}_plan"

@@ -1,0 +1,65 @@
+"""Values that several services speak about: sampling, the reader's target, classes of requests, reasons to finish.
+
+Frozen and validated (pydantic), because they arrive from outside; a service that needs them in a hot loop copies the
+numbers into its own columns once.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_SEED = 2**63 - 1
+
+
+class Value(BaseModel):
+    """A frozen value object; unknown fields and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; one byte on the wire. NONE means that it goes on."""
+
+    NONE = 0
+    STOP = 1  # an EOS or a stop id was sampled; that token is the last of the stream
+    LENGTH = 2  # max_tokens, or the model's context, is used up
+    CANCELLED = 3  # the dispatcher asked for it
+    ERROR = 4  # the sequence failed twice in a step of its own; the other sequences went on
+
+
+class RequestClass(StrEnum):
+    """BROS's two classes. A request that names no tier is real-time."""
+
+    REAL_TIME = "real_time"
+    BEST_EFFORT = "best_effort"
+
+
+class QoeTarget(Value):
+    """The reader's schedule (Andes, section 2): when the first token is expected, and how fast the reader reads."""
+
+    ttft_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    """Expected time to the first token, seconds from the request's arrival."""
+    speed_tokens_per_s: Annotated[float, Field(gt=0, le=10_000)] = 4.8
+    """Expected speed of digestion, tokens per second."""
+
+
+class SamplingParams(Value):
+    """How the next token is chosen and when a sequence stops; complete, so that any worker continues it alike."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """Most tokens to generate; the dispatcher has already cut it to the model's context."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """0 means greedy: the largest logit, the lowest id on a tie."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep this many most likely tokens; 0 keeps all."""
+    seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] = 0
+    """Key of the counter-based generator: the draw depends on (seed, position) alone."""
+    stop_token_ids: Annotated[tuple[int, ...], Field(max_length=64)] = ()
+    """Ids that end the sequence, besides the model's own EOS ids."""
+    ignore_eos: bool = False
+    """Go on past the model's EOS ids (benchmarks, simulation)."""
