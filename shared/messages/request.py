@@ -66,7 +66,8 @@ class RefusalReason(StrEnum):
     DRAINING = "draining"  # shutting down; try another worker
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
     INVALID = "invalid"  # malformed (ids outside the vocabulary, a bad length); do not retry
-    DUPLICATE = "duplicate"  # this (request, attempt) runs here already, with another stream handle
+    DUPLICATE = "duplicate"  # this (request, attempt) runs here already
+    CANCELLED = "cancelled"  # its cancellation overtook it
 
 
 class Accepted(ControlMessage):

@@ -1,0 +1,34 @@
+"""What an operator may ask a worker by request-reply: JSON in, JSON out, nothing that changes anything."""
+
+from __future__ import annotations
+
+import json
+
+from services.worker.engine.engine import Engine
+from services.worker.reporter import Reporter
+from shared.bus import Message
+
+
+class Admin:
+    """Read-only endpoints."""
+
+    def __init__(self, engine: Engine, reporter: Reporter) -> None:
+        self._engine = engine
+        self._reporter = reporter
+
+    async def dump(self, message: Message) -> bytes:
+        """Answer with the sequences that the engine holds: ids and counts, never tokens or text."""
+        del message
+        sequences = [
+            {
+                "request_id": sequence.request_id,
+                "attempt": sequence.attempt,
+                "status": sequence.status,
+                "num_prompt_tokens": sequence.num_prompt_tokens,
+                "num_output_tokens": sequence.num_output_tokens,
+                "num_computed_tokens": sequence.num_computed_tokens,
+                "num_blocks": sequence.num_blocks,
+            }
+            for sequence in self._engine.describe()
+        ]
+        return json.dumps({"phase": self._reporter.phase, "sequences": sequences}).encode()

@@ -1,0 +1,121 @@
+"""Wires one worker from its parts; used live and by the simulator, so that both run the same code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.worker.config import WorkerSettings
+from services.worker.emitter import Emitter
+from services.worker.engine.engine import Engine, EngineConfig
+from services.worker.engine.gate import StepGate
+from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import Executor
+from services.worker.intake import Intake
+from services.worker.policy.registry import make_scheduler
+from services.worker.reporter import Reporter, WorkerFacts
+from services.worker.service import WorkerService
+from shared.bus import Bus, ServiceInfo
+from shared.ids import WorkerId
+from shared.subjects import Subjects
+from shared.systems import find_system
+from shared.tasks import TaskOwner
+from shared.version import VERSION
+
+DESCRIPTION = "Runs the model on one device, and owns its memory"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a worker must know of the model that its executor runs."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    param_bytes: int = 0
+    kv_bytes: int = 0
+    reserve_bytes: int = 0
+
+
+def make_reporter(settings: WorkerSettings, bus: Bus) -> Reporter:
+    """Return the reporter; it can run while the model still loads."""
+    subjects = Subjects(settings.cluster)
+    return Reporter(WorkerId(settings.instance_id), subjects, bus, settings.report_period_s)
+
+
+def build_worker(
+    settings: WorkerSettings,
+    bus: Bus,
+    executor: Executor,
+    model: ModelFacts,
+    reporter: Reporter,
+    on_failure: Callable[[str, BaseException], None],
+) -> WorkerService:
+    """Return a worker that is ready to `start`.
+
+    Args:
+        settings: checked settings of this worker.
+        bus: connected.
+        executor: loaded; the worker closes it when it stops.
+        model: facts about what the executor runs.
+        reporter: already running or not; its task belongs to the caller.
+        on_failure: called with a task's name and error when one of the worker's own tasks dies.
+    """
+    subjects = Subjects(settings.cluster)
+    worker_id = WorkerId(settings.instance_id)
+    system = find_system(settings.system)
+    capacity = executor.capacity
+    engine = Engine(
+        EngineConfig(
+            max_sequences=settings.max_sequences,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_rows=settings.max_batch_rows,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            block_size=capacity.block_size,
+        ),
+        make_scheduler(system.scheduler),
+        capacity.num_blocks,
+    )
+    now = asyncio.get_running_loop().time
+    emitter = Emitter(worker_id, subjects, bus)
+    loop = StepLoop(engine, executor, emitter.emit, now, StepGate())
+    facts = WorkerFacts(
+        model=settings.model_name(),
+        device=settings.device,
+        system=system.name,
+        max_model_len=model.max_model_len,
+        block_size=capacity.block_size,
+        max_sequences=settings.max_sequences,
+        param_bytes=model.param_bytes,
+        kv_bytes=model.kv_bytes,
+        reserve_bytes=model.reserve_bytes,
+        memory_bytes=settings.memory,
+    )
+    info = ServiceInfo(
+        name="sluice-worker",
+        version=VERSION,
+        description=DESCRIPTION,
+        metadata={
+            "cluster": settings.cluster,
+            "model": facts.model,
+            "device": facts.device,
+            "system": facts.system,
+        },
+        instance_id=worker_id,
+    )
+    return WorkerService(
+        info=info,
+        facts=facts,
+        bus=bus,
+        subjects=subjects,
+        engine=engine,
+        loop=loop,
+        executor=executor,
+        intake=Intake(engine, emitter, now, loop.wake),
+        emitter=emitter,
+        reporter=reporter,
+        tasks=TaskOwner(on_failure),
+    )

@@ -1,0 +1,69 @@
+"""Settings of one worker process: flag > environment > sluice.toml > default (`shared.config`)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from shared.config import ServiceSettings, Size
+from shared.systems import DEFAULT_SYSTEM
+
+
+class ExecutorKind(StrEnum):
+    """What runs the steps."""
+
+    TORCH = "torch"  # the model's tensors, on `device`
+    MODELLED = "modelled"  # no tensors: takes the time that a cost profile says, tokens are a hash of the context
+
+
+class Dtype(StrEnum):
+    """Type of parameters and KV."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class WorkerSettings(ServiceSettings):
+    """One worker: one device, one copy of the model, one hard memory budget."""
+
+    model: Path
+    """Folder of the checkpoint in Hugging Face format."""
+    served_model_name: str = ""
+    """Name under which the model is served; empty: the folder's name."""
+    system: str = DEFAULT_SYSTEM
+    """Named set of policies (`shared.systems`)."""
+    executor: ExecutorKind = ExecutorKind.TORCH
+    """`modelled` computes nothing and is for load tests of the services around it."""
+    profile: str = "qwen2.5-14b-a800"
+    """Cost profile of the modelled executor: a shipped name, or a path to a TOML file."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:<index>`."""
+    dtype: Dtype = Dtype.FLOAT32
+    """Type of parameters and KV; bfloat16 halves both."""
+    memory: Size = 1024**3
+    """Hard budget for parameters, KV and workspace, in bytes; what the first and last leave becomes KV."""
+    max_model_len: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Token slots of one KV block; larger wastes more at the end of a sequence, smaller costs bookkeeping."""
+    max_sequences: Annotated[int, Field(ge=1, le=65_536)] = 1024
+    """Sequences taken at most, running and waiting; more are refused as `full`."""
+    max_batch_rows: Annotated[int, Field(ge=1, le=65_536)] = 256
+    """Sequences in one step at most."""
+    max_batch_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 2048
+    """Tokens in one step at most; larger speeds up prompts and makes decodes wait longer."""
+    deterministic: bool = False
+    """The same text whatever else is in the batch; somewhat slower."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Threads of one step on the CPU; 0 leaves the choice to torch."""
+    report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    """Seconds between two reports to the monitor; a change is reported at once."""
+    drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
+    """Seconds that running sequences get to finish after SIGTERM."""
+
+    def model_name(self) -> str:
+        """Return the name under which the model is served."""
+        return self.served_model_name or self.model.resolve().name

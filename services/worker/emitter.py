@@ -1,0 +1,103 @@
+"""The step's tokens on their way out: one packed message per dispatcher and step.
+
+`emit` is called by the step loop and only queues; one task publishes in order, so that a slow bus never delays a step.
+What a full queue drops is not lost: the dispatcher sees the gap in the indices and asks for a replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.engine import StepEvents
+from shared.bus import Bus, BusError
+from shared.ids import DispatcherId, WorkerId
+from shared.log import get_logger
+from shared.subjects import Subjects
+from shared.token_batch import TokenBatch
+
+MAX_QUEUED_MESSAGES = 4096
+"""Messages that may wait for the bus; older ones are dropped first."""
+
+_log = get_logger()
+
+
+class Emitter:
+    """Owns the channels to the dispatchers and their message counters."""
+
+    def __init__(self, worker_id: WorkerId, subjects: Subjects, bus: Bus) -> None:
+        self.worker_id = worker_id
+        self.num_dropped = 0
+        self._subjects = subjects
+        self._bus = bus
+        self._channels: dict[DispatcherId, int] = {}
+        self._names: list[DispatcherId] = []
+        self._counters: list[int] = []
+        self._queue: deque[tuple[str, bytes]] = deque()
+        self._wake = asyncio.Event()
+        self._sending = False
+
+    def channel(self, dispatcher_id: DispatcherId) -> int:
+        """Return the number of the channel to this dispatcher; a new one on the first call."""
+        channel = self._channels.get(dispatcher_id)
+        if channel is None:
+            channel = self._channels[dispatcher_id] = len(self._names)
+            self._names.append(dispatcher_id)
+            self._counters.append(0)
+        return channel
+
+    def emit(self, events: StepEvents) -> None:
+        """Queue the events of a step, one message per dispatcher."""
+        if not len(events.channel):
+            return
+        first = events.channel[0]
+        if (events.channel == first).all():
+            self._queue_batch(int(first), events, slice(None))
+            return
+        for channel in np.unique(events.channel):
+            self._queue_batch(int(channel), events, events.channel == channel)
+
+    def _queue_batch(self, channel: int, events: StepEvents, chosen: slice | NDArray[np.bool_]) -> None:
+        tokens = events.tokens[chosen]
+        has_token = tokens >= 0
+        batch = TokenBatch(
+            worker_id=self.worker_id,
+            counter=self._counters[channel],
+            stream=events.stream[chosen],
+            attempt=events.attempt[chosen],
+            first_index=events.first_index[chosen],
+            count=has_token.astype(np.uint8),
+            finish=events.finish[chosen],
+            tokens=tokens[has_token].astype(np.uint32),
+        )
+        subject = self._subjects.tokens(self._names[channel])
+        for part in batch.split(self._bus.max_payload_bytes):
+            self._counters[channel] = part.counter + 1
+            self._queue.append((subject, part.pack()))
+        while len(self._queue) > MAX_QUEUED_MESSAGES:
+            self._queue.popleft()
+            self.num_dropped += 1
+        self._wake.set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything emitted has been handed to the bus."""
+        return not self._queue and not self._sending
+
+    async def run(self) -> None:
+        """Publish what is queued, in order, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._sending = True
+            while self._queue:
+                subject, data = self._queue.popleft()
+                try:
+                    await self._bus.publish(subject, data)
+                except BusError as error:
+                    self.num_dropped += 1
+                    _log.warning("tokens_not_sent", subject=subject, error=str(error))
+            self._sending = False

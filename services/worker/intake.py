@@ -1,0 +1,131 @@
+"""Requests on their way into the engine: submit, cancel, replay. Checks, refuses, and wakes the step loop.
+
+No policy and no waiting here: each handler touches the engine once and answers. A cancellation may overtake its
+submission on the bus, so cancelled names are remembered for a while and refused when they arrive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from services.worker.emitter import Emitter
+from services.worker.engine.engine import AddRefusal, Engine
+from services.worker.engine.sequence import NewSequence
+from shared.bus import Message
+from shared.messages.request import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    RefusalReason,
+    Refused,
+    Replay,
+    ReplayUnknown,
+    Submit,
+)
+from shared.token_batch import TokenBatch
+from shared.wire import decode, encode
+
+_REASONS = {
+    AddRefusal.FULL: RefusalReason.FULL,
+    AddRefusal.TOO_LONG: RefusalReason.TOO_LONG,
+    AddRefusal.INVALID: RefusalReason.INVALID,
+    AddRefusal.DUPLICATE: RefusalReason.DUPLICATE,
+}
+
+MAX_TOMBSTONES = 4096
+"""Cancellations remembered for submissions that are still on their way."""
+
+
+class Intake:
+    """The engine's door. Every method runs on the event loop, between two steps of the loop's own code."""
+
+    def __init__(self, engine: Engine, emitter: Emitter, now: Callable[[], float], wake: Callable[[], None]) -> None:
+        self._engine = engine
+        self._emitter = emitter
+        self._now = now
+        self._wake = wake
+        self._open = False
+        self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def open(self) -> None:
+        """Take submissions from now on."""
+        self._open = True
+
+    def close(self) -> None:
+        """Refuse submissions from now on; what runs goes on."""
+        self._open = False
+
+    async def submit(self, message: Message) -> bytes:
+        """Answer a `Submit` with `Accepted` or `Refused`."""
+        return encode(self._admit(decode(message.data, Submit)))
+
+    def _admit(self, submit: Submit) -> Accepted | Refused:
+        def refuse(reason: RefusalReason, detail: str = "") -> Refused:
+            return Refused(request_id=submit.request_id, reason=reason, detail=detail)
+
+        if not self._open:
+            return refuse(RefusalReason.DRAINING)
+        if (submit.request_id, submit.attempt) in self._tombstones:
+            return refuse(RefusalReason.CANCELLED)
+        if len(submit.prompt) % 4 or len(submit.generated) % 4:
+            return refuse(RefusalReason.INVALID, "token ids are not whole u32 values")
+        now_s = self._now()
+        outcome = self._engine.add(
+            NewSequence(
+                request_id=submit.request_id,
+                stream=submit.stream,
+                attempt=submit.attempt,
+                channel=self._emitter.channel(submit.dispatcher_id),
+                prompt=submit.prompt_ids(),
+                generated=submit.generated_ids(),
+                sampling=submit.sampling,
+                arrival_s=now_s - submit.age_s,
+                expires_s=now_s + submit.remaining_s,
+                request_class=submit.request_class,
+                qoe=submit.qoe,
+            )
+        )
+        if isinstance(outcome, AddRefusal):
+            return refuse(_REASONS[outcome])
+        self._wake()
+        return Accepted(request_id=submit.request_id, attempt=submit.attempt)
+
+    async def cancel(self, message: Message) -> bytes:
+        """Answer a `Cancel`; the KV is free now, or when the step that is running ends."""
+        cancel = decode(message.data, Cancel)
+        found = self._engine.cancel(cancel.request_id, cancel.attempt)
+        if not found:
+            self._tombstones[(cancel.request_id, cancel.attempt)] = None
+            while len(self._tombstones) > MAX_TOMBSTONES:
+                self._tombstones.popitem(last=False)
+        self._wake()
+        return encode(Cancelled(request_id=cancel.request_id, found=found))
+
+    async def replay(self, message: Message) -> bytes:
+        """Answer a `Replay` with a token batch of one stream, or with `ReplayUnknown`."""
+        replay = decode(message.data, Replay)
+        found = self._engine.replay(replay.request_id, replay.attempt, replay.first_index)
+        if found is None:
+            return encode(ReplayUnknown(request_id=replay.request_id))
+        tokens, finish = found
+        return _one_stream(self._emitter.worker_id, replay, tokens, int(finish)).pack()
+
+
+def _one_stream(worker_id: str, replay: Replay, tokens: np.ndarray, finish: int) -> TokenBatch:  # type: ignore[type-arg]
+    """Return the tokens as entries of at most 255, the finish reason on the last one."""
+    counts = [min(255, len(tokens) - at) for at in range(0, len(tokens), 255)] or [0]
+    finishes = [0] * (len(counts) - 1) + [finish]
+    first = replay.first_index + np.concatenate([[0], np.cumsum(counts[:-1])])
+    return TokenBatch(
+        worker_id=worker_id,
+        counter=0,
+        stream=np.zeros(len(counts), dtype=np.uint32),
+        attempt=np.full(len(counts), replay.attempt, dtype=np.uint16),
+        first_index=first.astype(np.uint32),
+        count=np.asarray(counts, dtype=np.uint8),
+        finish=np.asarray(finishes, dtype=np.uint8),
+        tokens=np.asarray(tokens, dtype=np.uint32),
+    )

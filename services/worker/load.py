@@ -1,0 +1,114 @@
+"""Makes the executor that the settings ask for, off the event loop, with progress.
+
+torch is imported here, inside the functions that need it: a worker with the modelled executor runs without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.worker.build import ModelFacts
+from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.engine.types import Executor
+from services.worker.models.spec import ModelSpec, read_spec
+from shared.errors import StartupError
+from shared.systems import UnknownSystemError, find_system
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An executor, and what the worker must know of its model."""
+
+    executor: Executor
+    model: ModelFacts
+
+
+def check_start(settings: WorkerSettings) -> ModelSpec:
+    """Find what is wrong with the settings before any memory is taken.
+
+    Raises:
+        StartupError: no such system, no such model, or a model that is not supported.
+    """
+    try:
+        find_system(settings.system)
+    except UnknownSystemError as error:
+        raise StartupError(str(error), "Choose one with --system") from error
+    return read_spec(settings.model)
+
+
+async def load_executor(settings: WorkerSettings, spec: ModelSpec, progress: Progress) -> Loaded:
+    """Return the executor, loaded.
+
+    Args:
+        settings: of this worker.
+        spec: of the model in `settings.model`.
+        progress: called on the event loop with the share done (0 to 1) and what is being done.
+
+    Raises:
+        StartupError: the checkpoint is damaged, or the memory does not suffice.
+    """
+    if settings.executor is ExecutorKind.MODELLED:
+        return _modelled(settings, spec)
+    return await _torch(settings, progress)
+
+
+async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Loaded] = loop.create_future()
+
+    def settle(loaded: Loaded | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        elif loaded is not None:
+            done.set_result(loaded)
+
+    def work() -> None:
+        try:
+            loaded = _load_torch(settings, loop, progress)
+        except BaseException as error:  # noqa: BLE001  handed to the waiting coroutine, whatever it is
+            loop.call_soon_threadsafe(settle, None, error)
+        else:
+            loop.call_soon_threadsafe(settle, loaded, None)
+
+    # a daemon thread of its own: a worker that is told to stop while it loads does not wait for the disk
+    threading.Thread(target=work, name="load", daemon=True).start()
+    return await done
+
+
+def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progress: Progress) -> Loaded:
+    from services.worker.executor.runner import RunnerSettings, load_runner  # noqa: PLC0415  torch takes a second
+    from services.worker.executor.thread import ThreadExecutor  # noqa: PLC0415
+
+    runner = load_runner(
+        RunnerSettings(
+            model_dir=settings.model,
+            device=settings.device,
+            dtype=settings.dtype.value,
+            memory_bytes=settings.memory,
+            block_size=settings.block_size,
+            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_rows=settings.max_batch_rows,
+            max_rows=settings.max_sequences,
+            max_model_len=settings.max_model_len or None,
+            deterministic=settings.deterministic,
+            num_threads=settings.threads or None,
+        ),
+        lambda ratio, text: loop.call_soon_threadsafe(progress, ratio, text) and None,
+    )
+    info = runner.info
+    facts = ModelFacts(
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        max_model_len=info.max_model_len,
+        param_bytes=info.param_bytes,
+        kv_bytes=info.kv_bytes,
+        reserve_bytes=info.reserve_bytes,
+    )
+    return Loaded(ThreadExecutor(runner, loop), facts)

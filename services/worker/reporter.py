@@ -1,0 +1,170 @@
+"""What the worker tells the monitor: a report by period, and at once when its phase changes.
+
+Rates are exponential moving averages over the reports, so they need no work in the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.engine.engine import EngineStats
+from shared.bus import Bus, BusError
+from shared.ids import WorkerId
+from shared.log import get_logger
+from shared.messages.report import WorkerPhase, WorkerReport
+from shared.subjects import Subjects
+from shared.wire import encode_json
+
+RATE_HALF_LIFE_S = 2.0
+"""Age at which a report counts half in the moving averages."""
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What does not change while a worker serves."""
+
+    model: str
+    device: str
+    system: str
+    max_model_len: int
+    block_size: int
+    max_sequences: int
+    param_bytes: int = 0
+    kv_bytes: int = 0
+    reserve_bytes: int = 0
+    memory_bytes: int = 0
+
+
+class StatsSource(Protocol):
+    """Where the numbers of a report come from."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters of the engine, now."""
+        ...
+
+
+class Reporter:
+    """Owns the phase, and the sequence number of the reports."""
+
+    def __init__(self, worker_id: WorkerId, subjects: Subjects, bus: Bus, period_s: float) -> None:
+        self._worker_id = worker_id
+        self._subject = subjects.report(worker_id)
+        self._bus = bus
+        self._period_s = period_s
+        self._wake = asyncio.Event()
+        self._number = 0
+        self._phase = WorkerPhase.LOADING
+        self._progress = (0.0, "starting")
+        self._facts: WorkerFacts | None = None
+        self._source: StatsSource | None = None
+        self._rates = _Rates()
+
+    @property
+    def phase(self) -> WorkerPhase:
+        """Where the worker is in its life."""
+        return self._phase
+
+    def progress(self, ratio: float, text: str) -> None:
+        """Say how far the loading is; sent with the next report."""
+        self._progress = (min(1.0, max(0.0, ratio)), text[:200])
+
+    def serve(self, facts: WorkerFacts, source: StatsSource) -> None:
+        """From now on the worker is ready and reports the engine's numbers."""
+        self._facts = facts
+        self._source = source
+        self._progress = (1.0, "")
+        self.enter(WorkerPhase.READY)
+
+    def enter(self, phase: WorkerPhase) -> None:
+        """Change the phase, and report at once."""
+        self._phase = phase
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            await self.report()
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._period_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def report(self) -> None:
+        """Send one report now."""
+        report = self.make_report(asyncio.get_running_loop().time())
+        self._number += 1
+        try:
+            await self._bus.publish(self._subject, encode_json(report))
+        except BusError as error:
+            _log.warning("report_not_sent", error=str(error))
+
+    def make_report(self, now_s: float) -> WorkerReport:
+        """Return the report of this moment."""
+        common = {
+            "worker_id": self._worker_id,
+            "sequence_number": self._number,
+            "phase": self._phase,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "progress_ratio": self._progress[0],
+            "progress_text": self._progress[1],
+        }
+        if self._facts is None or self._source is None:
+            return WorkerReport(**common)
+        stats, facts = self._source.stats, self._facts
+        self._rates.update(now_s, stats)
+        return WorkerReport(
+            **common,
+            model=facts.model,
+            device=facts.device,
+            system=facts.system,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            max_sequences=facts.max_sequences,
+            param_bytes=facts.param_bytes,
+            kv_bytes=facts.kv_bytes,
+            reserve_bytes=facts.reserve_bytes,
+            memory_bytes=facts.memory_bytes,
+            num_blocks=stats.num_blocks,
+            num_used_blocks=stats.num_used_blocks,
+            num_demanded_blocks=stats.num_demanded_blocks,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_preempted=stats.num_preempted,
+            num_steps=stats.num_steps,
+            step_time_s=self._rates.step_time_s,
+            tokens_per_s=self._rates.tokens_per_s,
+            num_preemptions_total=stats.num_preemptions_total,
+            num_prompt_tokens_total=stats.num_prompt_tokens_total,
+            num_generated_tokens_total=stats.num_generated_tokens_total,
+            num_finished_total=stats.num_finished_total,
+        )
+
+
+class _Rates:
+    """Moving averages of step time and token rate, from the engine's running totals."""
+
+    def __init__(self) -> None:
+        self.step_time_s = 0.0
+        self.tokens_per_s = 0.0
+        self._last: tuple[float, int, int, float] | None = None
+
+    def update(self, now_s: float, stats: EngineStats) -> None:
+        present = (now_s, stats.num_steps, stats.num_generated_tokens_total, stats.busy_s)
+        if self._last is not None and now_s > self._last[0]:
+            elapsed_s, steps, tokens, busy_s = (new - old for new, old in zip(present, self._last, strict=True))
+            weight = 1 - 0.5 ** (elapsed_s / RATE_HALF_LIFE_S)
+            self.tokens_per_s += weight * (tokens / elapsed_s - self.tokens_per_s)
+            if steps:
+                self.step_time_s += weight * (busy_s / steps - self.step_time_s) if self.step_time_s else busy_s / steps
+        if self._last is None or now_s > self._last[0]:
+            self._last = present

@@ -1,0 +1,96 @@
+"""One worker's life: serve, drain, stop. Owns the tasks; the handlers live in the modules that it joins."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.worker.admin import Admin
+from services.worker.emitter import Emitter
+from services.worker.engine.engine import Engine
+from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import Executor
+from services.worker.intake import Intake
+from services.worker.reporter import Reporter, WorkerFacts
+from shared.bus import Bus, Endpoint, ServiceInfo, Subscription
+from shared.log import get_logger
+from shared.messages.report import WorkerPhase
+from shared.subjects import Subjects
+from shared.tasks import TaskOwner
+
+_log = get_logger()
+
+IDLE_POLL_S = 0.05
+"""How often a draining worker looks whether its last sequence has ended."""
+
+
+class WorkerService:
+    """A loaded worker on the bus. Built by `services.worker.build`, live and in simulation."""
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        *,
+        info: ServiceInfo,
+        facts: WorkerFacts,
+        bus: Bus,
+        subjects: Subjects,
+        engine: Engine,
+        loop: StepLoop,
+        executor: Executor,
+        intake: Intake,
+        emitter: Emitter,
+        reporter: Reporter,
+        tasks: TaskOwner,
+    ) -> None:
+        self.engine = engine
+        self.executor = executor
+        self._info = info
+        self._facts = facts
+        self._bus = bus
+        self._subjects = subjects
+        self._loop = loop
+        self._intake = intake
+        self._emitter = emitter
+        self._reporter = reporter
+        self._admin = Admin(engine, reporter)
+        self._tasks = tasks
+        self._endpoints: Subscription | None = None
+
+    async def start(self) -> None:
+        """Take requests from now on."""
+        worker_id = self._emitter.worker_id
+        self._tasks.start(self._loop.run(), name="step-loop")
+        self._tasks.start(self._emitter.run(), name="emitter")
+        self._endpoints = await self._bus.serve(
+            self._info,
+            [
+                Endpoint("submit", self._subjects.submit(worker_id), self._intake.submit),
+                Endpoint("cancel", self._subjects.cancel(worker_id), self._intake.cancel),
+                Endpoint("replay", self._subjects.replay(worker_id), self._intake.replay),
+                Endpoint("dump", self._subjects.dump(worker_id), self._admin.dump, metadata={"format": "json"}),
+            ],
+        )
+        self._intake.open()
+        self._reporter.serve(self._facts, self.engine)
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests, and return when the running ones have ended or the time is over."""
+        self._intake.close()
+        self._reporter.enter(WorkerPhase.DRAINING)
+        try:
+            async with asyncio.timeout(limit_s):
+                while self.engine.has_work or not self._emitter.idle:
+                    await asyncio.sleep(IDLE_POLL_S)
+        except TimeoutError:
+            _log.warning("drain_limit_reached", num_left=self.engine.stats.num_running, limit_s=limit_s)
+
+    async def stop(self) -> None:
+        """Leave the bus and release the executor. Sequences that still run are lost here; others hear it as DEAD."""
+        self._intake.close()
+        if self._endpoints is not None:
+            await self._endpoints.close()
+        await self._loop.close()
+        self._reporter.enter(WorkerPhase.STOPPED)
+        await self._reporter.report()
+        await self._tasks.close()
+        await self.executor.close()
+        await self._bus.flush()
