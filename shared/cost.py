@@ -1,0 +1,188 @@
+"""How long a step takes on hardware that is not here: a fitted formula, and its coefficients per model and GPU.
+
+    T = max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P + era
+
+The first branch of the maximum is bound by reading the weights, the second by computing; decode attention reads KV,
+prefill attention computes pairs. Files hold milliseconds, this module seconds.
+
+Source: fitted on 400 random mixed batches that were composed from AIConfigurator's public per-operator measurements
+(Apache-2.0); KunServe's form from its section on lookahead formulation. Deviations: none.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import Field, ValidationError
+
+from shared.config_fields import nearest
+from shared.errors import ProfileError
+from shared.types import Value
+
+PROFILES: Final = Path(__file__).parent / "profiles"
+"""Folder of the profiles that ship."""
+_MS: Final = 1e-3
+
+
+def prefill_pairs(prefix: int, chunk: int) -> int:
+    """Return the query-key pairs of one prefill chunk after a prefix: p·c + (c² + c)/2."""
+    return prefix * chunk + (chunk * chunk + chunk) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Coefficients of the formula for one instance, in seconds."""
+
+    g0_s: float
+    """Step that reads every weight once: constant part."""
+    b0_s: float
+    """The same: per token of the batch."""
+    g1_s: float
+    """Step bound by computing: constant part."""
+    b1_s: float
+    """The same: per token of the batch."""
+    d_s: float
+    """Per token of KV that decodes read."""
+    a_s: float
+    """Per query-key pair of prefill."""
+    era_s: float = 0.0
+    """CPU overhead per step of the imitated engine: 0 to 0.001 with graphs and an asynchronous scheduler, else 0.003 to
+    0.005."""
+
+    def step_s(self, num_tokens: int, kv_decode_tokens: int, prefill_pairs: int) -> float:
+        """Return the duration of one step, seconds.
+
+        Args:
+            num_tokens: N, tokens that the step computes.
+            kv_decode_tokens: KVdec, sum of the context lengths of the step's decodes.
+            prefill_pairs: P, sum over the step's prefill chunks.
+        """
+        dense_s = max(self.g0_s + self.b0_s * num_tokens, self.g1_s + self.b1_s * num_tokens)
+        return dense_s + self.d_s * kv_decode_tokens + self.a_s * prefill_pairs + self.era_s
+
+
+@dataclass(frozen=True, slots=True)
+class KunServeCost:
+    """KunServe's own form for a prefill chunk, α·(p·c + (c² + c)/2) + β·c + γ, in seconds.
+
+    Fitted for chunks of at least 512 tokens. It has no term for decodes: add `CostModel.d_s` per token of their KV.
+    """
+
+    alpha_s: float
+    """Per query-key pair."""
+    beta_s: float
+    """Per token."""
+    gamma_s: float
+    """Per microbatch."""
+
+    def chunk_s(self, prefix: int, chunk: int) -> float:
+        """Return the duration of one prefill chunk of `chunk` tokens after `prefix` tokens, seconds."""
+        return self.alpha_s * prefill_pairs(prefix, chunk) + self.beta_s * chunk + self.gamma_s
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Cost of one model on one kind of instance, with its provenance."""
+
+    name: str
+    model: str
+    gpu: str
+    tp: int
+    """GPUs of the instance (tensor parallel)."""
+    cost: CostModel
+    kunserve: KunServeCost | None
+    """KunServe's form, where it was fitted."""
+    source: str
+    """Where the coefficients come from."""
+    mean_error_ratio: float
+    """Mean relative error of the fit."""
+
+
+_Coefficient = Annotated[float, Field(ge=0)]
+
+
+class _StepMs(Value):
+    g0: _Coefficient
+    b0: _Coefficient
+    g1: _Coefficient = 0.0
+    b1: _Coefficient = 0.0
+    d: _Coefficient
+    a: _Coefficient
+    era: _Coefficient = 0.0
+
+
+class _KunServeMs(Value):
+    alpha: _Coefficient
+    beta: _Coefficient
+    gamma: _Coefficient
+
+
+class _ProfileFile(Value):
+    model: str
+    gpu: str
+    tp: Annotated[int, Field(ge=1)]
+    source: str
+    mean_error_percent: _Coefficient
+    step_ms: _StepMs
+    kunserve_ms: _KunServeMs | None = None
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiles that ship, sorted."""
+    return sorted(path.stem for path in PROFILES.glob("*.toml"))
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """Return a profile that ships, by name, or one from a file (anything that ends in `.toml`).
+
+    Raises:
+        ProfileError: there is none, or it is malformed.
+    """
+    is_path = isinstance(name_or_path, Path) or name_or_path.endswith(".toml")
+    path = Path(name_or_path) if is_path else PROFILES / f"{name_or_path}.toml"
+    if not is_path and str(name_or_path) not in profile_names():
+        close = nearest(str(name_or_path), profile_names(), cutoff=0.0)
+        raise ProfileError(f"there is no cost profile '{str(name_or_path)[:80]}'", f"Did you mean {close}?")
+    return _from_file(path.stem, _read(path))
+
+
+def _read(path: Path) -> _ProfileFile:
+    try:
+        return _ProfileFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ProfileError(f"cost profile {path} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ProfileError(f"cost profile {path}: {where}: {first['msg']}") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ProfileError(f"cost profile {path} is not valid TOML: {error}") from None
+
+
+def _from_file(name: str, file: _ProfileFile) -> Profile:
+    ms, kunserve = file.step_ms, file.kunserve_ms
+    return Profile(
+        name=name,
+        model=file.model,
+        gpu=file.gpu,
+        tp=file.tp,
+        cost=CostModel(
+            g0_s=ms.g0 * _MS,
+            b0_s=ms.b0 * _MS,
+            g1_s=ms.g1 * _MS,
+            b1_s=ms.b1 * _MS,
+            d_s=ms.d * _MS,
+            a_s=ms.a * _MS,
+            era_s=ms.era * _MS,
+        ),
+        kunserve=None if kunserve is None else _kunserve_cost(kunserve),
+        source=file.source,
+        mean_error_ratio=file.mean_error_percent / 100,
+    )
+
+
+def _kunserve_cost(ms: _KunServeMs) -> KunServeCost:
+    return KunServeCost(alpha_s=ms.alpha * _MS, beta_s=ms.beta * _MS, gamma_s=ms.gamma * _MS)

@@ -1,0 +1,60 @@
+"""Failures at the boundaries: what a person or another service did, as opposed to our own bugs (those are assertions).
+
+    SluiceError
+    ├── StartupError            a process refuses to start; one line on stderr, exit code 2
+    │   ├── ConfigError         a flag, variable or key is unknown, or its value is not allowed
+    │   └── ProfileError        a cost profile does not exist or is malformed
+    └── WireError (ValueError)  bytes from another process are not the message they should be
+        └── WireSizeError       a message is over the size limit
+
+Kept elsewhere, beside what they are about: `shared.bus.BusError` (transport), `shared.systems.UnknownSystemError`.
+"""
+
+from __future__ import annotations
+
+
+class SluiceError(Exception):
+    """Anything that may go wrong at a boundary of a process."""
+
+
+class StartupError(SluiceError):
+    """A process cannot start; the text says what is wrong and what to do about it.
+
+    Args:
+        message: what is wrong, as one sentence without its full stop.
+        hint: what to do, as one sentence; empty if the message says it already.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.message = message.rstrip(".")
+        self.hint = hint.rstrip(".")
+        text = f"sluice: {self.message}. {self.hint}" if self.hint else f"sluice: {self.message}"
+        super().__init__(" ".join(text.split()))
+
+
+class ConfigError(StartupError):
+    """A setting is unknown or not allowed; the message names where it stands (flag, variable, or file and line)."""
+
+
+class ProfileError(StartupError):
+    """A cost profile cannot be read."""
+
+
+class WireError(SluiceError, ValueError):
+    """Bytes are not a message that this process accepts; nothing of them was used.
+
+    The reason never repeats the contents, because messages carry people's prompts.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class WireSizeError(WireError):
+    """A message is larger than the limit; it was neither sent nor read."""
+
+    def __init__(self, what: str, size_bytes: int, max_bytes: int) -> None:
+        super().__init__(f"{what} of {size_bytes} bytes is over the limit of {max_bytes}")
+        self.size_bytes = size_bytes
+        self.max_bytes = max_bytes

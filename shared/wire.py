@@ -1,0 +1,237 @@
+"""Control messages as bytes: typed, size-limited msgpack; JSON for what operators read. The only codec of the project.
+
+Whatever arrives, `decode` either returns a message that passed every check of its model or raises `WireError`: no other
+exception, no class looked up by a name on the wire, no memory beyond a small multiple of the size limit. In order:
+
+    size ─► msgpack or JSON under limits ─► a map with text keys ─► version (same major) ─► kind ─► the pydantic model
+
+Version and kind come before the model, so that a message of another major version, whose fields may mean anything, is
+refused by its version. Unknown fields are ignored at every depth (also inside values whose own model refuses them), so
+that a newer minor version may add some. Values are read leniently where nothing is lost (1.0 for 1); what comes out has
+the declared types.
+
+    submit (msgpack): {"version": 1, "kind": "submit", "request_id": "r-1", "stream": 7, …, "sampling": {…}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgpack
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, from_json
+
+from shared.bus import MAX_PAYLOAD_BYTES
+from shared.errors import WireError, WireSizeError
+from shared.messages.base import PROTOCOL_VERSION, ControlMessage
+
+__all__ = [
+    "MAX_MESSAGE_BYTES",
+    "WireError",
+    "WireSizeError",
+    "decode",
+    "decode_json",
+    "decode_union",
+    "decode_union_json",
+    "encode",
+    "encode_json",
+]
+
+MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES
+"""Largest encoded message, in both directions; what the broker carries."""
+MAX_CONTAINERS: Final = 4096
+"""Most maps and arrays in one msgpack message: an empty map is one byte on the wire and 64 in memory."""
+MAX_DEPTH: Final = 16
+"""Deepest nesting of maps and arrays in msgpack (JSON: the parser's own limit of about 200)."""
+_MAX_STR_BYTES: Final = 64 * 1024
+_MAX_ARRAY_ITEMS: Final = 65_536
+_MAX_MAP_ITEMS: Final = 1024
+
+M = TypeVar("M", bound=ControlMessage)
+T = TypeVar("T")
+
+
+def encode(message: ControlMessage) -> bytes:
+    """Return the message as msgpack.
+
+    Raises:
+        WireSizeError: it would be over `MAX_MESSAGE_BYTES`.
+    """
+    data: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+    return _check_size(data, type(message).__name__)
+
+
+def decode(data: bytes, kind: type[M]) -> M:
+    """Return the message of this type that the msgpack bytes hold.
+
+    Raises:
+        WireError: they hold anything else; the reason names it without repeating the contents.
+    """
+    return _validate(_unpack(_check_size(data, kind.__name__)), kind)
+
+
+def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
+    """Return the message that the msgpack bytes hold, of whichever type of the adapter's union its `kind` says.
+
+    Raises:
+        WireError: as `decode`.
+    """
+    return _validate_union(_unpack(_check_size(data, "message")), adapter)
+
+
+def encode_json(message: ControlMessage) -> bytes:
+    """Return the message as JSON (UTF-8, one line).
+
+    Raises:
+        WireSizeError: it would be over `MAX_MESSAGE_BYTES`.
+        WireError: it has a field that JSON cannot carry (bytes that are no text).
+    """
+    name = type(message).__name__
+    try:
+        data = message.model_dump_json().encode()
+    except PydanticSerializationError:
+        raise WireError(f"{name} has a field that JSON cannot carry") from None
+    return _check_size(data, name)
+
+
+def decode_json(data: bytes, kind: type[M]) -> M:
+    """Return the message of this type that the JSON bytes hold.
+
+    Raises:
+        WireError: as `decode`.
+    """
+    return _validate(_parse_json(_check_size(data, kind.__name__)), kind)
+
+
+def decode_union_json(data: bytes, adapter: TypeAdapter[T]) -> T:
+    """Return the message that the JSON bytes hold, of whichever type of the adapter's union its `kind` says.
+
+    Raises:
+        WireError: as `decode`.
+    """
+    return _validate_union(_parse_json(_check_size(data, "message")), adapter)
+
+
+def _check_size(data: bytes, what: str) -> bytes:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireSizeError(what, len(data), MAX_MESSAGE_BYTES)
+    return data
+
+
+class _ContainerCount:
+    """Counts maps and arrays while a message is unpacked, and stops it at the limit."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, container: Any) -> Any:
+        self.count += 1
+        if self.count > MAX_CONTAINERS:
+            raise WireError(f"more than {MAX_CONTAINERS} maps and arrays")
+        return container
+
+
+def _refuse_extension(code: int, _data: bytes) -> Any:
+    raise WireError(f"msgpack extension type {code} is not part of the protocol")
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    count = _ContainerCount()
+    try:
+        fields = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            object_hook=count,
+            list_hook=count,
+            ext_hook=_refuse_extension,
+            max_str_len=_MAX_STR_BYTES,
+            max_bin_len=MAX_MESSAGE_BYTES,
+            max_array_len=_MAX_ARRAY_ITEMS,
+            max_map_len=_MAX_MAP_ITEMS,
+            max_ext_len=0,
+        )
+    except WireError:
+        raise
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"not msgpack within the limits ({type(error).__name__})") from None
+    if count.count > MAX_DEPTH:  # fewer containers cannot nest deeper
+        _check_depth(fields, MAX_DEPTH)
+    return _require_map(fields)
+
+
+def _parse_json(data: bytes) -> dict[str, Any]:
+    try:
+        fields = from_json(data, allow_inf_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON within the limits ({type(error).__name__})") from None
+    return _require_map(fields)
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    if max_depth == 0:
+        raise WireError(f"maps and arrays nest deeper than {MAX_DEPTH}")
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            _check_depth(item, max_depth - 1)
+
+
+def _require_map(fields: Any) -> dict[str, Any]:
+    if not isinstance(fields, dict):
+        raise WireError(f"a message is a map of fields, this is a {type(fields).__name__}")
+    return fields
+
+
+def _check_version(fields: dict[str, Any]) -> None:
+    version = fields.get("version")
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise WireError("the message has no version")
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"the sender speaks protocol {_short(version)}, this process {PROTOCOL_VERSION}")
+
+
+def _short(value: object) -> str:
+    """Return at most 40 printable characters of something that a stranger sent."""
+    text = str(value) if not isinstance(value, int) or abs(value) < 2**64 else "with a huge number"
+    return "".join(char if char.isprintable() else "?" for char in text[:40])
+
+
+def _validate(fields: dict[str, Any], kind: type[M]) -> M:
+    _check_version(fields)
+    declared = kind.model_fields.get("kind")
+    if declared is not None:
+        _check_kind(fields, expected=str(declared.default))
+    return _run_model(lambda: kind.model_validate(fields, extra="ignore"), kind.__name__)
+
+
+def _check_kind(fields: dict[str, Any], expected: str) -> None:
+    found = fields.get("kind")
+    if not isinstance(found, str):
+        raise WireError(f"the message has no kind, expected '{expected}'")
+    if found != expected:
+        raise WireError(f"expected a message of kind '{expected}', got '{_short(found)}'")
+
+
+def _validate_union(fields: dict[str, Any], adapter: TypeAdapter[T]) -> T:
+    _check_version(fields)
+    found = fields.get("kind")
+    if not isinstance(found, str):
+        raise WireError("the message has no kind")
+    return _run_model(lambda: adapter.validate_python(fields, extra="ignore"), f"message of kind '{_short(found)}'")
+
+
+def _run_model(validate: Callable[[], T], what: str) -> T:
+    try:
+        return validate()
+    except ValidationError as error:
+        # "from None": pydantic's text repeats the input, which may be a person's prompt
+        raise WireError(_describe(error, what)) from None
+
+
+def _describe(error: ValidationError, what: str) -> str:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(_short(part) for part in first["loc"])
+    at = f", field '{where}'" if where else ""
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{what}{at}: {first['type'].replace('_', ' ')}{more}"
