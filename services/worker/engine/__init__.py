@@ -1,0 +1,1 @@
+"""The engine: which sequences exist, which KV blocks they hold, what the next step computes."""

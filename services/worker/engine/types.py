@@ -41,7 +41,7 @@ class TableDelta:
     row: I32
     """[m]"""
     index: I32
-    """[m], position in the row's block table: block `index` holds tokens [index * block_size, (index + 1) * block_size)."""
+    """[m], position in the row's block table: it holds tokens [index * block_size, (index + 1) * block_size)."""
     block_id: I32
     """[m]"""
 

@@ -1,0 +1,1 @@
+"""Scheduling policies: pure decisions about the next step."""

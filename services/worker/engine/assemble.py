@@ -1,0 +1,51 @@
+"""From a choice of rows to the arrays of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.table import SequenceTable
+from services.worker.engine.token_log import TokenLog
+from services.worker.engine.types import I32
+
+Rows = NDArray[np.intp]
+
+
+def decodes_first(rows: Rows, num_tokens: I32, remaining: I32) -> tuple[Rows, I32]:
+    """Return the choice with the rows that compute their last known token before all others, order kept."""
+    chunk = remaining > 1
+    if not chunk.any() or not (chunk[:-1] & ~chunk[1:]).any():
+        return rows, num_tokens
+    order = np.argsort(chunk, kind="stable")
+    return rows[order], num_tokens[order]
+
+
+def input_tokens(table: SequenceTable, log: TokenLog, rows: Rows, num_tokens: I32) -> I32:
+    """Return the input ids of a batch, row after row.
+
+    Args:
+        table: the sequence table.
+        log: the output tokens of its rows.
+        rows: [n], those with one token left to compute first.
+        num_tokens: [n] tokens that each computes.
+    """
+    last = table.last_token[rows]
+    chunks = np.flatnonzero(table.num_known[rows] - table.num_computed[rows] > 1)
+    if not chunks.size:
+        return last
+    parts = [last[: chunks[0]]]
+    for i in chunks.tolist():
+        row = int(rows[i])
+        parts.append(known_tokens(table, log, row, int(table.num_computed[row]), int(num_tokens[i])))
+    return np.concatenate(parts)
+
+
+def known_tokens(table: SequenceTable, log: TokenLog, row: int, start: int, count: int) -> I32:
+    """Return [count] known tokens of a row from a position on: its prompt, then its outputs."""
+    prompt = table.sequence(row).prompt
+    stop = start + count
+    if stop <= prompt.size:
+        return prompt[start:stop]
+    outputs = log.read(row, max(start - prompt.size, 0), stop - prompt.size)
+    return np.concatenate([prompt[start:], outputs])

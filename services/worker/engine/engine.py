@@ -1,0 +1,418 @@
+"""The engine: a synchronous state machine over a table of sequences. No asyncio, torch, bus or clock.
+
+One step is `next_batch` (the scheduler chooses, blocks are given, a batch is made) and, once the executor has run it,
+`absorb` (or `roll_back` if it failed). Batches come back in the order in which they were made. A row that is in a batch
+in flight is never touched by anybody else: a cancel only marks it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine import qoe_columns
+from services.worker.engine.assemble import decodes_first, input_tokens
+from services.worker.engine.blocks import BlockManager
+from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
+from services.worker.engine.events import NO_EVENTS, StepEvents
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.retry import RetryGroup, RetryQueue
+from services.worker.engine.sequence import FinishedStore, SequenceKey
+from services.worker.engine.stats import EngineStats, Totals
+from services.worker.engine.stops import StopRules
+from services.worker.engine.table import Hold, SequenceTable, Status
+from services.worker.engine.token_log import TokenLog
+from services.worker.engine.types import EMPTY_I32, I32, Batch, BatchFailedError, BatchOutput, RowInit
+from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from shared.ids import RequestId
+from shared.types import FinishReason
+
+Rows = NDArray[np.intp]
+_NOT_IN_FLIGHT = np.uint8(0xFF ^ Hold.IN_FLIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A batch that the executor has not answered."""
+
+    batch: Batch
+    rows: Rows
+    end: I32
+    """[n] tokens of each row whose KV exists once the batch is done."""
+
+
+class Engine:
+    """All sequences of one worker, and their next step."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> None:
+        self.config = config
+        self.table = SequenceTable(config.max_sequences)
+        max_blocks_per_row = -(-config.max_model_len // config.block_size)
+        self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
+        self.log = TokenLog(config.max_sequences, config.max_model_len)
+        self.flights: deque[Flight] = deque()
+        self.retry = RetryQueue()
+        self.row_of: dict[SequenceKey, int] = {}
+        self._scheduler = scheduler
+        self._limits = Limits(config.max_batch_tokens, config.max_batch_rows)
+        self._stops = StopRules(config.max_sequences, config.vocab_size, config.eos_token_ids)
+        self._finished = FinishedStore(config.finished_kept)
+        self._admits: list[RowInit] = []
+        self._drops: list[int] = []
+        self._events: list[StepEvents] = []
+        self._next_step_id = 0
+        self._next_expiry_s = np.inf
+        self._num_cancelled = 0  # rows in flight that end when they land
+        self._totals = Totals()
+
+    # Sequences come and go
+
+    def add(self, new: NewSequence) -> int | AddRefusal:
+        """Take a sequence in; it waits for its turn.
+
+        Returns:
+            Its row (the same one again if it is repeated while it runs), or why it is not taken.
+        """
+        key = (new.request_id, new.attempt)
+        known = self.row_of.get(key)
+        if known is not None and self.table.stream[known] == new.stream:
+            return known
+        if known is not None or key in self._finished:
+            return AddRefusal.DUPLICATE
+        refusal = check_new(new, self.config, self.blocks.num_usable)
+        if refusal is not None:
+            return refusal
+        max_output = max_outputs(int(new.prompt.size), new.sampling.max_tokens, self.config.max_model_len)
+        row = self.table.add(new, max_output)
+        if row is None:
+            return AddRefusal.FULL
+        self.row_of[key] = row
+        self._stops.set(row, new.sampling)
+        self._next_expiry_s = min(self._next_expiry_s, new.expires_s)
+        if new.generated.size:
+            self._take_over(row, new.generated.astype(np.int32))
+        return row
+
+    def cancel(self, request_id: RequestId, attempt: int) -> bool:
+        """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
+        row = self.row_of.get((request_id, attempt))
+        if row is None:
+            return False
+        self._cancel(row)
+        return True
+
+    def replay(self, request_id: RequestId, attempt: int, first_index: int) -> tuple[I32, FinishReason] | None:
+        """Return outputs from an index on, of a sequence that runs or ended not long ago; None if it is not known."""
+        key = (request_id, attempt)
+        row = self.row_of.get(key)
+        if row is None:
+            return self._finished.find(key, first_index)
+        return self.log.read(row, first_index, int(self.table.num_output[row])), FinishReason.NONE
+
+    def take_events(self) -> StepEvents:
+        """Return the ends that happened outside a step since the last call: cancelled, expired."""
+        if not self._events:
+            return NO_EVENTS
+        events = StepEvents.concatenate(self._events)
+        self._events.clear()
+        return events
+
+    # Steps
+
+    def next_batch(self, now_s: float) -> Batch | None:
+        """Make the next step's batch, or None if nothing can run now. The batch is in flight from then on."""
+        if now_s >= self._next_expiry_s:
+            self._expire(now_s)
+        if self.retry:
+            group = self.retry.pop()
+            return self._launch(group.rows, group.num_tokens)
+        view = self._view(now_s)
+        if not (view.running.size or view.waiting.size or view.preempted.size):
+            return None
+        output = self._scheduler.schedule(view)
+        if not output.rows.size:
+            assert not output.preempt.size, "a step that preempts must run somebody"
+            return None
+        return self._launch(*self._commit(output))
+
+    def absorb(self, batch: Batch, output: BatchOutput, now_s: float) -> StepEvents:
+        """Take in what the oldest batch in flight produced.
+
+        Returns:
+            One event for each row that got a token or ended.
+        """
+        assert output.step_id == batch.step_id, f"output of step {output.step_id} for step {batch.step_id}"
+        flight = self._land(batch)
+        self.table.num_computed[flight.rows] = flight.end
+        self.retry.succeeded(batch.rows)
+        rows, tokens = flight.rows, output.tokens
+        wanted = batch.sample
+        if self._num_cancelled:
+            wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
+        if not wanted.all():
+            rows, tokens = rows[wanted], tokens[wanted]
+        events = self._deliver(rows, tokens, now_s) if rows.size else NO_EVENTS
+        return self._with_cancelled(flight, events)
+
+    def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
+        """Undo the oldest batch in flight, which failed, and arrange for its rows to be tried again in halves.
+
+        Nobody was advanced, so there is nothing to restore. A row that failed twice in a step of its own ends with
+        `FinishReason.ERROR`; the others never notice.
+        """
+        del now_s  # a part of the step's interface; nothing here depends on the time
+        flight = self._land(batch)
+        self._totals.num_failed_steps += 1
+        going_on = (self.table.hold[flight.rows] & Hold.CANCELLED) == 0
+        group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
+        events = self._with_cancelled(flight, NO_EVENTS)
+        if not group.rows.size:
+            return events
+        self.table.hold[group.rows] |= Hold.RETRY
+        lost = self.retry.failed(group, np.isin(group.rows, error.rows))
+        return StepEvents.concatenate([events, self._end(lost, FinishReason.ERROR)])
+
+    # Memory: the step gate is held
+
+    def grow(self, num_blocks: int) -> None:
+        """Make blocks with ids up to num_blocks - 1 usable, in addition to those known so far."""
+        self.blocks.grow(num_blocks)
+        self._review_room()
+
+    def set_backed(self, ids: I32, *, backed: bool) -> None:
+        """Add memory behind some known blocks, or take it away. Nothing may be in flight.
+
+        Sequences that hold blocks which lose their memory are preempted; those that no longer fit the memory at all
+        wait until it grows again, or expire. The blocks must not be pinned.
+        """
+        assert not self.flights, "memory changes only while nothing is in flight"
+        if not backed:
+            for row in self.blocks.holders(ids, self.table.running.view):
+                self._preempt(row)
+        self.blocks.set_usable(ids, usable=backed)
+        self._review_room()
+
+    def pin(self, ids: I32, owner: Hashable) -> None:
+        """Keep blocks from being reused until their owner unpins them."""
+        self.blocks.pin(ids, owner)
+
+    def unpin(self, owner: Hashable) -> None:
+        """Drop all pins of an owner; the caller wakes the step loop."""
+        self.blocks.unpin(owner)
+
+    # Looks
+
+    @property
+    def has_work(self) -> bool:
+        """A sequence is here."""
+        return bool(self.row_of)
+
+    @property
+    def next_expiry_s(self) -> float:
+        """No sequence expires before; infinite if none does."""
+        return float(self._next_expiry_s)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts of this moment."""
+        table = self.table
+        parked = np.concatenate([table.waiting.view, table.preempted.view])
+        demanded = -(-table.num_known[parked] // self.config.block_size)
+        return EngineStats(
+            num_running=len(table.running),
+            num_waiting=len(table.waiting),
+            num_preempted=len(table.preempted),
+            num_blocks=self.blocks.num_usable,
+            num_used_blocks=self.blocks.num_usable - self.blocks.num_free,
+            num_demanded_blocks=int(demanded.sum()),
+            **asdict(self._totals),
+        )
+
+    def check_invariants(self) -> None:
+        """Check everything that must hold between two calls; raises AssertionError naming the law that is broken."""
+        check_engine(self)
+
+    # Inside
+
+    def _view(self, now_s: float) -> SchedulerView:
+        table = self.table
+        waiting, running, preempted = table.waiting.view, table.running.view, table.preempted.view
+        if table.hold.any():
+            free = table.hold == 0
+            waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
+        return SchedulerView(
+            now_s=now_s,
+            columns=table.columns,
+            waiting=waiting,
+            running=running,
+            preempted=preempted,
+            num_in_flight=sum(flight.rows.size for flight in self.flights),
+            free_blocks=self.blocks.num_free,
+            block_size=self.config.block_size,
+            limits=self._limits,
+        )
+
+    def _commit(self, output: SchedulerOutput) -> tuple[Rows, I32]:
+        """Preempt and admit as the scheduler chose."""
+        table = self.table
+        for row in output.preempt.tolist():
+            self._preempt(row)
+        rows = output.rows.astype(np.intp)
+        assert not table.hold[rows].any(), "the scheduler chose a row that is held"
+        assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
+        for row in rows[table.status[rows] != Status.RUNNING].tolist():
+            self._admit(row)
+        remaining = table.num_known[rows] - table.num_computed[rows]
+        assert (output.num_tokens >= 1).all(), "each row of a step computes at least one token"
+        assert (output.num_tokens <= remaining).all(), "a row cannot compute tokens that are not known"
+        return decodes_first(rows, output.num_tokens, remaining)
+
+    def _launch(self, rows: Rows, num_tokens: I32) -> Batch:
+        table = self.table
+        start = table.num_computed[rows]
+        end = start + num_tokens
+        table.hold[rows] = Hold.IN_FLIGHT
+        batch = Batch(
+            step_id=self._next_step_id,
+            rows=rows.astype(np.int32),
+            num_tokens=num_tokens,
+            start=start,
+            tokens=input_tokens(table, self.log, rows, num_tokens),
+            sample=end == table.num_known[rows],
+            table_delta=self.blocks.extend(rows, end),
+            admits=tuple(self._admits),
+            drops=np.array(self._drops, dtype=np.int32) if self._drops else EMPTY_I32,
+        )
+        self._next_step_id += 1
+        self._admits.clear()
+        self._drops.clear()
+        self.flights.append(Flight(batch, rows, end))
+        return batch
+
+    def _land(self, batch: Batch) -> Flight:
+        flight = self.flights.popleft()
+        assert flight.batch is batch, "batches come back in the order in which they were made"
+        self.table.hold[flight.rows] &= _NOT_IN_FLIGHT
+        self._totals.num_steps += 1
+        return flight
+
+    def _deliver(self, rows: Rows, tokens: I32, now_s: float) -> StepEvents:
+        table = self.table
+        first_index = table.num_output[rows]
+        num_output = first_index + 1
+        self.log.append(rows, first_index, tokens)
+        table.num_output[rows] = num_output
+        table.num_known[rows] += 1
+        table.last_token[rows] = tokens
+        if table.num_readers:
+            qoe_columns.deliver(table, rows, first_index, now_s)
+        self._totals.num_generated_tokens += int(rows.size)
+        finish = self._stops.check(rows, tokens, num_output, table.max_output[rows])
+        events = StepEvents(
+            channel=table.channel[rows],
+            stream=table.stream[rows],
+            attempt=table.attempt[rows],
+            first_index=first_index.astype(np.uint32),
+            tokens=tokens,
+            finish=finish,
+        )
+        for i in np.flatnonzero(finish).tolist():
+            self._forget(int(rows[i]), FinishReason(int(finish[i])))
+        return events
+
+    def _with_cancelled(self, flight: Flight, events: StepEvents) -> StepEvents:
+        """End the rows of a landed batch that were cancelled meanwhile."""
+        if not self._num_cancelled:
+            return events
+        cancelled = flight.rows[(self.table.hold[flight.rows] & Hold.CANCELLED) != 0].tolist()
+        self._num_cancelled -= len(cancelled)
+        return StepEvents.concatenate([events, self._end(cancelled, FinishReason.CANCELLED)])
+
+    def _admit(self, row: int) -> None:
+        table = self.table
+        table.admit(row)
+        if not table.at_executor[row]:
+            table.at_executor[row] = True
+            self._admits.append(RowInit(row, table.sequence(row).sampling))
+            self._totals.num_prompt_tokens += int(table.num_prompt[row])
+
+    def _preempt(self, row: int) -> None:
+        table = self.table
+        assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
+        assert not table.hold[row] & Hold.IN_FLIGHT, f"row {row} is in flight"
+        self._totals.num_preemptions += 1
+        self._totals.num_recomputed_tokens += int(table.num_computed[row])
+        self.retry.discard(row)
+        table.hold[row] &= ~np.uint8(Hold.RETRY)
+        self.blocks.release(row)
+        table.preempt(row)
+
+    def _take_over(self, row: int, generated: I32) -> None:
+        """Continue what an earlier attempt began; it may turn out to have been complete."""
+        self.log.extend(row, generated)
+        where = np.array([row])
+        num_output = self.table.num_output[where]
+        finish = self._stops.check(where, generated[-1:], num_output, self.table.max_output[where])
+        if finish[0]:
+            self._events.append(self._end([row], FinishReason(int(finish[0]))))
+
+    def _cancel(self, row: int) -> None:
+        hold = self.table.hold
+        if not hold[row] & Hold.IN_FLIGHT:
+            self._events.append(self._end([row], FinishReason.CANCELLED))
+        elif not hold[row] & Hold.CANCELLED:
+            hold[row] |= Hold.CANCELLED
+            self.table.expires_s[row] = np.inf
+            self._num_cancelled += 1
+
+    def _expire(self, now_s: float) -> None:
+        expires_s = self.table.expires_s
+        for row in np.flatnonzero(expires_s <= now_s).tolist():
+            self._cancel(row)
+        self._next_expiry_s = expires_s.min()
+
+    def _end(self, rows: Sequence[int], finish: FinishReason) -> StepEvents:
+        """Forget rows that end without a token and say so."""
+        if not rows:
+            return NO_EVENTS
+        table, where = self.table, np.array(rows, dtype=np.intp)
+        events = StepEvents(
+            channel=table.channel[where],
+            stream=table.stream[where],
+            attempt=table.attempt[where],
+            first_index=table.num_output[where].astype(np.uint32),
+            tokens=np.full(where.size, -1, dtype=np.int32),
+            finish=np.full(where.size, finish, dtype=np.uint8),
+        )
+        for row in rows:
+            self._forget(row, finish)
+        return events
+
+    def _forget(self, row: int, finish: FinishReason) -> None:
+        """Free everything that a row holds and keep its outputs for replays."""
+        table = self.table
+        key, num_output = table.sequence(row).key, int(table.num_output[row])
+        self._finished.add(key, self.log.read(row, 0, num_output), finish)
+        del self.row_of[key]
+        self.retry.discard(row)
+        self.blocks.release(row)
+        self.log.clear(row, num_output)
+        self._stops.clear(row)
+        if table.at_executor[row]:
+            self._drops.append(row)
+        table.free(row)
+        self._totals.num_finished += 1
+
+    def _review_room(self) -> None:
+        """Hold the sequences that the whole KV memory cannot fit, and only those."""
+        table = self.table
+        longest = table.num_prompt + table.max_output - 1
+        too_long = (table.status != Status.FREE) & (-(-longest // self.config.block_size) > self.blocks.num_usable)
+        for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
+            self._preempt(row)
+        table.hold[too_long] |= Hold.NO_ROOM
+        table.hold[~too_long] &= ~np.uint8(Hold.NO_ROOM)

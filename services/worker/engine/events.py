@@ -1,0 +1,59 @@
+"""What a step means for the outside: columns, one entry per sequence that got a token or ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """Tokens and ends, in an order in which they may be sent. All columns have the same length."""
+
+    channel: I32
+    """Which dispatcher, as `NewSequence.channel`."""
+    stream: U32
+    attempt: U16
+    first_index: U32
+    """Index of the token in the request's output, `generated` counted; of an end without a token: the next index."""
+    tokens: I32
+    """-1 where the sequence ended without a token."""
+    finish: U8
+    """`shared.types.FinishReason`; 0 where the sequence goes on."""
+
+    def __len__(self) -> int:
+        return int(self.tokens.size)
+
+    @classmethod
+    def concatenate(cls, parts: Iterable[StepEvents]) -> Self | StepEvents:
+        """Return the events of all parts, in order; `NO_EVENTS` if there are none."""
+        filled = [part for part in parts if part.tokens.size]
+        if len(filled) <= 1:
+            return filled[0] if filled else NO_EVENTS
+        return cls(
+            channel=np.concatenate([part.channel for part in filled]),
+            stream=np.concatenate([part.stream for part in filled]),
+            attempt=np.concatenate([part.attempt for part in filled]),
+            first_index=np.concatenate([part.first_index for part in filled]),
+            tokens=np.concatenate([part.tokens for part in filled]),
+            finish=np.concatenate([part.finish for part in filled]),
+        )
+
+
+NO_EVENTS = StepEvents(
+    channel=np.zeros(0, dtype=np.int32),
+    stream=np.zeros(0, dtype=np.uint32),
+    attempt=np.zeros(0, dtype=np.uint16),
+    first_index=np.zeros(0, dtype=np.uint32),
+    tokens=np.zeros(0, dtype=np.int32),
+    finish=np.zeros(0, dtype=np.uint8),
+)

@@ -1,0 +1,68 @@
+"""What must hold between any two calls of the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.worker.engine.table import Hold, SequenceTable, Status
+from services.worker.engine.token_log import CHUNK
+
+if TYPE_CHECKING:
+    from services.worker.engine.engine import Engine
+
+
+def check_engine(engine: Engine) -> None:
+    """Raise AssertionError, naming the law, if the engine's state contradicts itself."""
+    table = engine.table
+    live = np.flatnonzero(table.status != Status.FREE).astype(np.int32)
+    _check_queues(table)
+    _check_counts(table, live, engine.config.block_size)
+    _check_holds(engine)
+    engine.blocks.check_invariants(live)
+    chunks = -(-table.num_output[live] // CHUNK)
+    assert engine.log.num_used_chunks == int(chunks.sum()), "chunks of the token log are lost or doubled"
+    assert sorted(engine.row_of.values()) == live.tolist(), "each live row has one name, and each name one live row"
+    assert all(table.sequence(row).key == key for key, row in engine.row_of.items()), "a row has another's name"
+
+
+def _check_queues(table: SequenceTable) -> None:
+    queues = ((Status.WAITING, table.waiting), (Status.RUNNING, table.running), (Status.PREEMPTED, table.preempted))
+    for status, queue in queues:
+        rows = np.flatnonzero(table.status == status)
+        assert sorted(queue.view.tolist()) == rows.tolist(), f"the queue and the status {status.name} differ"
+    for queue in (table.waiting, table.preempted):
+        keys = [(table.arrival_s[row], table.order[row]) for row in queue.view.tolist()]
+        assert keys == sorted(keys), "waiting and preempted rows are in order of arrival"
+    assert table.num_live == sum(len(queue) for _, queue in queues), "rows are lost or doubled"
+
+
+def _check_counts(table: SequenceTable, live: np.ndarray, block_size: int) -> None:
+    known, computed = table.num_known[live], table.num_computed[live]
+    assert (known == table.num_prompt[live] + table.num_output[live]).all(), "known tokens are prompt and outputs"
+    assert (computed >= 0).all(), "computed tokens cannot be negative"
+    assert (computed < known).all(), "a live row has a token left to compute"
+    assert (computed <= table.held_blocks[live] * block_size).all(), "computed tokens have slots"
+    assert (table.num_output[live] < table.max_output[live]).all(), "a sequence at its limit has ended"
+    resting = live[table.status[live] != Status.RUNNING]
+    assert not table.num_computed[resting].any(), "a waiting or preempted row has no KV"
+    assert not table.held_blocks[resting].any(), "a waiting or preempted row holds no blocks"
+    assert table.num_readers == int((~np.isnan(table.qoe_speed[live])).sum()), "readers are counted"
+
+
+def _check_holds(engine: Engine) -> None:
+    table = engine.table
+    in_flight = [row for flight in engine.flights for row in flight.rows.tolist()]
+    assert len(set(in_flight)) == len(in_flight), "a row is in at most one batch in flight"
+    marked = np.flatnonzero(table.hold & Hold.IN_FLIGHT).tolist()
+    assert sorted(in_flight) == marked, "the bit IN_FLIGHT and the batches in flight differ"
+    cancelled = np.flatnonzero(table.hold & Hold.CANCELLED)
+    assert set(cancelled.tolist()) <= set(in_flight), "a cancelled row outside a batch has ended"
+    retried = np.flatnonzero(table.hold & Hold.RETRY).tolist()
+    assert sorted(engine.retry.rows) == retried, "the bit RETRY and the rows to try again differ"
+    assert (table.status[in_flight + retried] == Status.RUNNING).all(), "a row in a step is running"
+    for flight in engine.flights:
+        assert (table.num_computed[flight.rows] == flight.batch.start).all(), "a row in flight is not advanced"
+        room = table.held_blocks[flight.rows] * engine.config.block_size
+        assert (flight.end <= room).all(), "a row in flight has slots for all its tokens"

@@ -1,0 +1,145 @@
+"""The driver: submits the engine's batches, takes in what comes back, passes events on. Its only wait is `wake`."""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections import deque
+from collections.abc import Callable
+
+from services.worker.engine.engine import Engine
+from services.worker.engine.events import NO_EVENTS, StepEvents
+from services.worker.engine.gate import StepGate
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, Executor
+
+_MIN_TIMER_S = 0.001
+"""Event loops do not keep shorter timers."""
+
+
+class ExecutorBrokenError(Exception):
+    """Too many steps failed in a row: the fault is not a sequence's but the executor's."""
+
+    def __init__(self, num_failures: int, cause: str) -> None:
+        super().__init__(f"{num_failures} steps failed in a row, the last one with: {cause}")
+        self.num_failures = num_failures
+        self.cause = cause
+
+
+class StepLoop:
+    """Runs one engine on one executor. Who changes the engine from outside (add, cancel, unpin, grow) calls `wake`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: Executor,
+        emit: Callable[[StepEvents], None],
+        now: Callable[[], float],
+        gate: StepGate,
+        *,
+        max_failures: int = 16,
+    ) -> None:
+        """Begin with nothing in flight.
+
+        Args:
+            engine: driven by this loop alone.
+            executor: runs the batches.
+            emit: takes the events of a step while the next step runs; must not block.
+            now: the worker's clock, seconds.
+            gate: handed over between steps to whoever wants it.
+            max_failures: steps that may fail in a row before the executor counts as broken. One guilty row costs about
+                log2(max_batch_rows) + 2.
+        """
+        self._engine = engine
+        self._executor = executor
+        self._emit = emit
+        self._now = now
+        self._gate = gate
+        self._max_failures = max_failures
+        self._num_failures = 0
+        self._flight: deque[tuple[Batch, Future[BatchOutput]]] = deque()
+        self._events = NO_EVENTS
+        self._wake = asyncio.Event()
+        self._closing = False
+        gate.attach(self.wake)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches that the executor has not answered."""
+        return len(self._flight)
+
+    def wake(self) -> None:
+        """Look at the engine again."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Submit nothing more; `run` returns once what is in flight has come back and its events are emitted."""
+        self._closing = True
+        self.wake()
+
+    async def run(self) -> None:
+        """Drive the engine until `close`.
+
+        Raises:
+            ExecutorBrokenError: too many steps failed in a row.
+        """
+        try:
+            while not (self._closing and not self._flight):
+                self._wake.clear()
+                self._fill()
+                self._flush()
+                if self._flight and self._flight[0][1].done():
+                    self._take_in(*self._flight.popleft())
+                    continue
+                await self._rest()
+            self._flush()
+        finally:
+            self._gate.close()
+
+    def _fill(self) -> None:
+        while not (self._gate.wanted or self._closing) and len(self._flight) < self._executor.depth:
+            batch = self._engine.next_batch(self._now())
+            if batch is None:
+                return
+            future = self._executor.submit(batch)
+            future.add_done_callback(self._on_done)
+            self._flight.append((batch, future))
+
+    def _flush(self) -> None:
+        """Pass on the events of the step before: this overlaps with the step just submitted."""
+        events = StepEvents.concatenate([self._events, self._engine.take_events()])
+        self._events = NO_EVENTS
+        if len(events):
+            self._emit(events)
+
+    def _take_in(self, batch: Batch, future: Future[BatchOutput]) -> None:
+        try:
+            output = future.result()
+        except BatchFailedError as error:
+            self._num_failures += 1
+            self._events = self._engine.roll_back(batch, error, self._now())
+            if self._num_failures >= self._max_failures:
+                raise ExecutorBrokenError(self._num_failures, error.cause) from error
+        else:
+            self._num_failures = 0
+            self._events = self._engine.absorb(batch, output, self._now())
+
+    async def _rest(self) -> None:
+        if self._gate.wanted and not self._flight:
+            await self._gate.hand_over()
+            return
+        timer = None if self._flight else self._expiry_timer()
+        try:
+            await self._wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _expiry_timer(self) -> asyncio.TimerHandle | None:
+        """Wake when a sequence that cannot run now expires."""
+        delay_s = self._engine.next_expiry_s - self._now()
+        if delay_s == float("inf"):
+            return None
+        return asyncio.get_running_loop().call_later(max(delay_s, _MIN_TIMER_S), self.wake)
+
+    def _on_done(self, _future: Future[BatchOutput]) -> None:
+        self._wake.set()

@@ -1,0 +1,44 @@
+"""Counts of one engine, for reports and logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Totals:
+    """What happened since the start; only grows."""
+
+    num_steps: int = 0
+    """Batches that came back, failed ones included."""
+    num_failed_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """Tokens whose KV preemptions threw away: what preempting cost."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of the sequences that were admitted, each sequence once."""
+    num_generated_tokens: int = 0
+    num_finished: int = 0
+    """Sequences that ended, for whatever reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """One moment of the engine."""
+
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_blocks: int
+    """Usable blocks."""
+    num_used_blocks: int
+    """Usable blocks that sequences hold or somebody pins."""
+    num_demanded_blocks: int
+    """Blocks that waiting and preempted sequences need for the tokens known so far."""
+    num_steps: int
+    num_failed_steps: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_finished: int

@@ -1,0 +1,60 @@
+"""When a sequence ends by its own token: EOS ids, stop ids, and its length; for a whole batch at once."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.types import I32, U8
+from shared.types import FinishReason, SamplingParams
+
+Rows = NDArray[np.intp]
+
+MAX_STOP_IDS = 64
+"""As many as `SamplingParams.stop_token_ids` may have."""
+_LENGTH = np.uint8(FinishReason.LENGTH)
+
+
+class StopRules:
+    """Per row: the stop ids, and whether EOS counts."""
+
+    def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._is_eos = np.zeros(vocab_size, dtype=np.bool_)
+        self._is_eos[list(eos_token_ids)] = True
+        self._ignore_eos = np.zeros(num_rows, dtype=np.bool_)
+        self._stop_ids: I32 = np.full((num_rows, MAX_STOP_IDS), -1, dtype=np.int32)
+        self._has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
+        self._num_with_stop_ids = 0
+
+    def set(self, row: int, sampling: SamplingParams) -> None:
+        """Take in a new row's rules."""
+        ids = sampling.stop_token_ids
+        self._ignore_eos[row] = sampling.ignore_eos
+        self._stop_ids[row, : len(ids)] = ids
+        self._stop_ids[row, len(ids) :] = -1
+        self._has_stop_ids[row] = bool(ids)
+        self._num_with_stop_ids += bool(ids)
+
+    def clear(self, row: int) -> None:
+        """Forget a row's rules."""
+        self._num_with_stop_ids -= int(self._has_stop_ids[row])
+        self._has_stop_ids[row] = False
+
+    def check(self, rows: Rows, tokens: I32, num_output: I32, max_output: I32) -> U8:
+        """Return the `FinishReason` of each row after its newest token.
+
+        Args:
+            rows: [n]
+            tokens: [n] the newest output of each row.
+            num_output: [n] outputs, the newest included.
+            max_output: [n] most outputs.
+        """
+        finish = (num_output >= max_output).astype(np.uint8)
+        finish *= _LENGTH
+        stopped = self._is_eos[tokens]
+        if stopped.any():
+            stopped &= ~self._ignore_eos[rows]
+        if self._num_with_stop_ids:
+            stopped |= (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
+        finish[stopped] = FinishReason.STOP
+        return finish

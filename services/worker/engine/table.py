@@ -1,0 +1,161 @@
+"""The sequence table: hot state of all sequences in columns, row = sequence. Only the engine writes it."""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.config import NewSequence
+from services.worker.engine.rows import RowQueue
+from services.worker.engine.sequence import Sequence
+from services.worker.policy.view import Columns
+from shared.types import RequestClass
+
+C = TypeVar("C", bound=NDArray[np.generic])
+
+
+class Status(IntEnum):
+    """Where a row is; a row is in exactly one queue, or free."""
+
+    FREE = 0
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+
+
+class Hold(IntFlag):
+    """Why a row may not be scheduled. A feature that must keep a sequence from running adds a bit, nothing else."""
+
+    IN_FLIGHT = 1  # in a batch that the executor has not answered
+    CANCELLED = 2  # ends when its batch comes back
+    RETRY = 4  # was in a failed batch and waits for its turn to be tried in a smaller one
+    NO_ROOM = 8  # the KV memory has shrunk below what the whole sequence needs
+
+
+class SequenceTable:
+    """Columns, free rows and the three queues.
+
+    `rows` arguments are [n] arrays of row numbers; columns are indexed by row.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.status = np.zeros(num_rows, dtype=np.uint8)
+        self.hold = np.zeros(num_rows, dtype=np.uint8)
+        self.num_prompt = np.zeros(num_rows, dtype=np.int32)
+        self.num_output = np.zeros(num_rows, dtype=np.int32)
+        self.num_known = np.zeros(num_rows, dtype=np.int32)  # num_prompt + num_output
+        self.num_computed = np.zeros(num_rows, dtype=np.int32)
+        self.held_blocks = np.zeros(num_rows, dtype=np.int32)  # written by the block manager
+        self.max_output = np.zeros(num_rows, dtype=np.int32)
+        self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
+        self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
+        self.arrival_s = np.zeros(num_rows, dtype=np.float64)
+        self.expires_s = np.full(num_rows, np.inf)
+        self.request_class = np.zeros(num_rows, dtype=np.uint8)
+        self.qoe_ttft_s = np.zeros(num_rows, dtype=np.float64)
+        self.qoe_speed = np.zeros(num_rows, dtype=np.float64)
+        self.qoe_gap_s = np.zeros(num_rows, dtype=np.float64)  # 1 / qoe_speed
+        self.qoe_last_s = np.zeros(num_rows, dtype=np.float64)
+        self.qoe_delay_sum_s = np.zeros(num_rows, dtype=np.float64)
+        self.channel = np.zeros(num_rows, dtype=np.int32)
+        self.stream = np.zeros(num_rows, dtype=np.uint32)
+        self.attempt = np.zeros(num_rows, dtype=np.uint16)
+        self.at_executor = np.zeros(num_rows, dtype=np.bool_)  # the executor knows the row
+        self.cold: list[Sequence | None] = [None] * num_rows
+        self.waiting = RowQueue(num_rows)
+        self.running = RowQueue(num_rows)
+        self.preempted = RowQueue(num_rows)
+        self.num_readers = 0  # live rows that a reader follows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._num_added = 0
+        self.columns = Columns(
+            num_prompt=_read_only(self.num_prompt),
+            num_output=_read_only(self.num_output),
+            num_computed=_read_only(self.num_computed),
+            held_blocks=_read_only(self.held_blocks),
+            arrival_s=_read_only(self.arrival_s),
+            request_class=_read_only(self.request_class),
+            qoe_ttft_s=_read_only(self.qoe_ttft_s),
+            qoe_speed=_read_only(self.qoe_speed),
+            qoe_last_s=_read_only(self.qoe_last_s),
+            qoe_delay_sum_s=_read_only(self.qoe_delay_sum_s),
+        )
+
+    @property
+    def num_live(self) -> int:
+        """Rows that hold a sequence."""
+        return self.num_rows - len(self._free)
+
+    def sequence(self, row: int) -> Sequence:
+        """Return the cold data of a live row."""
+        sequence = self.cold[row]
+        assert sequence is not None, f"row {row} is free"
+        return sequence
+
+    def add(self, new: NewSequence, max_output: int) -> int | None:
+        """Take a free row for the sequence and put it into `waiting`; None if all rows are taken."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        prompt, generated = new.prompt.astype(np.int32), int(new.generated.size)
+        self.cold[row] = Sequence((new.request_id, new.attempt), prompt, new.sampling, generated)
+        self.status[row], self.hold[row] = Status.WAITING, 0
+        self.num_prompt[row], self.num_output[row] = prompt.size, generated
+        self.num_known[row], self.num_computed[row] = prompt.size + generated, 0
+        self.max_output[row] = max_output
+        self.last_token[row] = new.generated[-1] if generated else prompt[-1]
+        self.order[row] = self._num_added
+        self.arrival_s[row], self.expires_s[row] = new.arrival_s, new.expires_s
+        self.request_class[row] = new.request_class is RequestClass.BEST_EFFORT
+        self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
+        self._set_qoe(row, new)
+        self._num_added += 1
+        self.waiting.insert(row, self.arrival_s, self.order)
+        return row
+
+    def admit(self, row: int) -> None:
+        """Move a waiting or preempted row to the end of `running`."""
+        queue = self.waiting if self.status[row] == Status.WAITING else self.preempted
+        queue.remove(np.array([row]))
+        self.status[row] = Status.RUNNING
+        self.running.append(row)
+
+    def preempt(self, row: int) -> None:
+        """Move a running row to its place in `preempted`; its KV is gone."""
+        self.running.remove(np.array([row]))
+        self.status[row] = Status.PREEMPTED
+        self.num_computed[row] = 0
+        self.preempted.insert(row, self.arrival_s, self.order)
+
+    def free(self, row: int) -> None:
+        """Forget a row, whatever its queue."""
+        queue = (self.waiting, self.running, self.preempted)[self.status[row] - 1]
+        queue.remove(np.array([row]))
+        self.num_readers -= int(not np.isnan(self.qoe_speed[row]))
+        self.status[row], self.hold[row] = Status.FREE, 0
+        self.num_computed[row] = 0
+        self.expires_s[row] = np.inf
+        self.at_executor[row] = False
+        self.cold[row] = None
+        self._free.append(row)
+
+    def _set_qoe(self, row: int, new: NewSequence) -> None:
+        """Begin the O(1) QoE form. Outputs of earlier attempts count as shown on schedule: nobody here saw them."""
+        if new.qoe is None:
+            ttft_s = speed = last_s = delay_sum_s = np.nan
+        else:
+            ttft_s, speed = new.qoe.ttft_s, new.qoe.speed_tokens_per_s
+            last_s, delay_sum_s = ttft_s + (new.generated.size - 1) / speed, 0.0
+            self.num_readers += 1
+        self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = ttft_s, speed, 1 / speed
+        self.qoe_last_s[row], self.qoe_delay_sum_s[row] = last_s, delay_sum_s
+
+
+def _read_only(column: C) -> C:
+    view = column.view()
+    view.flags.writeable = False
+    return view

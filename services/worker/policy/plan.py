@@ -1,0 +1,171 @@
+"""A step in the making: the parts from which first-come-first-served policies are put together.
+
+Rules that all parts keep:
+
+- *Who gives way.* When blocks run out the running rows admitted last are preempted, as many as needed and no more.
+- *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
+  need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
+  preempted before it gave a token.
+- *Somebody finishes.* The first running row is preempted only if nobody can go on otherwise, which leaves it as it is:
+  then no row is chosen at all, and the step waits for blocks that are pinned or in flight.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+
+from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_kept, num_known
+from services.worker.policy.view import I32, PreemptHow, SchedulerOutput, SchedulerView
+
+
+class StepPlan:
+    """Rows chosen so far, and the tokens, rows and blocks that are left for more."""
+
+    def __init__(self, view: SchedulerView) -> None:
+        columns = view.columns
+        self._view = view
+        self._running = view.running
+        self._computed: I32 = columns.num_computed[view.running]
+        self._remaining: I32 = num_known(columns, view.running) - self._computed
+        self._decodes: I32 = view.running[:0]
+        self._chunk_rows: list[int] = []
+        self._chunk_tokens: list[int] = []
+        self._preempt: I32 = view.running[:0]
+        self._free_blocks = view.free_blocks
+        self._tokens_left = view.limits.max_batch_tokens
+        self._rows_left = view.limits.max_batch_rows
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is chosen yet."""
+        return not (self._decodes.size or self._chunk_rows)
+
+    @property
+    def preempts(self) -> bool:
+        """Somebody gives way."""
+        return bool(self._preempt.size)
+
+    def decode(self) -> None:
+        """Choose the running rows with one token to compute, as many as the limits allow, and make room for them."""
+        view = self._view
+        decodes = np.flatnonzero(self._remaining == 1)[: min(self._tokens_left, self._rows_left)]
+        if not decodes.size:
+            return
+        rows = self._running[decodes]
+        missing = missing_blocks(view, rows, self._computed[decodes] + 1)
+        if int(missing.sum()) > self._free_blocks:
+            needs = np.zeros_like(self._running)
+            needs[decodes] = missing
+            kept = num_kept(needs, view.columns.held_blocks[self._running], self._free_blocks)
+            if kept == 0:
+                return
+            self._give_way(kept)
+            still = decodes < kept
+            rows, missing = rows[still], missing[still]
+        self._decodes = rows
+        self._free_blocks -= int(missing.sum())
+        self._tokens_left -= int(rows.size)
+        self._rows_left -= int(rows.size)
+
+    def continue_prefills(self) -> None:
+        """Choose the running rows with more than one token to compute, each with what the limits and blocks allow."""
+        for i in np.flatnonzero(self._remaining > 1).tolist():
+            if self._tokens_left == 0 or self._rows_left == 0:
+                return
+            self._continue_prefill(i)
+
+    def rescue(self) -> None:
+        """Make room for the first running row's next chunk if nobody has been chosen for lack of blocks."""
+        if not self.is_empty or not self._running.size or self._remaining[0] == 1:
+            return
+        view = self._view
+        end = self._computed[:1] + np.minimum(self._remaining[:1], self._tokens_left)
+        needs = np.zeros_like(self._running)
+        needs[:1] = missing_blocks(view, self._running[:1], end)
+        kept = num_kept(needs, view.columns.held_blocks[self._running], self._free_blocks)
+        if kept > 0:
+            self._give_way(kept)
+            self._continue_prefill(0)
+
+    def admit(self, *, whole: bool) -> None:
+        """Choose preempted rows, then waiting ones, until one of them does not fit.
+
+        Args:
+            whole: take a row only if the step has tokens left for all of it; a row that no step has tokens enough for
+                comes first in its step and is cut to what fits.
+        """
+        view = self._view
+        room = self._free_blocks - self._promised_blocks()
+        num_running = int(self._running.size)
+        places = min(self._rows_left, view.limits.max_batch_rows - num_running)
+        candidates = chain(view.preempted[: max(places, 0)].tolist(), view.waiting[: max(places, 0)].tolist())
+        for row in candidates:
+            known = int(view.columns.num_prompt[row]) + int(view.columns.num_output[row])
+            alone = num_running == 0 and view.num_in_flight == 0
+            need = ceil_div(known if alone else known + 1, view.block_size)
+            cut = known > self._tokens_left
+            if places <= 0 or self._tokens_left == 0 or need > room or (whole and cut and not self.is_empty):
+                return
+            self._choose(row, min(known, self._tokens_left), 0, 0)
+            num_running, places, room = num_running + 1, places - 1, room - need - 1
+
+    def output(self) -> SchedulerOutput:
+        """Return the decision."""
+        chunks = np.array(self._chunk_rows, dtype=np.int32)
+        rows = np.concatenate([self._decodes, chunks]) if chunks.size else self._decodes
+        num_tokens = np.ones(rows.size, dtype=np.int32)
+        num_tokens[self._decodes.size :] = self._chunk_tokens
+        return SchedulerOutput(
+            rows=rows,
+            num_tokens=num_tokens,
+            preempt=self._preempt,
+            preempt_how=np.full(self._preempt.size, PreemptHow.RECOMPUTE, dtype=np.uint8),
+            reason=self._reason(),
+        )
+
+    def _reason(self) -> str:
+        if self._preempt.size:
+            return "kv-full"
+        if self._decodes.size:
+            return "mixed" if self._chunk_rows else "decode"
+        return "prefill" if self._chunk_rows else "nothing"
+
+    def _continue_prefill(self, i: int) -> None:
+        row, computed = int(self._running[i]), int(self._computed[i])
+        held = int(self._view.columns.held_blocks[row])
+        slots = (held + self._free_blocks) * self._view.block_size - computed
+        chunk = min(int(self._remaining[i]), self._tokens_left, slots)
+        if chunk > 0:
+            self._choose(row, chunk, computed, held)
+
+    def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
+        self._chunk_rows.append(row)
+        self._chunk_tokens.append(num_tokens)
+        self._free_blocks -= max(ceil_div(computed + num_tokens, self._view.block_size) - held, 0)
+        self._tokens_left -= num_tokens
+        self._rows_left -= 1
+
+    def _give_way(self, kept: int) -> None:
+        """Preempt all running rows after the first `kept`."""
+        self._preempt = self._running[kept:]
+        self._free_blocks += int(self._view.columns.held_blocks[self._preempt].sum())
+        self._running = self._running[:kept]
+        self._computed, self._remaining = self._computed[:kept], self._remaining[:kept]
+
+    def _promised_blocks(self) -> int:
+        """Return the blocks that the running rows need besides those that the plan has given out.
+
+        One more for each of them, and for a prefill under way the rest of its known tokens.
+        """
+        view = self._view
+        prefills = np.flatnonzero(self._remaining > 1)
+        if not prefills.size:
+            return int(self._running.size)
+        rows, ends = self._running[prefills], (self._computed + self._remaining)[prefills]
+        promised = int(missing_blocks(view, rows, ends).sum()) + int(self._running.size)
+        for row, chunk in zip(self._chunk_rows, self._chunk_tokens, strict=True):
+            end = int(view.columns.num_computed[row]) + chunk
+            promised -= max(ceil_div(end, view.block_size) - int(view.columns.held_blocks[row]), 0)
+        return promised

@@ -1,0 +1,25 @@
+"""Names of the scheduling policies (`shared.systems.System.scheduler`) and how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.worker.policy.chunked import ChunkedScheduler
+from services.worker.policy.fcfs import FcfsScheduler
+from services.worker.policy.view import Scheduler
+
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "fcfs": FcfsScheduler,
+    "chunked": ChunkedScheduler,
+}
+
+
+def make_scheduler(name: str) -> Scheduler:
+    """Return a new scheduler of this name, with fresh private state.
+
+    Raises:
+        KeyError: no scheduler has this name; the error lists those that exist.
+    """
+    if name not in SCHEDULERS:
+        raise KeyError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
+    return SCHEDULERS[name]()
