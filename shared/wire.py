@@ -57,9 +57,14 @@ def encode(message: ControlMessage) -> bytes:
 
     Raises:
         WireSizeError: it would be over `MAX_MESSAGE_BYTES`.
+        WireError: it has an integer that msgpack cannot carry (over 64 bits; JSON can).
     """
-    data: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
-    return _check_size(data, type(message).__name__)
+    name = type(message).__name__
+    try:
+        data: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+    except OverflowError:
+        raise WireError(f"{name} has an integer of more than 64 bits") from None
+    return _check_size(data, name)
 
 
 def decode(data: bytes, kind: type[M]) -> M:

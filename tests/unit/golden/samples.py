@@ -1,0 +1,132 @@
+"""One message of every kind, each field away from its default, and the files that hold its bytes.
+
+`python -m tests.unit.golden` writes the files anew; a change of them is a change of the protocol, and shows in a diff.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.messages.base import ControlMessage
+from shared.messages.event import Event
+from shared.messages.plan import Plan
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.request import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    RefusalReason,
+    Refused,
+    Replay,
+    ReplayUnknown,
+    Submit,
+    pack_token_ids,
+)
+from shared.token_batch import TokenBatch
+from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from shared.wire import WireError, encode, encode_json
+
+FOLDER = Path(__file__).parent
+_HEX_PER_LINE = 64
+
+_SUBMIT = Submit(
+    request_id=RequestId("r-0123"),
+    stream=StreamId(4_000_000_000),
+    attempt=2,
+    dispatcher_id=DispatcherId("d0"),
+    prompt=pack_token_ids([1, 2, 70_000, 2**32 - 1]),
+    generated=pack_token_ids([9, 8]),
+    sampling=SamplingParams(
+        max_tokens=200, temperature=0.5, top_p=0.875, top_k=40, seed=-3, stop_token_ids=(2, 7), ignore_eos=True
+    ),
+    request_class=RequestClass.BEST_EFFORT,
+    qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
+    age_s=0.25,
+    remaining_s=30.0,
+)
+_REPORT = WorkerReport(
+    worker_id=WorkerId("w0"),
+    sequence_number=17,
+    phase=WorkerPhase.DRAINING,
+    pid=4242,
+    host="a-host",
+    model="demo",
+    device="cpu",
+    system="fcfs-chunked",
+    progress_ratio=0.5,
+    progress_text="reading weights",
+    max_model_len=2048,
+    block_size=16,
+    num_blocks=1000,
+    num_used_blocks=250,
+    num_demanded_blocks=12,
+    num_running=3,
+    num_waiting=2,
+    num_preempted=1,
+    max_sequences=64,
+    num_steps=9_876,
+    step_time_s=0.0125,
+    tokens_per_s=120.5,
+    param_bytes=2**33,
+    kv_bytes=2**30,
+    reserve_bytes=2**20,
+    memory_bytes=2**34,
+    num_preemptions_total=4,
+    num_prompt_tokens_total=5_000_000_000,
+    num_generated_tokens_total=77,
+    num_finished_total=8,
+)
+_STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
+
+MESSAGES: dict[str, ControlMessage] = {
+    "submit": _SUBMIT,
+    "accepted": Accepted(request_id=RequestId("r-0123"), attempt=2),
+    "refused": Refused(request_id=RequestId("r-0123"), reason=RefusalReason.DRAINING, detail="shutting down – soon"),
+    "cancel": Cancel(request_id=RequestId("r-0123"), attempt=2),
+    "cancelled": Cancelled(request_id=RequestId("r-0123"), found=True),
+    "replay": Replay(request_id=RequestId("r-0123"), attempt=2, first_index=300),
+    "replay_unknown": ReplayUnknown(request_id=RequestId("r-0123")),
+    "worker_report": _REPORT,
+    "worker_status": _STATUS,
+    "cluster_view": ClusterView(sequence_number=5, workers=(_STATUS,)),
+    "plan": Plan(epoch=3, lever="drop", reason="KV 94 % full"),
+    "event": Event(
+        name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"
+    ),
+}
+
+BATCH = TokenBatch(
+    worker_id=WorkerId("w0-a1"),
+    counter=2**40 + 1,
+    stream=np.array([7, 4_000_000_000, 9], dtype=np.uint32),
+    attempt=np.array([1, 2, 65_535], dtype=np.uint16),
+    first_index=np.array([0, 300, 70_000], dtype=np.uint32),
+    count=np.array([1, 2, 0], dtype=np.uint8),
+    finish=np.array([FinishReason.NONE, FinishReason.LENGTH, FinishReason.CANCELLED], dtype=np.uint8),
+    tokens=np.array([11, 2**32 - 1, 33], dtype=np.uint32),
+)
+
+
+def golden_files() -> dict[str, str]:
+    """Return what each golden file must hold."""
+    files = {"token_batch.hex": _hex(BATCH.pack())}
+    for name, message in MESSAGES.items():
+        files[f"{name}.hex"] = _hex(encode(message))
+        try:
+            files[f"{name}.json"] = encode_json(message).decode() + "\n"
+        except WireError:
+            continue  # carries bytes: msgpack only
+    return files
+
+
+def read_hex(name: str) -> bytes:
+    """Return the bytes of a golden file."""
+    return bytes.fromhex((FOLDER / f"{name}.hex").read_text())
+
+
+def _hex(data: bytes) -> str:
+    text = data.hex()
+    return "".join(f"{text[i : i + _HEX_PER_LINE]}\n" for i in range(0, len(text), _HEX_PER_LINE))
