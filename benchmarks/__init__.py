@@ -1,0 +1,1 @@
+"""One file per figure; each prints its table and runs by `python -m benchmarks.<name>`."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from services.worker.config import WorkerSettings
 from services.worker.emitter import Emitter
-from services.worker.engine.engine import Engine, EngineConfig
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor

@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.engine import StepEvents
+from services.worker.engine.events import StepEvents
 from shared.bus import Bus, BusError
 from shared.ids import DispatcherId, WorkerId
 from shared.log import get_logger

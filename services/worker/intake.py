@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
-
 from services.worker.emitter import Emitter
-from services.worker.engine.engine import AddRefusal, Engine
-from services.worker.engine.sequence import NewSequence
+from services.worker.engine.config import AddRefusal, NewSequence
+from services.worker.engine.engine import Engine
 from shared.bus import Message
+from shared.ids import StreamId
 from shared.messages.request import (
     Accepted,
     Cancel,
@@ -25,7 +24,7 @@ from shared.messages.request import (
     ReplayUnknown,
     Submit,
 )
-from shared.token_batch import TokenBatch
+from shared.token_batch import stream_batch
 from shared.wire import decode, encode
 
 _REASONS = {
@@ -105,27 +104,18 @@ class Intake:
         return encode(Cancelled(request_id=cancel.request_id, found=found))
 
     async def replay(self, message: Message) -> bytes:
-        """Answer a `Replay` with a token batch of one stream, or with `ReplayUnknown`."""
+        """Answer a `Replay` with a token batch of that one stream (its handle is 0), or with `ReplayUnknown`."""
         replay = decode(message.data, Replay)
         found = self._engine.replay(replay.request_id, replay.attempt, replay.first_index)
         if found is None:
             return encode(ReplayUnknown(request_id=replay.request_id))
         tokens, finish = found
-        return _one_stream(self._emitter.worker_id, replay, tokens, int(finish)).pack()
-
-
-def _one_stream(worker_id: str, replay: Replay, tokens: np.ndarray, finish: int) -> TokenBatch:  # type: ignore[type-arg]
-    """Return the tokens as entries of at most 255, the finish reason on the last one."""
-    counts = [min(255, len(tokens) - at) for at in range(0, len(tokens), 255)] or [0]
-    finishes = [0] * (len(counts) - 1) + [finish]
-    first = replay.first_index + np.concatenate([[0], np.cumsum(counts[:-1])])
-    return TokenBatch(
-        worker_id=worker_id,
-        counter=0,
-        stream=np.zeros(len(counts), dtype=np.uint32),
-        attempt=np.full(len(counts), replay.attempt, dtype=np.uint16),
-        first_index=first.astype(np.uint32),
-        count=np.asarray(counts, dtype=np.uint8),
-        finish=np.asarray(finishes, dtype=np.uint8),
-        tokens=np.asarray(tokens, dtype=np.uint32),
-    )
+        return stream_batch(
+            self._emitter.worker_id,
+            counter=0,
+            stream=StreamId(0),  # the asker knows which stream it asked about
+            attempt=replay.attempt,
+            first_index=replay.first_index,
+            tokens=tokens,
+            finish=finish,
+        ).pack()

@@ -72,7 +72,7 @@ async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
     def work() -> None:
         try:
             loaded = _load_torch(settings, loop, progress)
-        except BaseException as error:  # noqa: BLE001  handed to the waiting coroutine, whatever it is
+        except BaseException as error:  # handed to the waiting coroutine, whatever it is
             loop.call_soon_threadsafe(settle, None, error)
         else:
             loop.call_soon_threadsafe(settle, loaded, None)
@@ -83,8 +83,11 @@ async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
 
 
 def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progress: Progress) -> Loaded:
-    from services.worker.executor.runner import RunnerSettings, load_runner  # noqa: PLC0415  torch takes a second
-    from services.worker.executor.thread import ThreadExecutor  # noqa: PLC0415
+    from services.worker.executor.runner import RunnerSettings, load_runner
+    from services.worker.executor.thread import ThreadExecutor
+
+    def report(ratio: float, text: str) -> None:
+        loop.call_soon_threadsafe(progress, ratio, text)
 
     runner = load_runner(
         RunnerSettings(
@@ -100,7 +103,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
             deterministic=settings.deterministic,
             num_threads=settings.threads or None,
         ),
-        lambda ratio, text: loop.call_soon_threadsafe(progress, ratio, text) and None,
+        report,
     )
     info = runner.info
     facts = ModelFacts(

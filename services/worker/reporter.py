@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from services.worker.engine.engine import EngineStats
+from services.worker.engine.stats import EngineStats
 from shared.bus import Bus, BusError
 from shared.ids import WorkerId
 from shared.log import get_logger
@@ -109,45 +109,35 @@ class Reporter:
 
     def make_report(self, now_s: float) -> WorkerReport:
         """Return the report of this moment."""
-        common = {
-            "worker_id": self._worker_id,
-            "sequence_number": self._number,
-            "phase": self._phase,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "progress_ratio": self._progress[0],
-            "progress_text": self._progress[1],
-        }
-        if self._facts is None or self._source is None:
-            return WorkerReport(**common)
-        stats, facts = self._source.stats, self._facts
-        self._rates.update(now_s, stats)
-        return WorkerReport(
-            **common,
-            model=facts.model,
-            device=facts.device,
-            system=facts.system,
-            max_model_len=facts.max_model_len,
-            block_size=facts.block_size,
-            max_sequences=facts.max_sequences,
-            param_bytes=facts.param_bytes,
-            kv_bytes=facts.kv_bytes,
-            reserve_bytes=facts.reserve_bytes,
-            memory_bytes=facts.memory_bytes,
-            num_blocks=stats.num_blocks,
-            num_used_blocks=stats.num_used_blocks,
-            num_demanded_blocks=stats.num_demanded_blocks,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_preempted=stats.num_preempted,
-            num_steps=stats.num_steps,
-            step_time_s=self._rates.step_time_s,
-            tokens_per_s=self._rates.tokens_per_s,
-            num_preemptions_total=stats.num_preemptions_total,
-            num_prompt_tokens_total=stats.num_prompt_tokens_total,
-            num_generated_tokens_total=stats.num_generated_tokens_total,
-            num_finished_total=stats.num_finished_total,
+        base = WorkerReport(
+            worker_id=self._worker_id,
+            sequence_number=self._number,
+            phase=self._phase,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            progress_ratio=self._progress[0],
+            progress_text=self._progress[1],
         )
+        if self._facts is None or self._source is None:
+            return base
+        stats = self._source.stats
+        self._rates.update(now_s, stats)
+        numbers = {
+            "num_blocks": stats.num_blocks,
+            "num_used_blocks": stats.num_used_blocks,
+            "num_demanded_blocks": stats.num_demanded_blocks,
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_preempted": stats.num_preempted,
+            "num_steps": stats.num_steps,
+            "num_preemptions_total": stats.num_preemptions,
+            "num_prompt_tokens_total": stats.num_prompt_tokens,
+            "num_generated_tokens_total": stats.num_generated_tokens,
+            "num_finished_total": stats.num_finished,
+            "step_time_s": self._rates.step_time_s,
+            "tokens_per_s": self._rates.tokens_per_s,
+        }
+        return base.model_copy(update={**asdict(self._facts), **numbers})
 
 
 class _Rates:
@@ -159,7 +149,7 @@ class _Rates:
         self._last: tuple[float, int, int, float] | None = None
 
     def update(self, now_s: float, stats: EngineStats) -> None:
-        present = (now_s, stats.num_steps, stats.num_generated_tokens_total, stats.busy_s)
+        present = (now_s, stats.num_steps, stats.num_generated_tokens, stats.busy_s)
         if self._last is not None and now_s > self._last[0]:
             elapsed_s, steps, tokens, busy_s = (new - old for new, old in zip(present, self._last, strict=True))
             weight = 1 - 0.5 ** (elapsed_s / RATE_HALF_LIFE_S)

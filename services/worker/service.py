@@ -54,11 +54,12 @@ class WorkerService:
         self._admin = Admin(engine, reporter)
         self._tasks = tasks
         self._endpoints: Subscription | None = None
+        self._stepping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Take requests from now on."""
         worker_id = self._emitter.worker_id
-        self._tasks.start(self._loop.run(), name="step-loop")
+        self._stepping = self._tasks.start(self._loop.run(), name="step-loop")
         self._tasks.start(self._emitter.run(), name="emitter")
         self._endpoints = await self._bus.serve(
             self._info,
@@ -88,7 +89,9 @@ class WorkerService:
         self._intake.close()
         if self._endpoints is not None:
             await self._endpoints.close()
-        await self._loop.close()
+        self._loop.close()
+        if self._stepping is not None:
+            await asyncio.wait([self._stepping])
         self._reporter.enter(WorkerPhase.STOPPED)
         await self._reporter.report()
         await self._tasks.close()

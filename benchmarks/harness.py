@@ -1,0 +1,156 @@
+"""What the benchmarks share: a broker and services as processes, CPU time, a frugal SSE reader, tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from shared.nats_server import EmbeddedNats
+
+ROOT = Path(__file__).parents[1]
+DEMO_MODEL = ROOT / "demo_model" / "model"
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time that a process has used so far, user and system, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def service(name: str, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run `python -m services.<name>`; stop it with SIGTERM at the end."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"services.{name}", *flags, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        try:
+            async with asyncio.timeout(10):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def broker() -> AsyncIterator[str]:
+    """Run a nats-server of its own; gives its URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedNats()
+        url = await server.start(port=0, store_dir=Path(folder))
+        try:
+            yield url
+        finally:
+            await server.stop()
+
+
+async def wait_ready(base_url: str, *, limit_s: float = 60.0) -> None:
+    """Return when `GET /ready` answers 200.
+
+    Raises:
+        TimeoutError: it did not within the limit.
+    """
+
+    def ready() -> bool:
+        try:
+            with urllib.request.urlopen(f"{base_url}/ready", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    async with asyncio.timeout(limit_s):
+        while not await asyncio.to_thread(ready):
+            await asyncio.sleep(0.1)
+
+
+@dataclass(slots=True)
+class SseReading:
+    """When each content chunk of one stream arrived."""
+
+    arrivals_s: list[float] = field(default_factory=list)
+    """`time.monotonic()` of each chunk with content."""
+    done: bool = False
+
+
+async def read_stream(host: str, port: int, path: str, body: dict[str, object], reading: SseReading) -> None:
+    """POST a streaming request over a bare socket and note when each chunk of content comes.
+
+    Raises:
+        RuntimeError: the answer is not 200.
+    """
+    payload = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    head = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(payload)}",
+    ]
+    writer.write("\r\n".join([*head, "", ""]).encode() + payload)
+    try:
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError((status + await reader.read(2000)).decode(errors="replace"))
+        while line := await reader.readline():
+            if line.startswith(b"data: [DONE]"):
+                reading.done = True
+                break
+            if line.startswith(b"data: {") and b'"finish_reason":null' in line.replace(b" ", b""):
+                reading.arrivals_s.append(time.monotonic())
+    finally:
+        writer.close()
+
+
+def percentiles(values: Sequence[float], *, scale: float = 1.0) -> str:
+    """Return `p50 / p99` of the values, scaled, with two digits."""
+    p50, p99 = np.percentile(np.asarray(values), [50, 99]) * scale
+    return f"{p50:.2f} / {p99:.2f}"
+
+
+def machine() -> str:
+    """Return one line about where the figures were taken."""
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a Markdown table, as the results pages show it."""
+    print(f"\n{title}\n")
+    print("| " + " | ".join(header) + " |")
+    print("|" + "---|" * len(header))
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)

@@ -1,0 +1,118 @@
+"""A whole cluster as `sluice up` starts it: real processes, a real nats-server, HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 90.0
+STOP_LIMIT_S = 30.0
+
+
+@dataclass
+class Cluster:
+    """A running `sluice up`."""
+
+    process: subprocess.Popen[str]
+    url: str
+    nats_url: str
+    pids: dict[str, int]
+    log: Path
+
+    def get(self, path: str) -> Any:
+        """Return the JSON that `GET path` answers."""
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return json.load(answer)
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 60) -> Any:
+        """Return the JSON that `POST path` answers."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return json.load(answer)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return the workers' last reports, as the cluster view has them."""
+        return [worker["report"] for worker in self.get("/v1/cluster")["workers"]]
+
+    def total(self, name: str) -> int:
+        """Return the sum of one number over all workers' last reports."""
+        return sum(report[name] for report in self.reports())
+
+    def wait_until_idle(self, limit_s: float = 10.0) -> None:
+        """Return when no worker holds a block or a sequence.
+
+        Raises:
+            AssertionError: something is still held after the limit.
+        """
+        deadline = time.monotonic() + limit_s
+        names = ("num_used_blocks", "num_running", "num_waiting", "num_preempted")
+        while any(self.total(name) for name in names):
+            assert time.monotonic() < deadline, f"still held: { {name: self.total(name) for name in names} }"
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        """Send SIGTERM and return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_LIMIT_S)
+
+
+@contextmanager
+def cluster(*flags: str, env: dict[str, str] | None = None) -> Iterator[Cluster]:
+    """Run `sluice up --json --port 0` with more flags; stop it at the end, and show its log if the test fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "up.log"
+        with log.open("w") as log_file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                text=True,
+            )
+        try:
+            line = _first_line(process)
+            assert line, "sluice up did not start"
+            ready = json.loads(line)
+            yield Cluster(process, ready["url"].rstrip("/").removesuffix("/v1"), ready["nats_url"], ready["pids"], log)
+        except BaseException:
+            sys.stderr.write(log.read_text()[-8000:])
+            raise
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    """Return the first line of stdout, or "" if the process ends or takes too long."""
+    assert process.stdout is not None
+    timer = threading.Timer(START_LIMIT_S, process.kill)
+    timer.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        timer.cancel()
+        timer.join()
