@@ -65,6 +65,10 @@ class Subjects:
         """Publish, JSON: something an operator wants to read, with its reason in words."""
         return f"sluice.{self.cluster}.event.{service}.{instance_id}"
 
+    def admin(self, service: str, instance_id: str, verb: str) -> str:
+        """Request-reply, JSON: what a service tells operators (`monitor`: view, counters; `planner`: plan)."""
+        return f"sluice.{self.cluster}.{service}.{instance_id}.{verb}"
+
     def view_bucket(self) -> str:
         """Key-value bucket of the monitor: key `cluster` holds the view as JSON."""
         return f"sluice_{self.cluster}_view"

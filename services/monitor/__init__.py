@@ -1,0 +1,1 @@
+"""The monitor: hears the workers, judges who is alive, and writes the cluster view."""

@@ -1,0 +1,1 @@
+"""The planner: owns the plan and its epoch, and asks the ladder which lever to pull."""

@@ -1,0 +1,60 @@
+"""Refuses reports whose numbers cannot be true, so that one broken worker does not bend the picture of the cluster.
+
+Types, signs of a few fields and finiteness are checked when the message is decoded; here is what depends on several
+fields or on what a machine can be.
+"""
+
+from __future__ import annotations
+
+from shared.messages.report import WorkerReport
+
+MAX_COUNT = 10**9
+"""No worker holds, or waits for, more sequences, blocks or tokens of context than this."""
+MAX_BYTES = 2**50
+"""1 PiB: more than one device or host has."""
+MAX_TOTAL = 2**53
+"""Totals stay exact in JSON readers that use doubles."""
+MAX_STEP_TIME_S = 3600.0
+MAX_TOKENS_PER_S = 1e9
+MAX_TEXT_CHARS = 512
+
+_COUNTS = (
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "num_used_blocks",
+    "num_demanded_blocks",
+    "num_running",
+    "num_waiting",
+    "num_preempted",
+    "max_sequences",
+)
+_BYTES = ("param_bytes", "kv_bytes", "reserve_bytes", "memory_bytes")
+_TOTALS = (
+    "sequence_number",
+    "pid",
+    "num_steps",
+    "num_preemptions_total",
+    "num_prompt_tokens_total",
+    "num_generated_tokens_total",
+    "num_finished_total",
+)
+_RATES = {"step_time_s": MAX_STEP_TIME_S, "tokens_per_s": MAX_TOKENS_PER_S}
+_TEXTS = ("host", "model", "device", "system", "progress_text")
+_LIMITS: dict[str, float] = (
+    dict.fromkeys(_COUNTS, MAX_COUNT) | dict.fromkeys(_BYTES, MAX_BYTES) | dict.fromkeys(_TOTALS, MAX_TOTAL) | _RATES
+)
+
+
+def find_absurdity(report: WorkerReport) -> str | None:
+    """Return what cannot be true in this report, in words, or None."""
+    for name, limit in _LIMITS.items():
+        value = getattr(report, name)
+        if not 0 <= value <= limit:
+            return f"{name} is {value}, outside 0 to {limit:g}"
+    for name in _TEXTS:
+        if len(getattr(report, name)) > MAX_TEXT_CHARS:
+            return f"{name} has more than {MAX_TEXT_CHARS} characters"
+    if report.num_used_blocks > report.num_blocks:
+        return f"num_used_blocks is {report.num_used_blocks}, of {report.num_blocks} in all"
+    return None

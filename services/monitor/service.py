@@ -1,0 +1,192 @@
+"""The monitor's shell: hears reports, keeps the state, writes the view, tells operators what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from services.monitor.config import MonitorSettings
+from services.monitor.policy.sanity import find_absurdity
+from services.monitor.state import Change, ClusterState, Verdict
+from shared.bus import Bus, BusError, Endpoint, KeyValue, Message, ServiceInfo, Subscription
+from shared.log import get_logger
+from shared.messages.event import Event
+from shared.messages.report import WorkerReport
+from shared.subjects import Subjects
+from shared.tasks import TaskOwner
+from shared.version import VERSION
+from shared.wire import WireError, decode_json, encode_json
+
+VIEW_KEY = "cluster"
+
+_log = get_logger()
+
+
+class Monitor:
+    """The only writer of the cluster view. Runs live and on the virtual clock alike."""
+
+    def __init__(
+        self, settings: MonitorSettings, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
+    ) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._subjects = Subjects(settings.cluster)
+        self._state = ClusterState(settings.liveness(), settings.max_workers)
+        self._tasks = TaskOwner(on_failure)
+        self._wake = asyncio.Event()
+        self._open: list[Subscription] = []
+        self._view: KeyValue | None = None
+        self._next_view_s = 0.0
+        self._last_turn_s = 0.0
+        self._num_views = 0
+        self.counters: Counter[str] = Counter()
+        """Reports by what became of them, views written and not written, since the start."""
+
+    async def start(self) -> None:
+        """Hear reports and write views from now on."""
+        self._view = await self._bus.key_value(self._subjects.view_bucket())
+        self._last_turn_s = self._now()
+        self._open.append(await self._bus.subscribe(self._subjects.all_reports(), self._on_report))
+        self._open.append(await self._bus.serve(self._info(), self._endpoints()))
+        self._tasks.start(self._run(), name="monitor")
+
+    async def stop(self) -> None:
+        """Hear nothing more, and end the loop. The last view stays; its readers see that it ages."""
+        for subscription in reversed(self._open):
+            await subscription.close()
+        self._open.clear()
+        await self._tasks.close()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _on_report(self, message: Message) -> None:
+        self.counters[self._take(message)] += 1
+
+    def _take(self, message: Message) -> str:
+        """Return under which name the report is counted."""
+        try:
+            report = decode_json(message.data, WorkerReport)
+        except WireError as error:
+            return self._refuse(message.subject, str(error))
+        if message.subject != self._subjects.report(report.worker_id):
+            return self._refuse(message.subject, "it speaks of another worker than its subject")
+        absurdity = find_absurdity(report)
+        if absurdity is not None:
+            return self._refuse(message.subject, absurdity)
+        verdict = self._state.absorb(report, self._now())
+        if verdict is Verdict.FULL:
+            return self._refuse(message.subject, f"{self._settings.max_workers} workers are known already")
+        if self._state.has_changes:
+            self._wake.set()
+        return f"reports_{verdict.value}"
+
+    def _refuse(self, subject: str, reason: str) -> str:
+        num_refused = self.counters["reports_refused"] + 1
+        if num_refused & (num_refused - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a broken worker does not fill the log
+            _log.warning("report_refused", subject=subject, reason=reason, num_refused=num_refused)
+        return "reports_refused"
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            await self._turn()
+            try:
+                async with asyncio.timeout_at(self._next_turn_s()):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _next_turn_s(self) -> float:
+        judgement_s = self._state.next_judgement_s(self._now())
+        return self._next_view_s if judgement_s is None else min(judgement_s, self._next_view_s)
+
+    async def _turn(self) -> None:
+        """Judge; write the view when something changed or its period is over."""
+        now_s = self._now()
+        if self._was_deaf(now_s):
+            self._state.excuse(now_s)
+        self._last_turn_s = now_s
+        self._state.judge(now_s)
+        changes = self._state.take_changes()
+        if changes or now_s >= self._next_view_s:
+            self._next_view_s = now_s + self._settings.view_period_s
+            await self._write_view(now_s)
+        for change in changes:
+            await self._announce(change)
+
+    def _was_deaf(self, now_s: float) -> bool:
+        """Return whether silence is the monitor's own: no broker, or this process stood still."""
+        longest_turn_s = self._settings.view_period_s + self._settings.suspect_after_s
+        return not self._bus.connected or now_s - self._last_turn_s > longest_turn_s
+
+    async def _write_view(self, now_s: float) -> None:
+        assert self._view is not None, "started"
+        if not self._bus.connected:
+            self.counters["views_not_written"] += 1
+            return
+        self._num_views += 1
+        try:
+            await self._view.put(VIEW_KEY, encode_json(self._state.make_view(now_s, self._num_views)))
+        except (BusError, WireError) as error:
+            self.counters["views_not_written"] += 1
+            _log.warning("view_not_written", error=str(error))
+        else:
+            self.counters["views_written"] += 1
+
+    async def _announce(self, change: Change) -> None:
+        instance_id = self._settings.instance_id
+        _log.info(change.name, worker=change.worker_id, reason=change.reason)
+        event = Event(
+            name=change.name, service="monitor", instance_id=instance_id, about=change.worker_id, reason=change.reason
+        )
+        try:
+            await self._bus.publish(self._subjects.event("monitor", instance_id), encode_json(event))
+        except BusError as error:
+            _log.warning("event_not_sent", event_name=change.name, error=str(error))
+
+    def _info(self) -> ServiceInfo:
+        return ServiceInfo(
+            name="sluice-monitor",
+            version=VERSION,
+            description="Judges which workers are alive, and writes the view of the cluster",
+            metadata={
+                "cluster": self._settings.cluster,
+                "pid": str(os.getpid()),
+                "bucket": self._subjects.view_bucket(),
+            },
+            instance_id=self._settings.instance_id,
+        )
+
+    def _endpoints(self) -> list[Endpoint]:
+        def subject(verb: str) -> str:
+            return self._subjects.admin("monitor", self._settings.instance_id, verb)
+
+        async def view(message: Message) -> bytes:
+            del message
+            return encode_json(self._state.make_view(self._now(), self._num_views))
+
+        async def counters(message: Message) -> bytes:
+            del message
+            return json.dumps(self.counters, sort_keys=True).encode()
+
+        return [
+            Endpoint("view", subject("view"), view, metadata={"format": "json"}),
+            Endpoint("counters", subject("counters"), counters, metadata={"format": "json"}),
+        ]
+
+
+def build_monitor(
+    settings: MonitorSettings, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
+) -> Monitor:
+    """Return a monitor that is ready to `start`.
+
+    Args:
+        settings: checked.
+        bus: connected; the caller closes it after `stop`.
+        on_failure: called with a task's name and error when the monitor's own loop dies.
+    """
+    return Monitor(settings, bus, on_failure)

@@ -1,0 +1,183 @@
+"""What the monitor knows of the workers. One writer: the monitor's own loop; others get the view.
+
+A worker's reports are numbered per process. A late report of the same process is ignored, and so is one of a process
+that was replaced. When nothing was heard for `dead_after_s`, whatever comes next begins a new process: so a worker that
+restarts with the same host and pid, as containers do, is recognised after that time at the latest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
+from shared.ids import WorkerId
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+
+MAX_FORMER_PROCESSES = 8
+"""Replaced processes of one worker id whose late reports are still recognised."""
+
+_Process = tuple[str, int]
+
+
+class Verdict(StrEnum):
+    """What became of a report."""
+
+    ACCEPTED = "accepted"
+    STALE = "stale"  # late, or of a process that was replaced
+    FULL = "full"  # a new worker, and no room for one more
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something about a worker that operators and other services want to know at once."""
+
+    name: str
+    """`worker_loading`, `_ready`, `_draining`, `_restarted`, `_suspect`, `_dead`, `_recovered` or `_gone`."""
+    worker_id: WorkerId
+    reason: str
+
+
+@dataclass(slots=True)
+class _Record:
+    report: WorkerReport
+    heard_at_s: float
+    judged_from_s: float  # as heard_at_s, but later when the monitor itself could not hear
+    liveness: Liveness = Liveness.ALIVE
+    former: deque[_Process] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_PROCESSES))
+
+    @property
+    def process(self) -> _Process:
+        return self.report.host, self.report.pid
+
+    @property
+    def stopped(self) -> bool:
+        # kept for a while, so that a late report does not bring the worker back
+        return self.report.phase is WorkerPhase.STOPPED
+
+
+class ClusterState:
+    """The newest report of each worker, and its judgement."""
+
+    def __init__(self, params: LivenessParams, max_workers: int) -> None:
+        self._params = params
+        self._max_workers = max_workers
+        self._records: dict[WorkerId, _Record] = {}
+        self._changes: list[Change] = []
+
+    def absorb(self, report: WorkerReport, now_s: float) -> Verdict:
+        """Take a report that passed the checks, unless it is late or there is no room."""
+        record = self._records.get(report.worker_id)
+        if record is None:
+            if len(self._records) >= self._max_workers:
+                return Verdict.FULL
+            self._records[report.worker_id] = _Record(report, now_s, now_s)
+            self._note_phase(report)
+            return Verdict.ACCEPTED
+        if self._is_stale(record, report, now_s):
+            return Verdict.STALE
+        self._replace(record, report, now_s)
+        return Verdict.ACCEPTED
+
+    def judge(self, now_s: float) -> None:
+        """Judge every worker by the age of its last report; note what changed."""
+        for worker_id, record in list(self._records.items()):
+            liveness = judge(self._params, now_s - record.judged_from_s)
+            if liveness is record.liveness:
+                continue
+            if liveness is None:
+                del self._records[worker_id]
+            else:
+                record.liveness = liveness
+            if not record.stopped:
+                self._note_silence(record, liveness, now_s)
+
+    def excuse(self, now_s: float) -> None:
+        """Count no silence up to now: it was the monitor that could not hear. No judgement gets better by this."""
+        started_at_age_s = {
+            Liveness.ALIVE: 0.0,
+            Liveness.SUSPECT: self._params.suspect_after_s,
+            Liveness.DEAD: self._params.dead_after_s,
+        }
+        for record in self._records.values():
+            record.judged_from_s = max(record.judged_from_s, now_s - started_at_age_s[record.liveness])
+
+    def next_judgement_s(self, now_s: float) -> float | None:
+        """Return the time at which the next judgement changes if no report comes, or None."""
+        times = []
+        for record in self._records.values():
+            age_s = next_change_age_s(self._params, now_s - record.judged_from_s)
+            if age_s is not None:
+                times.append(record.judged_from_s + age_s)
+        return min(times, default=None)
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would return any."""
+        return bool(self._changes)
+
+    def take_changes(self) -> tuple[Change, ...]:
+        """Return what changed since the last call, in order."""
+        changes = tuple(self._changes)
+        self._changes.clear()
+        return changes
+
+    def make_view(self, now_s: float, number: int) -> ClusterView:
+        """Return the state of this moment as the view of this number."""
+        workers = tuple(
+            WorkerStatus(liveness=record.liveness, age_s=max(0.0, now_s - record.heard_at_s), report=record.report)
+            for _, record in sorted(self._records.items())
+            if not record.stopped
+        )
+        return ClusterView(sequence_number=number, workers=workers)
+
+    def _is_stale(self, record: _Record, report: WorkerReport, now_s: float) -> bool:
+        if now_s - record.heard_at_s >= self._params.dead_after_s:
+            return False
+        process = (report.host, report.pid)
+        if process == record.process:
+            return report.sequence_number <= record.report.sequence_number
+        return process in record.former
+
+    def _replace(self, record: _Record, report: WorkerReport, now_s: float) -> None:
+        before, silent_s = record.report, now_s - record.heard_at_s
+        same_process = (report.host, report.pid) == record.process and report.sequence_number > before.sequence_number
+        was, record.liveness = record.liveness, Liveness.ALIVE
+        if not same_process:
+            record.former.append(record.process)
+        record.report, record.heard_at_s, record.judged_from_s = report, now_s, now_s
+        if same_process and before.phase is report.phase:
+            if was is not Liveness.ALIVE and not record.stopped:
+                self._note("worker_recovered", report, f"a report came after {silent_s:.1f} s of silence")
+            return
+        if not same_process and before.phase is not WorkerPhase.STOPPED:
+            self._note("worker_restarted", report, f"pid {report.pid} reports in place of pid {before.pid}")
+        self._note_phase(report)
+
+    def _note(self, name: str, report: WorkerReport, reason: str) -> None:
+        self._changes.append(Change(name, report.worker_id, reason))
+
+    def _note_phase(self, report: WorkerReport) -> None:
+        match report.phase:
+            case WorkerPhase.LOADING:
+                self._note("worker_loading", report, f"pid {report.pid} on {report.host or 'its host'} loads its model")
+            case WorkerPhase.READY:
+                blocks = (
+                    f"{report.num_blocks} KV blocks of {report.block_size} tokens on {report.device or 'its device'}"
+                )
+                self._note("worker_ready", report, f"serves {report.model or 'its model'} with {blocks}")
+            case WorkerPhase.DRAINING:
+                left = f"{report.num_running} running and {report.num_waiting} waiting"
+                self._note("worker_draining", report, f"was told to stop; takes nothing new, {left} sequences left")
+            case WorkerPhase.STOPPED:
+                self._note("worker_gone", report, "it stopped in order")
+
+    def _note_silence(self, record: _Record, liveness: Liveness | None, now_s: float) -> None:
+        silent_s = now_s - record.heard_at_s
+        if liveness is None:
+            self._note("worker_gone", record.report, f"no report for {silent_s:.1f} s; forgotten")
+        elif liveness is not Liveness.ALIVE:
+            limit_s = self._params.dead_after_s if liveness is Liveness.DEAD else self._params.suspect_after_s
+            reason = f"no report for {silent_s:.1f} s, the limit is {limit_s:g} s"
+            self._note(f"worker_{liveness.value}", record.report, reason)

@@ -1,0 +1,92 @@
+"""The plan key: every write takes the next epoch by compare-and-set, so no two planners ever share one.
+
+planner A   claim → 7          write → 8          write → refused: superseded, decides nothing from now on
+planner B                                claim → 9
+"""
+
+from __future__ import annotations
+
+from shared.bus import KeyValue, WrongRevisionError
+from shared.errors import StartupError
+from shared.messages.plan import Plan
+from shared.wire import WireError, decode_json, encode_json
+
+PLAN_KEY = "plan"
+MAX_CLAIM_ATTEMPTS = 16
+"""Other planners that may win the race for an epoch while this one starts."""
+
+
+class SupersededError(Exception):
+    """Another planner took a newer epoch; this one must not write again."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__(f"another planner holds an epoch newer than {epoch}")
+        self.epoch = epoch
+
+
+class PlanBook:
+    """This planner's hold on the plan key."""
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
+        self.revision = 0
+        """Revision of the last write; a newer one on the key is another planner's."""
+        self.plan: Plan | None = None
+        """The last plan that this planner wrote."""
+
+    async def claim(self, reason: str) -> Plan:
+        """Take the next epoch, with a plan that changes nothing.
+
+        Raises:
+            StartupError: the key holds something that is no plan, or others were faster every time.
+            BusError: the broker does not answer.
+        """
+        for _ in range(MAX_CLAIM_ATTEMPTS):
+            entry = await self._bucket.get(PLAN_KEY)
+            if entry is None or entry.value is None:
+                plan = Plan(epoch=1, reason=reason)
+                claimed = await self._try(plan, None)
+            else:
+                plan = Plan(epoch=_read(entry.value).epoch + 1, reason=reason)
+                claimed = await self._try(plan, entry.revision)
+            if claimed:
+                return plan
+        raise StartupError(
+            f"{MAX_CLAIM_ATTEMPTS} times in a row another planner took the next epoch",
+            "Stop the other planners of this cluster, or give this one another --cluster",
+        )
+
+    async def write(self, lever: str, reason: str) -> Plan:
+        """Write the next plan under the next epoch.
+
+        Raises:
+            SupersededError: another planner wrote in between; nothing was written.
+            BusError: it may or may not have been written; only a new `claim` makes that certain.
+        """
+        assert self.plan is not None, "claimed"
+        plan = Plan(epoch=self.plan.epoch + 1, lever=lever, reason=reason)
+        if not await self._try(plan, self.revision):
+            raise SupersededError(self.plan.epoch)
+        return plan
+
+    async def _try(self, plan: Plan, revision: int | None) -> bool:
+        data = encode_json(plan)
+        try:
+            if revision is None:
+                self.revision = await self._bucket.create(PLAN_KEY, data)
+            else:
+                self.revision = await self._bucket.update(PLAN_KEY, data, revision)
+        except WrongRevisionError:
+            return False
+        self.plan = plan
+        return True
+
+
+def _read(value: bytes) -> Plan:
+    try:
+        return decode_json(value, Plan)
+    except WireError as error:
+        raise StartupError(
+            f"the key '{PLAN_KEY}' of the plan bucket does not hold a plan: {error}",
+            "Epochs must not start again from 1, so nothing was changed; look at it with `nats kv get`",
+        ) from error

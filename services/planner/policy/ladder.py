@@ -1,0 +1,133 @@
+"""The planner's one policy against memory pressure: of the levers that help, the cheapest.
+
+Pure: snapshot in, decision out. The ladder of this release is empty, so the decision is always `none`; it still says
+what it sees, and why it does nothing.
+
+Source: the project's own design (the ladder joins Andes, BROS, Mell and KunServe); no paper has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from shared.ids import WorkerId
+
+NO_LEVER = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """KV memory of one worker that is alive and ready."""
+
+    worker_id: WorkerId
+    num_blocks: int
+    num_used_blocks: int
+    num_demanded_blocks: int
+    """Blocks that waiting and preempted sequences need before they can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """What the planner knows at one tick."""
+
+    view_age_s: float | None
+    """Seconds since the newest cluster view arrived; None if none ever did."""
+    workers: tuple[WorkerLoad, ...] = ()
+    """Sorted by id; only those that can take work."""
+    num_unavailable: int = 0
+    """Workers in the view that are suspect, dead, loading or draining."""
+
+
+@dataclass(frozen=True, slots=True)
+class LadderParams:
+    """When the ladder looks at all, and when it acts."""
+
+    max_view_age_s: float = 1.5
+    """An older view is not acted upon: the monitor is down, or we are cut off. Three of the monitor's periods."""
+    pressure_ratio: float = 1.0
+    """There is pressure when (used + demanded) / all blocks of the cluster is above this; lower acts earlier."""
+
+
+class Situation(StrEnum):
+    """What the ladder sees."""
+
+    BLIND = "blind"  # no fresh view: no new plan
+    EMPTY = "empty"  # nobody can take work
+    CALM = "calm"
+    PRESSURE = "pressure"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a lever would do, and its price."""
+
+    cost_s: float
+    """Seconds of readers' stalls, expected; the common currency of all levers."""
+    reason: str
+
+
+class Lever(Protocol):
+    """One rung."""
+
+    @property
+    def name(self) -> str:
+        """Name in plans and events."""
+        ...
+
+    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
+        """Return what this lever would do about the pressure, or None if it cannot help now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which lever is pulled, and why."""
+
+    lever: str
+    situation: Situation
+    reason: str
+
+    def differs_from(self, other: Decision | None) -> bool:
+        """Whether this is another decision; the same one with newer figures in its reason is not."""
+        return other is None or (self.lever, self.situation) != (other.lever, other.situation)
+
+
+def decide(params: LadderParams, levers: Sequence[Lever], snapshot: ClusterSnapshot) -> Decision:
+    """Return the cheapest lever that helps, the earlier one on a tie, or `none` if there is no need or no help.
+
+    Args:
+        params: limits.
+        levers: in ladder order.
+        snapshot: of this tick.
+    """
+    situation, what = _look(params, snapshot)
+    if situation is not Situation.PRESSURE:
+        return Decision(NO_LEVER, situation, what)
+    if not levers:
+        return Decision(NO_LEVER, situation, f"{what}; the ladder has no lever yet, so requests wait")
+    offers = [(lever.name, offer) for lever in levers if (offer := lever.offer(snapshot)) is not None]
+    if not offers:
+        return Decision(
+            NO_LEVER, situation, f"{what}; none of {', '.join(lever.name for lever in levers)} can help now"
+        )
+    name, best = min(offers, key=lambda priced: priced[1].cost_s)
+    others = ", ".join(f"{other} {offer.cost_s:.2f} s" for other, offer in offers if other != name)
+    against = f", against {others}" if others else ""
+    return Decision(name, situation, f"{what}; {best.reason}, at {best.cost_s:.2f} s{against}")
+
+
+def _look(params: LadderParams, snapshot: ClusterSnapshot) -> tuple[Situation, str]:
+    if snapshot.view_age_s is None:
+        return Situation.BLIND, "no view of the cluster has come yet"
+    if snapshot.view_age_s > params.max_view_age_s:
+        limit_s = params.max_view_age_s
+        return Situation.BLIND, f"the last view is {snapshot.view_age_s:.1f} s old, the limit is {limit_s:g} s"
+    num_blocks = sum(worker.num_blocks for worker in snapshot.workers)
+    if num_blocks == 0:
+        return Situation.EMPTY, f"no worker can take work ({snapshot.num_unavailable} known)"
+    wanted = sum(worker.num_used_blocks + worker.num_demanded_blocks for worker in snapshot.workers)
+    share = f"{wanted} of {num_blocks} KV blocks wanted on {len(snapshot.workers)} workers"
+    return (Situation.PRESSURE if wanted > params.pressure_ratio * num_blocks else Situation.CALM), share

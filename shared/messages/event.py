@@ -1,0 +1,26 @@
+"""What happened, for people: JSON on `sluice.<cluster>.event.<service>.<id>`.
+
+`nats sub 'sluice.*.event.>'` reads them like a log.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.messages.base import ControlMessage
+
+
+class Event(ControlMessage):
+    """One thing that an operator wants to read. Nothing depends on its arrival."""
+
+    kind: Literal["event"] = "event"
+    name: str
+    """What happened, for example `worker_dead`; a fixed set per service."""
+    service: str
+    """Who says so: `monitor`, `planner`."""
+    instance_id: str
+    """Which process of that service."""
+    about: str = ""
+    """Id of what it happened to, for example a worker id; empty when it is the service itself."""
+    reason: str
+    """Why, in words, with the figures that led to it."""
