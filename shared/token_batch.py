@@ -52,12 +52,12 @@ _HEADER: Final = struct.Struct("<4sBBHIIQ")
 _MAX_COUNTER: Final = 2**64 - 1
 _LAST_FINISH: Final = max(FinishReason)
 _COLUMNS: Final = (  # in wire order; 4-byte columns first, so that every view is aligned
-    ("stream", "<u4"),
-    ("first_index", "<u4"),
-    ("tokens", "<u4"),
-    ("attempt", "<u2"),
-    ("count", "u1"),
-    ("finish", "u1"),
+    ("stream", np.dtype("<u4")),
+    ("first_index", np.dtype("<u4")),
+    ("tokens", np.dtype("<u4")),
+    ("attempt", np.dtype("<u2")),
+    ("count", np.dtype("u1")),
+    ("finish", np.dtype("u1")),
 )
 
 
@@ -133,8 +133,8 @@ class TokenBatch:
         offset = _prefix_bytes(worker_id)
         for name, dtype in _COLUMNS:
             size = num_tokens if name == "tokens" else num_rows
-            columns[name] = np.frombuffer(data, dtype=dtype, count=size, offset=offset)
-            offset += columns[name].nbytes
+            columns[name] = np.frombuffer(data, dtype, size, offset)
+            offset += size * dtype.itemsize
         batch = cls(worker_id=worker_id, counter=counter, **columns)
         try:
             _check_columns(batch)
@@ -213,9 +213,11 @@ def _prefix_bytes(worker_id: str) -> int:
     return _HEADER.size + len(worker_id) + (-len(worker_id)) % 4
 
 
-def _as_column(values: NDArray[Any], name: str, dtype: str) -> NDArray[Any]:
+def _as_column(values: NDArray[Any], name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return the values contiguous and in the wire's type; an unsafe conversion is checked value by value."""
-    if values.dtype != dtype and len(values):
+    if values.dtype == dtype:
+        return np.ascontiguousarray(values)
+    if len(values):
         limits = np.iinfo(dtype)
         if values.dtype.kind not in "iu" or values.min() < 0 or values.max() > limits.max:
             raise ValueError(f"column {name} ({values.dtype}) does not fit {limits.dtype}")
@@ -227,15 +229,15 @@ def _check_columns(batch: TokenBatch) -> None:
     num_rows = len(batch.stream)
     if not num_rows == len(batch.attempt) == len(batch.first_index) == len(batch.count) == len(batch.finish):
         raise ValueError("columns differ in length")
-    if int(batch.count.sum(dtype=np.int64)) != len(batch.tokens):
+    if int(np.add.reduce(batch.count, dtype=np.int64)) != len(batch.tokens):  # reduce: half the overhead of .sum()
         raise ValueError("the rows' counts do not add up to the tokens")
     if num_rows == 0:
         return
-    if int(batch.finish.max()) > _LAST_FINISH:
+    if int(np.maximum.reduce(batch.finish)) > _LAST_FINISH:
         raise ValueError("unknown finish reason")
-    if int(batch.attempt.min()) < 1:
+    if int(np.minimum.reduce(batch.attempt)) < 1:
         raise ValueError("attempt 0 does not exist")
-    if int((batch.first_index.astype(np.int64) + batch.count).max()) > 2**32:
+    if int(np.maximum.reduce(np.add(batch.first_index, batch.count, dtype=np.int64))) > 2**32:
         raise ValueError("an output index is over 32 bits")
 
 
