@@ -1,0 +1,175 @@
+"""Key-value buckets in memory, with the revisions, conflicts and watches of the live ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from shared.bus import KvEntry, Subscription, WatchHandler, WrongRevisionError
+from shared.bus_rules import BusStats, check_key, check_pattern, check_size, has_wildcard, matches
+from shared.memory_router import Inbox, Router
+
+_MAX_PENDING = 65_536
+
+
+class KvTransport(Protocol):
+    """What a bucket's client needs of its bus."""
+
+    stats: BusStats
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """The largest value."""
+        ...
+
+    async def trip(self, what: str) -> None:
+        """Take the time of one way to the broker; raise if it cannot be reached."""
+        ...
+
+    def own(self, watch: Subscription) -> None:
+        """Close the watch with the bus."""
+        ...
+
+
+class MemoryBucket:
+    """The broker's side of one bucket. A deleted key keeps its revision, as a marker does in the live one."""
+
+    def __init__(self, router: Router) -> None:
+        self.entries: dict[str, KvEntry] = {}
+        self._router = router
+        self._revision = 0
+        self._watches: dict[_MemoryWatch, None] = {}
+
+    def write(self, key: str, value: bytes | None) -> int:
+        """Store the value (None = deleted), send it to whoever watches, and return its revision."""
+        self._revision += 1
+        entry = KvEntry(key, value, self._revision)
+        self.entries[key] = entry
+        for watch in list(self._watches):
+            if watch.wants(key):
+                self._router.after(self._router.latency_s, partial(watch.take, entry))
+        return self._revision
+
+    def revision_of(self, key: str) -> int:
+        """Return the revision of the key's last write or deletion; 0 if there never was one."""
+        entry = self.entries.get(key)
+        return 0 if entry is None else entry.revision
+
+    def present(self) -> list[KvEntry]:
+        """Return the entries that have a value, oldest revision first."""
+        entries = [entry for entry in self.entries.values() if entry.value is not None]
+        return sorted(entries, key=lambda entry: entry.revision)
+
+    def add(self, watch: _MemoryWatch) -> None:
+        """Send every later write to the watch."""
+        self._watches[watch] = None
+
+    def remove(self, watch: _MemoryWatch) -> None:
+        """Send nothing more to the watch. Idempotent."""
+        self._watches.pop(watch, None)
+
+
+class MemoryKeyValue:
+    """One connection's view of a bucket; implements `shared.bus.KeyValue`. Each call takes one round trip."""
+
+    def __init__(self, bucket: MemoryBucket, transport: KvTransport) -> None:
+        self._bucket = bucket
+        self._transport = transport
+
+    async def get(self, key: str) -> KvEntry | None:
+        """See `KeyValue.get`."""
+        check_key(key)
+        await self._go(key)
+        entry = self._bucket.entries.get(key)
+        await self._go(key)
+        return None if entry is None or entry.value is None else entry
+
+    async def put(self, key: str, value: bytes) -> int:
+        """See `KeyValue.put`."""
+        return await self._write(key, value, None)
+
+    async def create(self, key: str, value: bytes) -> int:
+        """See `KeyValue.create`."""
+        self._check(key, value)
+        await self._go(key)
+        entry = self._bucket.entries.get(key)
+        if entry is not None and entry.value is not None:
+            raise WrongRevisionError(key, 0)
+        return await self._apply(key, value)
+
+    async def update(self, key: str, value: bytes, revision: int) -> int:
+        """See `KeyValue.update`."""
+        return await self._write(key, value, revision)
+
+    async def delete(self, key: str) -> None:
+        """See `KeyValue.delete`."""
+        await self._write(key, None, None)
+
+    async def keys(self) -> list[str]:
+        """See `KeyValue.keys`."""
+        await self._go("keys")
+        keys = sorted(entry.key for entry in self._bucket.present())
+        await self._go("keys")
+        return keys
+
+    async def watch(self, key: str, handler: WatchHandler) -> Subscription:
+        """See `KeyValue.watch`. When it returns, the handler has seen the present values."""
+        if not has_wildcard(check_pattern(key)):
+            check_key(key)
+        await self._go(key)
+        watch = _MemoryWatch(key, handler, self._bucket, self._transport.stats)
+        for entry in self._bucket.present():
+            if watch.wants(entry.key):
+                watch.take(entry)
+        self._bucket.add(watch)
+        self._transport.own(watch)
+        await self._go(key)
+        watch.drain()
+        return watch
+
+    async def _write(self, key: str, value: bytes | None, expected: int | None) -> int:
+        self._check(key, value)
+        await self._go(key)
+        if expected is not None and self._bucket.revision_of(key) != expected:
+            raise WrongRevisionError(key, expected)
+        return await self._apply(key, value)
+
+    async def _apply(self, key: str, value: bytes | None) -> int:
+        revision = self._bucket.write(key, value)
+        await self._go(key)
+        return revision
+
+    def _check(self, key: str, value: bytes | None) -> None:
+        check_size(check_key(key), value or b"", self._transport.max_payload_bytes)
+
+    async def _go(self, key: str) -> None:
+        await self._transport.trip(f"the key-value store, key '{key}'")
+
+
+class _MemoryWatch:
+    """A running watch."""
+
+    def __init__(self, pattern: str, handler: WatchHandler, bucket: MemoryBucket, stats: BusStats) -> None:
+        self._pattern = pattern.split(".")
+        self._bucket = bucket
+        self._closed = False
+        self._inbox = Inbox(f"watch {pattern}", handler, stats, _MAX_PENDING)
+
+    def wants(self, key: str) -> bool:
+        """Return whether the key matches."""
+        return matches(self._pattern, key.split("."))
+
+    def take(self, entry: KvEntry) -> None:
+        """Queue one entry for the handler."""
+        if not self._closed:
+            self._inbox.put(entry)
+
+    def drain(self) -> None:
+        """Hand over what waits, now."""
+        self._inbox.drain()
+
+    async def close(self) -> None:
+        """See `Subscription.close`."""
+        self._closed = True
+        self._bucket.remove(self)
+        self._inbox.clear()
