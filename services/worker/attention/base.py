@@ -1,0 +1,74 @@
+"""What the runner asks of attention: plan once per step, then one call per layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from services.worker.engine.types import I32
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The rows of one step, on the host. Row i's tokens are `num_tokens[i]` consecutive ones of the batch, in order.
+
+    Token j of row i stands at position start[i] + j and sees positions 0 to start[i] + j. Keys and values of all of
+    them, the step's own included, are in the cache before attention runs.
+    """
+
+    num_tokens: I32
+    """[n] >= 1"""
+    start: I32
+    """[n] position of the first token"""
+    tables: I32
+    """[n, max_blocks] block tables; entries past the end of a row are not read"""
+
+    @property
+    def num_keys(self) -> I32:
+        """[n] positions that the row's last token sees."""
+        return np.asarray(self.start + self.num_tokens, dtype=np.int32)
+
+    @property
+    def first_token(self) -> I32:
+        """[n] index in the batch of the row's first token."""
+        ends = np.cumsum(self.num_tokens, dtype=np.int32)
+        return np.asarray(ends - self.num_tokens, dtype=np.int32)
+
+
+PlanT = TypeVar("PlanT")
+
+
+class Attention(Protocol[PlanT]):
+    """Causal attention of ragged rows over a paged cache."""
+
+    def plan(self, rows: RaggedRows) -> PlanT:
+        """Prepare what all layers of a step share."""
+        ...
+
+    def attend(self, plan: PlanT, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention's output [t, num_heads * head_dim] in the queries' dtype.
+
+        Args:
+            plan: of this step.
+            layer: numbered in the cache.
+            queries: [t, num_heads, head_dim], rotated, not scaled.
+        """
+        ...
+
+
+def slots_at(tables: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return the cache slots of positions.
+
+    Args:
+        tables: [n, max_blocks] int64
+        positions: [n, m] int64, each inside its row's table
+        block_size: token slots of a block
+
+    Returns:
+        [n, m] int64, block * block_size + offset
+    """
+    blocks = tables.gather(1, positions.div(block_size, rounding_mode="floor"))
+    return blocks.mul_(block_size).add_(positions.remainder(block_size))

@@ -1,0 +1,193 @@
+"""Paged attention from torch's own operators: gather keys and values by slot, then scaled dot product attention.
+
+Rows with one token are put together into groups of similar length, so that little is padded; longer rows are computed
+one by one in tiles of queries, each against the keys up to its last query only. Padding reads the row's own last
+position and is masked: what other sequences left in the cache is never touched.
+
+The query heads that share a key head become rows of one product, so keys are not repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.worker.attention.base import RaggedRows, slots_at
+from services.worker.engine.types import I64
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.spec import ModelSpec
+
+QUERY_TILE = 128
+"""Queries of a prefill chunk in one product; bounds the score matrix."""
+GROUP_BYTES = 32 * 2**20
+"""Gathered keys and values of one group of decodes, unless a single row has more."""
+WASTE_KEYS = 2048
+"""Padding that a group may hold before another one, with its fixed cost, is cheaper."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows with one query each."""
+
+    tokens: torch.Tensor | None
+    """[g] indices in the batch; None: the batch's tokens are this group, in order"""
+    slots: torch.Tensor
+    """[g * max_keys]"""
+    mask: torch.Tensor | None
+    """[g, 1, 1, max_keys] additive; None: all rows have max_keys keys"""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """A row with several queries."""
+
+    first_token: int
+    num_tokens: int
+    slots: torch.Tensor
+    """[num_keys]"""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """What all layers of a step share."""
+
+    groups: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillRow, ...]
+
+
+class TorchPagedAttention:
+    """Attention over a `KVCache` on any device of torch."""
+
+    def __init__(self, spec: ModelSpec, cache: KVCache) -> None:
+        self._spec = spec
+        self._cache = cache
+        self._device = cache.keys[0].device
+        self._dtype = cache.keys[0].dtype
+        self._causal = self._causal_tail(0)
+
+    def plan(self, rows: RaggedRows) -> PagedPlan:
+        """Group the single-token rows and list the others."""
+        num_keys, first_token = rows.num_keys, rows.first_token
+        single = np.flatnonzero(rows.num_tokens == 1)
+        groups = tuple(
+            self._group(rows, group, whole=len(group) == len(rows.num_tokens))
+            for group in group_rows(single, num_keys[single], self._max_group_keys())
+        )
+        prefills = []
+        for row in np.flatnonzero(rows.num_tokens > 1).tolist():
+            slots = self._slots(rows, np.array([row], dtype=np.int64), int(num_keys[row]))
+            prefills.append(PrefillRow(int(first_token[row]), int(rows.num_tokens[row]), slots.flatten()))
+        if prefills:
+            self._grow_mask(max(prefill.slots.numel() for prefill in prefills))
+        return PagedPlan(groups, tuple(prefills))
+
+    def attend(self, plan: PagedPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
+        spec = self._spec
+        keys, values = self._cache.keys[layer].flatten(0, 1), self._cache.values[layer].flatten(0, 1)
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            return self._decode(plan.groups[0], queries, keys, values)
+        out = queries.new_empty(queries.shape[0], spec.q_size)
+        for group in plan.groups:
+            assert group.tokens is not None, "a group that is not the whole batch names its tokens"
+            out.index_copy_(0, group.tokens, self._decode(group, queries[group.tokens], keys, values))
+        for row in plan.prefills:
+            span = slice(row.first_token, row.first_token + row.num_tokens)
+            self._prefill(row, queries[span], keys, values, out[span])
+        return out
+
+    def _decode(
+        self, group: DecodeGroup, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        spec, num_rows = self._spec, queries.shape[0]
+        shape = (num_rows, -1, spec.num_kv_heads, spec.head_dim)
+        gathered_keys = keys.index_select(0, group.slots).view(shape).transpose(1, 2)
+        gathered_values = values.index_select(0, group.slots).view(shape).transpose(1, 2)
+        folded = queries.reshape(num_rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
+        out = scaled_dot_product_attention(folded, gathered_keys, gathered_values, attn_mask=group.mask)
+        return out.reshape(num_rows, spec.q_size)
+
+    def _prefill(
+        self, row: PrefillRow, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Fill `out` [num_tokens, num_heads * head_dim] tile by tile."""
+        spec, start = self._spec, row.slots.numel() - row.num_tokens
+        shape = (spec.num_kv_heads, spec.group_size, -1, spec.head_dim)
+        gathered_keys = keys.index_select(0, row.slots).transpose(0, 1).unsqueeze(1)
+        gathered_values = values.index_select(0, row.slots).transpose(0, 1).unsqueeze(1)
+        for first in range(0, row.num_tokens, QUERY_TILE):
+            last = min(first + QUERY_TILE, row.num_tokens)
+            num_keys = start + last
+            tile = queries[first:last].transpose(0, 1).reshape(shape)
+            mask = self._causal[QUERY_TILE - (last - first) :, self._causal.shape[1] - num_keys :]
+            attended = scaled_dot_product_attention(
+                tile,
+                gathered_keys[:, :, :num_keys].expand(-1, spec.group_size, -1, -1),
+                gathered_values[:, :, :num_keys].expand(-1, spec.group_size, -1, -1),
+                attn_mask=mask,
+            )
+            out[first:last] = attended.reshape(spec.num_heads, last - first, spec.head_dim).transpose(0, 1).flatten(1)
+
+    def _group(self, rows: RaggedRows, group: I64, *, whole: bool) -> DecodeGroup:
+        """Prepare single-token rows; the rows' order in the group is free unless it is the whole batch."""
+        group = np.sort(group)
+        num_keys = rows.num_keys[group]
+        max_keys = int(num_keys.max())
+        mask = None
+        if int(num_keys.min()) != max_keys:
+            seen = torch.arange(max_keys, device=self._device) < self._to_device(num_keys).unsqueeze(1)
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+            mask = mask.masked_fill_(~seen, -torch.inf).view(len(group), 1, 1, max_keys)
+        tokens = None if whole else self._to_device(rows.first_token[group])
+        return DecodeGroup(tokens, self._slots(rows, group, max_keys).flatten(), mask)
+
+    def _slots(self, rows: RaggedRows, group: I64, max_keys: int) -> torch.Tensor:
+        """Return [g, max_keys]; past a row's end, its last slot again."""
+        block_size = self._cache.block_size
+        tables = self._to_device(rows.tables[group, : -(-max_keys // block_size)])
+        last = self._to_device(rows.num_keys[group] - 1).unsqueeze(1)
+        positions = torch.arange(max_keys, device=self._device).unsqueeze(0).minimum(last)
+        return slots_at(tables, positions, block_size)
+
+    def _to_device(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+    def _max_group_keys(self) -> int:
+        return max(GROUP_BYTES // (2 * self._spec.kv_size * self._dtype.itemsize), 1)
+
+    def _grow_mask(self, num_keys: int) -> None:
+        if num_keys > self._causal.shape[1]:
+            self._causal = self._causal_tail(num_keys)
+
+    def _causal_tail(self, num_keys: int) -> torch.Tensor:
+        """Return the mask [QUERY_TILE, >= num_keys] of a tile whose last query sees all keys; others are its corner."""
+        width = -(-max(num_keys, QUERY_TILE) // 64) * 64
+        mask = torch.full((QUERY_TILE, width), -torch.inf, dtype=self._dtype, device=self._device)
+        return mask.triu_(width - QUERY_TILE + 1)
+
+
+def group_rows(rows: I64, num_keys: np.ndarray[tuple[int, ...], np.dtype[np.int32]], max_keys: int) -> list[I64]:
+    """Split rows into groups of similar length, longest first.
+
+    A group ends when its padding passes `WASTE_KEYS` or its padded keys pass `max_keys`.
+
+    Args:
+        rows: [g]
+        num_keys: [g] length of each
+        max_keys: padded keys of a group, unless it is one row
+    """
+    order = np.argsort(-num_keys, kind="stable")
+    lengths = num_keys[order].tolist()
+    groups, first, waste = [], 0, 0
+    for i, length in enumerate(lengths):
+        longest = lengths[first]
+        waste += longest - length
+        if i > first and (waste > WASTE_KEYS or (i + 1 - first) * longest > max_keys):
+            groups.append(rows[order[first:i]])
+            first, waste = i, 0
+    if lengths:
+        groups.append(rows[order[first:]])
+    return groups

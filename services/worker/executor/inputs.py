@@ -1,0 +1,78 @@
+"""What a step needs on the device, made from a `Batch`, and the block tables that outlive steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import RaggedRows
+from services.worker.engine.types import I32, I64, Batch, TableDelta
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's tensors; views of buffers that the next step overwrites."""
+
+    tokens: torch.Tensor
+    """[t] int64"""
+    positions: torch.Tensor
+    """[t] int64, place of each token in its sequence"""
+    slots: torch.Tensor
+    """[t] int64, where its keys and values go"""
+    last: torch.Tensor
+    """[n] int64, index of each row's last token"""
+    rows: RaggedRows
+    """Of the same step, on the host."""
+
+
+class BlockTables:
+    """Block ids by row of the engine's table and position in the row."""
+
+    def __init__(self, max_rows: int, max_blocks: int) -> None:
+        self._table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+
+    def apply(self, delta: TableDelta) -> None:
+        """Take in what changed."""
+        self._table[delta.row, delta.index] = delta.block_id
+
+    def of(self, rows: I32, num_blocks: int) -> I32:
+        """Return the first `num_blocks` entries of rows, [n, num_blocks]."""
+        return self._table[rows, :num_blocks]
+
+
+class InputBuffers:
+    """Host and device buffers for one step of at most `max_tokens` tokens.
+
+    Args:
+        max_tokens: of one batch.
+        block_size: token slots of a block.
+    """
+
+    def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._block_size = block_size
+        self._columns = torch.zeros((3, max_tokens), dtype=torch.int64, pin_memory=on_gpu)
+        """[3, max_tokens]: tokens, positions, slots"""
+        self._host: I64 = self._columns.numpy()
+        self._device = device
+        self._on_device = torch.zeros_like(self._columns, device=device) if on_gpu else self._columns
+
+    def fill(self, batch: Batch, tables: BlockTables) -> StepInputs:
+        """Lay out a batch. The result is valid until the next call."""
+        num_tokens = len(batch.tokens)
+        longest = int((batch.start + batch.num_tokens).max())
+        rows = RaggedRows(batch.num_tokens, batch.start, tables.of(batch.rows, -(-longest // self._block_size)))
+        tokens, positions, slots = self._host[:, :num_tokens]
+        tokens[:] = batch.tokens
+        row = np.repeat(np.arange(len(batch.rows)), batch.num_tokens)
+        positions[:] = np.arange(num_tokens) + (batch.start - rows.first_token)[row]
+        slots[:] = rows.tables[row, positions // self._block_size]
+        slots *= self._block_size
+        slots += positions % self._block_size
+        last = torch.from_numpy((rows.first_token + batch.num_tokens - 1).astype(np.int64))
+        sent = self._on_device[:, :num_tokens]
+        if self._device.type == "cuda":
+            sent.copy_(self._columns[:, :num_tokens], non_blocking=True)
+        return StepInputs(sent[0], sent[1], sent[2], last.to(self._device), rows)

@@ -1,0 +1,168 @@
+"""Runs the steps of one whole model on one device.
+
+Opened by `load_runner` (runner.py); called from one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.worker.engine.types import I32, I64, Batch, BatchFailedError, BatchOutput, KvCapacity
+from services.worker.executor.inputs import BlockTables, InputBuffers
+from services.worker.executor.sampler import Sampler, SamplingTable
+from services.worker.executor.step import ForwardPass
+from services.worker.memory.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """What a runner is to load, and its limits."""
+
+    model_dir: Path
+    """Checkpoint in Hugging Face format."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:<index>`."""
+    dtype: str = "float32"
+    """Type of parameters, activations and KV: `float32` or `bfloat16`."""
+    memory_bytes: int = 2**30
+    """Hard budget: parameters, reserve and KV. The interpreter and torch's libraries come on top."""
+    block_size: int = 16
+    """Token slots of a KV block."""
+    max_batch_tokens: int = 2048
+    """Tokens of one batch at most; raises the reserve."""
+    max_batch_rows: int = 256
+    """Rows of one batch at most; raises the reserve."""
+    max_rows: int = 1024
+    """Rows of the engine's table."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens; None: the model's own limit, or less if the memory holds less."""
+    deterministic: bool = False
+    """Text and logits do not depend, to the bit, on what else is in a batch or how a prompt is cut."""
+    num_threads: int | None = None
+    """Threads of one operator on the CPU; None: one in deterministic mode, else torch's choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine, the reports and a person need to know about a loaded model."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    """Longest sequence, prompt and output."""
+    num_layers: int
+    num_parameters: int
+    param_bytes: int
+    kv_bytes: int
+    reserve_bytes: int
+    """Kept free for activations and workspace."""
+    bytes_per_block: int
+    capacity: KvCapacity
+    device: str
+    dtype: str
+
+
+class ModelRunner:
+    """One model on one device, and what it knows of the engine's rows.
+
+    Args:
+        forward: the model over its cache.
+        max_rows: rows of the engine's table.
+        max_tokens: of one batch.
+    """
+
+    def __init__(
+        self, info: ModelInfo, forward: ForwardPass, *, max_rows: int, max_tokens: int, deterministic: bool
+    ) -> None:
+        block_size = info.capacity.block_size
+        self.info = info
+        self._forward: ForwardPass | None = forward
+        self._device = forward.cache.keys[0].device
+        self._tables = BlockTables(max_rows, -(-info.max_model_len // block_size))
+        self._sampling = SamplingTable(max_rows)
+        self._sampler = Sampler(row_by_row=deterministic)
+        self._inputs = InputBuffers(max_tokens, block_size, self._device)
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """KV memory."""
+        return self.info.capacity
+
+    @property
+    def cache(self) -> KVCache:
+        """Keys and values of all layers."""
+        return self._open().cache
+
+    def run(self, batch: Batch) -> BatchOutput:
+        """Compute one step.
+
+        Drops, admits, changes of block tables and copies are applied also when the step then fails.
+
+        Raises:
+            BatchFailedError: the step did not finish, for whatever reason.
+        """
+        began = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                self._apply(batch)
+                tokens = self._step(batch)
+        except BatchFailedError:
+            raise
+        except Exception as error:
+            raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
+        return BatchOutput(batch.step_id, tokens, time.perf_counter() - began)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Compute one step; instead of sampling, return the logits [n, vocab_size], float32, of each last token."""
+        with torch.inference_mode():
+            self._apply(batch)
+            forward = self._open()
+            return forward.logits(forward.run(self._inputs.fill(batch, self._tables)))
+
+    def close(self) -> None:
+        """Give back parameters and KV. Idempotent."""
+        self._forward = None
+
+    def _open(self) -> ForwardPass:
+        assert self._forward is not None, "the runner is closed"
+        return self._forward
+
+    def _apply(self, batch: Batch) -> None:
+        """Take in what the batch says of rows and blocks. A drop needs nothing: the row's next admit overwrites it."""
+        for admitted in batch.admits:
+            self._sampling.put(admitted.row, admitted.sampling)
+        if len(batch.table_delta.row):
+            self._tables.apply(batch.table_delta)
+        if len(batch.copies.source):
+            source, target = (self._to_device(blocks) for blocks in (batch.copies.source, batch.copies.target))
+            self._open().cache.copy_blocks(source, target)
+
+    def _step(self, batch: Batch) -> I32:
+        forward = self._open()
+        hidden = forward.run(self._inputs.fill(batch, self._tables))
+        self._check_finite(batch, hidden)
+        tokens = np.full(len(batch.rows), -1, dtype=np.int32)
+        sampled: I64 = np.flatnonzero(batch.sample)
+        if not len(sampled):
+            return tokens
+        if len(sampled) < len(batch.rows):
+            hidden = hidden.index_select(0, self._to_device(sampled))
+        position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
+        logits = forward.logits(hidden)
+        tokens[sampled] = self._sampler.sample(logits, self._sampling.take(batch.rows[sampled]), position)
+        return tokens
+
+    def _check_finite(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Name the rows whose hidden states [n, hidden] are not numbers: sampled from, they would be nonsense."""
+        finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
+        if not finite.all():
+            guilty = tuple(int(row) for row in batch.rows[~finite])
+            raise BatchFailedError(batch.step_id, "the model's numbers are not finite", guilty)
+
+    def _to_device(self, values: I32 | I64) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)

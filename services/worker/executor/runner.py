@@ -1,0 +1,218 @@
+"""Opens a `ModelRunner`: checks what can be checked before memory is taken, loads, measures, divides the memory.
+
+Order: config.json → headers of the files → a first look at the budget → parameters → a dry step of the worst case →
+KV blocks → in deterministic mode, a proof on the model's own shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+import torch
+
+from services.worker.attention.torch_paged import GROUP_BYTES
+from services.worker.engine.types import Batch, KvCapacity, RowInit, TableDelta
+from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.selftest import prove_deterministic
+from services.worker.executor.step import ForwardPass
+from services.worker.memory.budget import (
+    MIN_RESERVE_BYTES,
+    RESERVE_MARGIN,
+    Demand,
+    divide,
+    estimated_reserve,
+    wanted_context,
+)
+from services.worker.memory.kv_cache import KVCache, bytes_per_block
+from services.worker.memory.measure import peak_bytes
+from services.worker.models.checkpoint import check_against, find_tensors
+from services.worker.models.loader import load_weights
+from services.worker.models.rope import RopeTable
+from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.models.weights import ModelWeights, num_parameters, parameter_bytes
+from shared.errors import StartupError
+from shared.types import SamplingParams
+
+__all__ = ["ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_runner"]
+
+Progress = Callable[[float, str], None]
+"""Called with the share done, 0 to 1, and what is going on."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LOADED = 0.8
+"""Share of the start that reading the checkpoint is taken for."""
+_LONG_DECODES = 8
+"""Decodes of the whole context in the dry step."""
+
+
+def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
+    """Load a model and make it ready to run. Blocks; takes seconds to minutes.
+
+    Raises:
+        StartupError: the checkpoint is missing, broken or not supported, the device is not there, or the memory budget
+            is too small; says what to do.
+    """
+    progress(0.0, "checking the checkpoint")
+    device, dtype = _device(settings.device), _dtype(settings.dtype)
+    spec = read_spec(settings.model_dir)
+    tensors = find_tensors(settings.model_dir)
+    check_against(spec, tensors)
+    demand = _demand(settings, spec, dtype)
+    context = wanted_context(demand)
+    _set_threads(settings, device)
+    weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
+    loader = _Loader(settings, spec, weights, demand, context)
+    progress(_LOADED, "measuring the workspace")
+    reserve_bytes = loader.measure()
+    division = divide(demand, reserve_bytes)
+    _log_context(settings, division.max_model_len, spec.max_positions)
+    runner = loader.open(division.num_blocks, division.max_model_len, reserve_bytes)
+    if settings.deterministic:
+        progress(0.9, "proving that results do not depend on the batch")
+        prove_deterministic(runner, settings.max_batch_tokens)
+    progress(1.0, "ready")
+    return runner
+
+
+class _Loader:
+    """A model whose parameters are loaded, before its KV is."""
+
+    def __init__(
+        self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand, context: int
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._weights = weights
+        self._demand = demand
+        self._context = context
+        self._dtype = _dtype(settings.dtype)
+        self._device = weights.outer.storage.device
+        self._rope = RopeTable(spec.rope, spec.head_dim, context, self._dtype, self._device)
+
+    def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
+        """Return a runner with a cache of its own."""
+        settings, spec, demand = self._settings, self._spec, self._demand
+        cache = KVCache(spec, num_blocks, settings.block_size, self._dtype, self._device)
+        info = ModelInfo(
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            max_model_len=max_model_len,
+            num_layers=spec.num_layers,
+            num_parameters=num_parameters(spec),
+            param_bytes=demand.parameter_bytes,
+            kv_bytes=cache.num_bytes,
+            reserve_bytes=reserve_bytes,
+            bytes_per_block=demand.bytes_per_block,
+            capacity=KvCapacity(num_blocks, settings.block_size),
+            device=str(self._device),
+            dtype=settings.dtype,
+        )
+        forward = ForwardPass(spec, self._weights, self._rope, cache, deterministic=settings.deterministic)
+        return ModelRunner(
+            info,
+            forward,
+            max_rows=max(settings.max_rows, settings.max_batch_rows),
+            max_tokens=settings.max_batch_tokens,
+            deterministic=settings.deterministic,
+        )
+
+    def measure(self) -> int:
+        """Return the reserve: the peak of dry steps in the worst cases, with a margin, and the table of angles."""
+        settings, spec = self._settings, self._spec
+        blocks = -(-self._context // settings.block_size)
+        runner = self.open(blocks, self._context, 0)
+        for pool in (*runner.cache.keys, *runner.cache.values):
+            pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
+
+        def dry_steps() -> None:
+            for batch in _worst_batches(settings, self._context, blocks):
+                runner.run(batch)
+
+        measured = peak_bytes(self._device, dry_steps)
+        if measured is None:
+            item_bytes = self._dtype.itemsize
+            row_bytes = 2 * self._context * spec.kv_size * item_bytes
+            gather_bytes = max(GROUP_BYTES, row_bytes)
+            measured = estimated_reserve(
+                spec, settings.max_batch_tokens, settings.max_batch_rows, gather_bytes, item_bytes
+            )
+        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + self._rope.num_bytes
+
+
+def _worst_batches(settings: RunnerSettings, context: int, num_blocks: int) -> list[Batch]:
+    """Return batches that together take as much workspace as any batch can.
+
+    All rows share the same blocks, since what is computed does not matter. Decodes of the whole context are as many as
+    attention gathers at a time, the others are short: more would take longer, not more memory.
+    """
+    max_tokens, max_rows = settings.max_batch_tokens, settings.max_batch_rows
+    num_chunks = min(-(-max_tokens // context), max_rows)
+    num_decodes = min(max_rows - num_chunks, max_tokens - num_chunks)
+    chunks = np.full(num_chunks, min((max_tokens - num_decodes) // num_chunks, context), dtype=np.int32)
+    num_tokens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
+    start = np.asarray(context - num_tokens, dtype=np.int32)
+    start[_LONG_DECODES : max(num_decodes, _LONG_DECODES)] = 0
+    table = TableDelta(
+        np.repeat(np.arange(len(start), dtype=np.int32), num_blocks),
+        np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
+        np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
+    )
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=2**30)
+    batch = Batch(
+        step_id=0,
+        rows=np.arange(len(start), dtype=np.int32),
+        num_tokens=num_tokens,
+        start=start,
+        tokens=np.zeros(int(num_tokens.sum()), dtype=np.int32),
+        sample=np.ones(len(start), dtype=np.bool_),
+        table_delta=table,
+        admits=tuple(RowInit(row, sampling) for row in range(len(start))),
+    )
+    return [batch]
+
+
+def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> Demand:
+    return Demand(
+        memory_bytes=settings.memory_bytes,
+        parameter_bytes=parameter_bytes(spec, dtype),
+        bytes_per_block=bytes_per_block(spec, settings.block_size, dtype),
+        block_size=settings.block_size,
+        max_positions=spec.max_positions,
+        max_model_len=settings.max_model_len,
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise StartupError(f"device {name!r} is not known", "Use cpu, cuda or cuda:<index>") from error
+    if device.type not in ("cpu", "cuda"):
+        raise StartupError(f"device {name!r} is not supported", "Use cpu, cuda or cuda:<index>")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise StartupError(
+            f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices", "Use cpu"
+        )
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise StartupError(f"dtype {name!r} is not supported", f"Use one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _set_threads(settings: RunnerSettings, device: torch.device) -> None:
+    """Set the threads of one operator; deterministic mode takes one: how work is split over threads is not fixed."""
+    num_threads = settings.num_threads or (1 if settings.deterministic else None)
+    if device.type == "cpu" and num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def _log_context(settings: RunnerSettings, max_model_len: int, max_positions: int) -> None:
+    if settings.max_model_len is None and max_model_len < max_positions:
+        structlog.get_logger().warning(
+            "context lowered to what the memory holds", max_model_len=max_model_len, max_positions=max_positions
+        )

@@ -1,0 +1,107 @@
+"""Runs a model in a thread of its own, so that a step never blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, KvCapacity
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Runner(Protocol):
+    """What the thread calls; `ModelRunner`, or a fake of it."""
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """KV memory."""
+        ...
+
+    def run(self, batch: Batch) -> BatchOutput:
+        """Compute one step, or raise `BatchFailedError`."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory."""
+        ...
+
+
+class ThreadExecutor:
+    """An `Executor` of depth 1 over a runner: batches run in the order in which they were submitted.
+
+    Must be created and used on `loop`; owns the runner and closes it.
+    """
+
+    def __init__(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
+        self._runner = runner
+        self._loop = loop
+        self._queue: SimpleQueue[tuple[Batch, asyncio.Future[BatchOutput]] | None] = SimpleQueue()
+        self._closed = False
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
+        self._thread.start()
+
+    @property
+    def depth(self) -> int:
+        """How many batches may be in flight."""
+        return 1
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """KV memory."""
+        return self._runner.capacity
+
+    def submit(self, batch: Batch) -> asyncio.Future[BatchOutput]:
+        """Queue a step; see `Executor`. After `close` the future fails at once."""
+        future: asyncio.Future[BatchOutput] = self._loop.create_future()
+        if self._closed:
+            future.set_exception(BatchFailedError(batch.step_id, "the executor is closed"))
+        else:
+            self._queue.put((batch, future))
+        return future
+
+    async def close(self) -> None:
+        """Finish what is queued, end the thread and close the runner. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+        await asyncio.shield(self._ended)
+        self._thread.join()
+
+    def _work(self) -> None:
+        """Body of the thread."""
+        while (item := self._queue.get()) is not None:
+            batch, future = item
+            try:
+                output = self._runner.run(batch)
+            except BatchFailedError as error:
+                self._call(_fail, future, error)
+            except Exception as error:  # the thread's supervisor: whatever went wrong fails this batch
+                cause = f"{type(error).__name__}: {error}"
+                self._call(_fail, future, BatchFailedError(batch.step_id, cause))
+            else:
+                self._call(_succeed, future, output)
+        self._runner.close()
+        self._call(_succeed, self._ended, None)
+
+    def _call(self, settle: Callable[[asyncio.Future[T], R], None], future: asyncio.Future[T], result: R) -> None:
+        """Settle a future on its loop."""
+        try:
+            self._loop.call_soon_threadsafe(settle, future, result)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to hear of it
+
+
+def _succeed(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():  # it may have been cancelled
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: BatchFailedError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,96 @@
+"""Divides a worker's memory budget: parameters, a reserve for activations and workspace, and KV blocks from the rest.
+
+| parameters | reserve | KV: num_blocks * bytes_per_block ............ | less than a block |
+|<------------------------------- memory_bytes ---------------------------------------->|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.worker.models.spec import ModelSpec
+from shared.errors import StartupError
+
+MIN_CONTEXT_TOKENS = 64
+"""A context that was not asked for is never lowered below this (or the model's own, if that is shorter)."""
+RESERVE_MARGIN = 1.1
+"""The measured reserve is multiplied by this: the allocator's fragments differ from run to run."""
+MIN_RESERVE_BYTES = 4 * 2**20
+"""Least reserve; a measurement by resident memory is no finer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the budget is divided by."""
+
+    memory_bytes: int
+    parameter_bytes: int
+    bytes_per_block: int
+    block_size: int
+    max_positions: int
+    """The model's own longest context."""
+    max_model_len: int | None
+    """Context that was asked for; None: as long as fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The result."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+def wanted_context(demand: Demand) -> int:
+    """Return the longest context that may be served, before the reserve is known.
+
+    Raises:
+        StartupError: the context asked for is longer than the model's, or cannot fit even without a reserve.
+    """
+    if demand.max_model_len is not None and demand.max_model_len > demand.max_positions:
+        raise StartupError(
+            f"max_model_len {demand.max_model_len} is longer than the model's {demand.max_positions} positions",
+            f"Ask for at most {demand.max_positions}",
+        )
+    return divide(demand, 0).max_model_len
+
+
+def divide(demand: Demand, reserve_bytes: int) -> Division:
+    """Return the KV blocks that the budget leaves, and the context that they hold.
+
+    Raises:
+        StartupError: one request of the context that was asked for (or of the least useful one) does not fit.
+    """
+    left = demand.memory_bytes - demand.parameter_bytes - reserve_bytes
+    num_blocks = max(left, 0) // demand.bytes_per_block
+    num_tokens = num_blocks * demand.block_size
+    least = demand.max_model_len or min(MIN_CONTEXT_TOKENS, demand.max_positions)
+    if num_tokens < least:
+        raise _too_little(demand, reserve_bytes, least)
+    return Division(num_blocks, demand.max_model_len or min(demand.max_positions, num_tokens))
+
+
+def _too_little(demand: Demand, reserve_bytes: int, num_tokens: int) -> StartupError:
+    kv_bytes = -(-num_tokens // demand.block_size) * demand.bytes_per_block
+    needed = demand.parameter_bytes + reserve_bytes + kv_bytes
+    workspace = f"{_mib(reserve_bytes)} of workspace" if reserve_bytes else "workspace"
+    return StartupError(
+        f"a memory budget of {_mib(demand.memory_bytes)} is too small: parameters take {_mib(demand.parameter_bytes)}, "
+        f"one request of {num_tokens} tokens takes {_mib(kv_bytes)}, besides {workspace}",
+        f"Give at least {_mib(needed)}" + ("" if reserve_bytes else " and some more for workspace"),
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 2**18) / 4:.2f} MiB"
+
+
+def estimated_reserve(spec: ModelSpec, max_tokens: int, max_rows: int, gather_bytes: int, item_bytes: int) -> int:
+    """Return a bound for the workspace of a step, where it cannot be measured.
+
+    Counted as if nothing were freed inside a layer: hidden states, fused projections, gathered keys and values, and for
+    each row logits in float32 with the five copies that the sampler makes, two of them in float64.
+    """
+    per_token = 6 * spec.hidden_size + 4 * (spec.q_size + 2 * spec.kv_size) + 4 * spec.intermediate_size
+    per_row = spec.vocab_size * (4 * 4 + 3 * 8)
+    return max_tokens * per_token * item_bytes + max_rows * per_row + 4 * gather_bytes

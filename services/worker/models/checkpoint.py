@@ -1,0 +1,171 @@
+"""Checks a checkpoint's safetensors files by their headers, before any memory is taken for tensors.
+
+Format of a file: u64 little-endian length n, n bytes of JSON {name: {dtype, shape, data_offsets}}, then the data, which
+the tensors cover without a gap. Source: the safetensors format description; deviations: none.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from services.worker.models.spec import ModelSpec, read_json
+from services.worker.models.weights import all_parts
+from shared.errors import StartupError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types of which parameters are read."""
+_OTHER_ITEM_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+_COPY_AGAIN = "Copy the checkpoint again"
+
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Buffers that older checkpoints carry; they are computed from config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
+    """Return every tensor of the checkpoint, by name, after checking all headers against the files' lengths.
+
+    Raises:
+        StartupError: files are missing, truncated, or contradict themselves or the index.
+    """
+    index_path = model_dir / INDEX_NAME
+    if index_path.is_file():
+        return _from_index(model_dir, read_json(index_path).get("weight_map"))
+    single = model_dir / SINGLE_NAME
+    if single.is_file():
+        return read_header(single)
+    if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt*")):
+        raise StartupError(
+            f"{model_dir} holds pickled weights, which are never read", "Save the checkpoint as safetensors"
+        )
+    raise StartupError(f"{model_dir} has neither {SINGLE_NAME} nor {INDEX_NAME}", _COPY_AGAIN)
+
+
+def check_against(spec: ModelSpec, tensors: dict[str, TensorEntry]) -> None:
+    """Check that the checkpoint has exactly the model's tensors, in the right shapes.
+
+    Raises:
+        StartupError: a tensor is missing, of another shape or type, or not known to this model.
+    """
+    expected = {source.name: source.shape for part in all_parts(spec) for source in part.sources}
+    for name, shape in expected.items():
+        entry = tensors.get(name)
+        if entry is None:
+            raise StartupError(f"the checkpoint has no tensor {name}", "Check that config.json belongs to the weights")
+        if entry.shape != shape:
+            raise StartupError(
+                f"{name} has shape {list(entry.shape)}, config.json asks for {list(shape)}",
+                "Check that config.json belongs to the weights",
+            )
+        if entry.dtype not in ITEM_BYTES:
+            raise StartupError(
+                f"{name} is of type {entry.dtype}, which is not supported",
+                f"Convert the checkpoint to one of {', '.join(ITEM_BYTES)}",
+            )
+    unknown = [name for name in tensors if name not in expected and not _ignored(name, spec)]
+    if unknown:
+        raise StartupError(
+            f"the checkpoint has {len(unknown)} tensors that {spec.architecture} does not use, such as {unknown[0]}",
+            "Check that config.json belongs to the weights",
+        )
+
+
+def _ignored(name: str, spec: ModelSpec) -> bool:
+    return name.endswith(_IGNORED_SUFFIXES) or (spec.tied_embeddings and name == "lm_head.weight")
+
+
+def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartupError(f"{INDEX_NAME} has no weight_map", _COPY_AGAIN)
+    shards: dict[str, dict[str, TensorEntry]] = {}
+    found: dict[str, TensorEntry] = {}
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+            raise StartupError(f"{INDEX_NAME} names {file_name!r}, which is no file of the folder", _COPY_AGAIN)
+        if file_name not in shards:
+            shards[file_name] = _read_shard(model_dir / file_name)
+        if name not in shards[file_name]:
+            raise StartupError(f"{file_name} has no tensor {name}, which {INDEX_NAME} promises", _COPY_AGAIN)
+        found[name] = shards[file_name][name]
+    return found
+
+
+def _read_shard(path: Path) -> dict[str, TensorEntry]:
+    if not path.is_file():
+        raise StartupError(f"{path.name} is missing, {INDEX_NAME} names it", _COPY_AGAIN)
+    return read_header(path)
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of one file, after checking its header.
+
+    Raises:
+        StartupError: the file is truncated or its header is broken.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise _broken(path, "it is truncated, or no safetensors file")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise _broken(path, f"its header cannot be read ({error})") from error
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is no JSON object")
+    header.pop("__metadata__", None)
+    spans = []
+    found = {}
+    for name, value in header.items():
+        found[name], span = _entry(path, name, value)
+        spans.append(span)
+    _check_cover(path, spans, size - 8 - length)
+    return found
+
+
+def _entry(path: Path, name: str, value: Any) -> tuple[TensorEntry, tuple[int, int]]:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers = (*shape, begin, end)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _broken(path, f"the entry of {name} is broken") from error
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise _broken(path, f"the entry of {name} is broken")
+    item_bytes = ITEM_BYTES.get(dtype) or _OTHER_ITEM_BYTES.get(dtype)
+    if end < begin or (item_bytes is not None and end - begin != prod(shape) * item_bytes):
+        raise _broken(path, f"length and shape of {name} contradict each other")
+    return TensorEntry(path, dtype, shape, end - begin), (begin, end)
+
+
+def _check_cover(path: Path, spans: list[tuple[int, int]], data_bytes: int) -> None:
+    position = 0
+    for begin, end in sorted(spans):
+        if begin != position:
+            raise _broken(path, "its tensors overlap or leave a gap")
+        position = end
+    if position > data_bytes:
+        raise _broken(path, f"it is truncated: {position - data_bytes} bytes are missing")
+    if position < data_bytes:
+        raise _broken(path, f"it has {data_bytes - position} bytes too many")
+
+
+def _broken(path: Path, what: str) -> StartupError:
+    return StartupError(f"{path.name} is broken: {what}", _COPY_AGAIN)

@@ -1,0 +1,73 @@
+"""Reads a checked checkpoint into the model's buffers, converting the type on the way. No pickle, no code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.worker.models.checkpoint import TensorEntry
+from services.worker.models.spec import ModelSpec
+from services.worker.models.weights import ModelWeights, ParameterBuffer, Source, layer_parts, outer_parts
+from shared.errors import StartupError
+
+Progress = Callable[[float, str], None]
+"""Called with the share done, 0 to 1, and what is going on."""
+
+
+def load_weights(
+    spec: ModelSpec,
+    tensors: dict[str, TensorEntry],
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> ModelWeights:
+    """Allocate the model's buffers and fill them.
+
+    Args:
+        spec: the model.
+        tensors: of `find_tensors`, checked by `check_against`.
+        dtype: of all parameters.
+        device: of all parameters.
+        progress: called after each tensor with the share of bytes read.
+
+    Raises:
+        StartupError: a file changed or broke since it was checked.
+    """
+    outer = ParameterBuffer(outer_parts(spec), dtype, device)
+    layers = tuple(ParameterBuffer(layer_parts(spec, i), dtype, device) for i in range(spec.num_layers))
+    targets = _targets((outer, *layers))
+    total = sum(tensors[name].num_bytes for name in targets)
+    done = 0
+    for path in sorted({tensors[name].path for name in targets}):
+        for name, tensor in _read(path, [name for name in targets if tensors[name].path == path]):
+            targets[name].copy_(tensor)
+            done += tensors[name].num_bytes
+            progress(done / total, f"loading {path.name}")
+    return ModelWeights(outer, layers)
+
+
+def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:
+    """Return, by name in the checkpoint, the rows that the tensor fills."""
+    return {
+        source.name: _rows(buffer[part.name], source)
+        for buffer in buffers
+        for part in buffer.parts
+        for source in part.sources
+    }
+
+
+def _rows(part: torch.Tensor, source: Source) -> torch.Tensor:
+    return part[source.first_row : source.first_row + source.shape[0]]
+
+
+def _read(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the named tensors of one file; each is a view of the mapped file, valid until the next one is asked for."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise StartupError(f"cannot read {path.name}: {error}", "Copy the checkpoint again") from error

@@ -1,0 +1,128 @@
+"""Drives a `ModelRunner` without an engine: ragged batches, prompts in chunks, blocks in a shuffled order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from services.worker.engine.types import EMPTY_I32, NO_COPIES, Batch, CopyOps, RowInit, TableDelta
+from services.worker.executor.model_runner import ModelRunner
+from shared.types import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass
+class Driven:
+    """One sequence under way."""
+
+    row: int
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams = GREEDY
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class Driver:
+    """Keeps blocks and rows as an engine would, in the simplest way.
+
+    Args:
+        seed: order of free blocks and of rows.
+    """
+
+    def __init__(self, runner: ModelRunner, *, seed: int = 0, num_blocks: int | None = None) -> None:
+        self.runner = runner
+        self.sequences: list[Driven] = []
+        self._random = random.Random(seed)
+        self._free = list(range(num_blocks or min(runner.capacity.num_blocks, 4096)))
+        self._random.shuffle(self._free)
+        self._steps = 0
+        self._new: list[Driven] = []
+        self._dropped: list[int] = []
+
+    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, row: int | None = None) -> Driven:
+        sequence = Driven(len(self.sequences) if row is None else row, list(prompt), len(prompt), sampling)
+        self.sequences.append(sequence)
+        self._new.append(sequence)
+        return sequence
+
+    def preempt(self, sequence: Driven) -> None:
+        """Take the KV away: the next batches compute the sequence again."""
+        self._free.extend(sequence.blocks)
+        sequence.blocks.clear()
+        sequence.num_computed = 0
+
+    def drop(self, sequence: Driven) -> None:
+        self.preempt(sequence)
+        self.sequences.remove(sequence)
+        self._dropped.append(sequence.row)
+
+    def batch(self, work: Sequence[tuple[Driven, int]], copies: CopyOps = NO_COPIES) -> Batch:
+        """Lay out `count` tokens of each sequence, from where it stands."""
+        delta = list(self._grow(work))
+        columns = [np.array(column, dtype=np.int32) for column in zip(*delta, strict=True)] or [EMPTY_I32] * 3
+        new = tuple(RowInit(sequence.row, sequence.sampling) for sequence in self._new)
+        dropped = np.array(self._dropped, dtype=np.int32)
+        self._new, self._dropped = [], []
+        self._steps += 1
+        return Batch(
+            step_id=self._steps,
+            rows=np.array([sequence.row for sequence, _ in work], dtype=np.int32),
+            num_tokens=np.array([count for _, count in work], dtype=np.int32),
+            start=np.array([sequence.num_computed for sequence, _ in work], dtype=np.int32),
+            tokens=np.array([t for s, count in work for t in s.tokens[s.num_computed :][:count]], dtype=np.int32),
+            sample=np.array([s.num_computed + count == len(s.tokens) for s, count in work], dtype=np.bool_),
+            table_delta=TableDelta(*columns),
+            copies=copies,
+            admits=new,
+            drops=dropped,
+        )
+
+    def step(self, work: Sequence[tuple[Driven, int]], copies: CopyOps = NO_COPIES) -> None:
+        """Run one batch and append what was sampled."""
+        batch = self.batch(work, copies)
+        tokens = self.runner.run(batch).tokens
+        for (sequence, count), token, sample in zip(work, tokens.tolist(), batch.sample.tolist(), strict=True):
+            sequence.num_computed += count
+            assert (token >= 0) == sample
+            if sample:
+                sequence.tokens.append(token)
+
+    def step_logits(self, work: Sequence[tuple[Driven, int]], following: Sequence[int | None]) -> None:
+        """Run one batch, keep each row's logits, and append the given tokens (None: the chunk does not end the row)."""
+        logits = self.runner.logits(self.batch(work))
+        for index, ((sequence, count), token) in enumerate(zip(work, following, strict=True)):
+            sequence.num_computed += count
+            sequence.logits.append(logits[index].clone())
+            if token is not None:
+                sequence.tokens.append(token)
+
+    def run(self, num_tokens: int, *, chunk: int, max_tokens: int) -> None:
+        """Generate `num_tokens` for every sequence: random subsets, decodes first, prompts in random chunks."""
+        while unfinished := [s for s in self.sequences if len(s.output) < num_tokens]:
+            picked = [s for s in unfinished if self._random.random() < 0.8] or unfinished[:1]
+            self._random.shuffle(picked)
+            work, room = [], max_tokens
+            for sequence in sorted(picked, key=lambda s: len(s.tokens) - s.num_computed > 1):
+                count = min(len(sequence.tokens) - sequence.num_computed, self._random.randint(1, chunk), room)
+                if count:
+                    work.append((sequence, count))
+                    room -= count
+            self.step(work)
+
+    def _grow(self, work: Sequence[tuple[Driven, int]]) -> Iterator[tuple[int, int, int]]:
+        block_size = self.runner.capacity.block_size
+        for sequence, count in work:
+            while len(sequence.blocks) * block_size < sequence.num_computed + count:
+                sequence.blocks.append(self._free.pop())
+                yield sequence.row, len(sequence.blocks) - 1, sequence.blocks[-1]
