@@ -1,1 +1,73 @@
-"""Streams answers at reading speed: QoE arithmetic, token pacer, and a streaming SDK."""
+"""Streams answers at reading speed: QoE arithmetic, token pacer, and a streaming SDK.
+
+Importing this package, `sluice_client.qoe` or `sluice_client.pacer` loads the standard library only; aiohttp comes with
+the first use of `SluiceClient`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sluice_client.answer import Answer, Reply
+    from sluice_client.client import ClientLimits, SluiceClient
+    from sluice_client.errors import (
+        APIConnectionError,
+        APIResponseError,
+        APIStatusError,
+        APIStreamError,
+        ConnectionLostError,
+        IncompleteStreamError,
+        ProtocolError,
+        SluiceClientError,
+    )
+    from sluice_client.paced_stream import PacedStream
+    from sluice_client.pacer import HumanPacing, PacerStats, Piece, make_pacer
+    from sluice_client.qoe import QoeState, QoeTarget
+
+__all__ = [
+    "APIConnectionError",
+    "APIResponseError",
+    "APIStatusError",
+    "APIStreamError",
+    "Answer",
+    "ClientLimits",
+    "ConnectionLostError",
+    "HumanPacing",
+    "IncompleteStreamError",
+    "PacedStream",
+    "PacerStats",
+    "Piece",
+    "ProtocolError",
+    "QoeState",
+    "QoeTarget",
+    "Reply",
+    "SluiceClient",
+    "SluiceClientError",
+    "make_pacer",
+]
+
+_MODULES = {
+    "answer": ("Answer", "Reply"),
+    "client": ("ClientLimits", "SluiceClient"),
+    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "paced_stream": ("PacedStream",),
+    "pacer": ("HumanPacing", "PacerStats", "Piece", "make_pacer"),
+    "qoe": ("QoeState", "QoeTarget"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name on its first use."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,194 @@
+"""What both modes of the pacer share, and the strict one. See `pacer.py`; no clock, no task, no generator."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sluice_client.qoe import QoeState, QoeTarget
+
+MIN_STRICT_STALL_S = 1e-3
+"""A shorter wait adds to the seconds of a strict pacer, not to its number of stalls."""
+
+
+class Piece(NamedTuple):
+    """Text that arrives from a stream; a plain string means one token, paced."""
+
+    text: str
+    num_tokens: int = 1
+    """Tokens that are complete with this text, 0 or more."""
+    paced: bool = True
+    """False for text that no one reads word by word."""
+
+
+class Shown(NamedTuple):
+    """Text on the screen."""
+
+    text: str
+    at_s: float
+    """The instant at which it is due; `pop` is called then or later."""
+    num_tokens: int
+    """Tokens that are complete with this text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PacerStats:
+    """What a reader went through so far."""
+
+    qoe: float
+    """From the arrivals, as the definition says: in human mode too it is the QoE of the strict timeline, in [0, 1]."""
+    stall_seconds: float
+    """Time for which a reader at reading speed had read everything and waited, after the first token."""
+    num_stalls: int
+    buffered_tokens: int
+    """Arrived, not yet popped."""
+    buffered_chars: int
+    ttft_s: float | None
+    """Arrival of the first token; None while there is none."""
+
+
+class Pacer(ABC):
+    """What both modes share: order, the ready text, the counters."""
+
+    def __init__(self, target: QoeTarget) -> None:
+        self.target = target
+        self._state = QoeState(target)
+        self._now_s = float("-inf")
+        self._ttft_s: float | None = None
+        self._finish_s: float | None = None
+        self._skipped = False
+        self._ready: list[Shown] = []
+        self._buffered_tokens = 0
+        self._buffered_chars = 0
+        self._stall_s = 0.0
+        self._num_stalls = 0
+
+    def push(self, now_s: float, text: str, num_tokens: int = 1, *, paced: bool = True) -> None:
+        """Take a piece that arrived at `now_s`.
+
+        Args:
+            now_s: instant of arrival.
+            text: may be empty (tokens that have no text yet).
+            num_tokens: how many tokens it completes, 0 or more; strict mode shows it when the last of them is due.
+            paced: False for text that no one reads word by word (tool calls); human mode then passes it on in its turn.
+        """
+        assert num_tokens >= 0, "a piece cannot hold fewer than 0 tokens"
+        assert self._finish_s is None, "push after finish"
+        self._advance(now_s)
+        if num_tokens:
+            self._ttft_s = self._now_s if self._ttft_s is None else self._ttft_s
+        self._buffered_tokens += num_tokens
+        self._buffered_chars += len(text)
+        self._accept(text, num_tokens, paced=paced)
+        self._advance(now_s)
+
+    def finish(self, now_s: float) -> None:
+        """The answer has ended; no push follows. Calling it again changes nothing."""
+        if self._finish_s is None:
+            self._advance(now_s)
+            self._finish_s = self._now_s
+
+    def skip(self, now_s: float) -> None:
+        """The reader asks for everything: what has arrived is due now, what follows is due as it arrives."""
+        self._advance(now_s)
+        self._skipped = True
+        self._advance(now_s)
+
+    def pop(self, now_s: float) -> list[Shown]:
+        """Take everything that is due at `now_s` off the buffer, in order."""
+        self._advance(now_s)
+        shown, self._ready = self._ready, []
+        for item in shown:
+            self._buffered_tokens -= item.num_tokens
+            self._buffered_chars -= len(item.text)
+        return shown
+
+    def next_due_s(self) -> float | None:
+        """The instant from which `pop` returns something, if nothing else happens; None when nothing is buffered."""
+        return self._ready[0].at_s if self._ready else self._next_waiting_s()
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Tokens that arrived and are not popped."""
+        return self._buffered_tokens
+
+    @property
+    def buffered_chars(self) -> int:
+        """Code points that arrived and are not popped."""
+        return self._buffered_chars
+
+    @property
+    def qoe(self) -> float:
+        """Final QoE once finished; before, the QoE at the last instant given; 1 while nothing is expected."""
+        if self._finish_s is not None:
+            return self._state.final()
+        return 1.0 if self._now_s == float("-inf") else self._state.qoe_at(self._now_s)
+
+    def stats(self) -> PacerStats:
+        """A snapshot of the counters."""
+        return PacerStats(
+            qoe=self.qoe,
+            stall_seconds=self._stall_s,
+            num_stalls=self._num_stalls,
+            buffered_tokens=self._buffered_tokens,
+            buffered_chars=self._buffered_chars,
+            ttft_s=self._ttft_s,
+        )
+
+    def _advance(self, now_s: float) -> None:
+        """Move what is due by `now_s` from waiting to ready."""
+        self._now_s = max(self._now_s, now_s)
+        while (due_s := self._next_waiting_s()) is not None and due_s <= self._now_s:
+            self._ready.append(self._show(due_s))
+
+    def _count_stall(self, wait_s: float, min_counted_s: float) -> None:
+        self._stall_s += wait_s
+        self._num_stalls += wait_s >= min_counted_s
+
+    @abstractmethod
+    def _accept(self, text: str, num_tokens: int, *, paced: bool) -> None:
+        """Put a piece that arrives at `_now_s` behind what waits."""
+
+    @abstractmethod
+    def _next_waiting_s(self) -> float | None:
+        """When the first waiting text is due, as things stand; None when nothing waits."""
+
+    @abstractmethod
+    def _show(self, due_s: float) -> Shown:
+        """Remove the first waiting text, which is shown at `due_s`."""
+
+
+class StrictPacer(Pacer):
+    """Token i at displayed[i], never early. A piece of several tokens is shown when the last of them is due."""
+
+    def __init__(self, target: QoeTarget) -> None:
+        super().__init__(target)
+        self._waiting: deque[Shown] = deque()
+        self._last_due_s = float("-inf")
+
+    def _accept(self, text: str, num_tokens: int, *, paced: bool) -> None:
+        del paced  # strict mode knows tokens, not text
+        if num_tokens:
+            had_tokens, lag_s = self._state.num_tokens > 0, self._state.lag_s
+            self._last_due_s = self._state.deliver(self._now_s, num_tokens)
+            if had_tokens:
+                self._count_stall(self._state.lag_s - lag_s, MIN_STRICT_STALL_S)
+        self._waiting.append(Shown(text, max(self._last_due_s, self._now_s), num_tokens))
+
+    def _next_waiting_s(self) -> float | None:
+        if not self._waiting:
+            return None
+        return self._now_s if self._skipped else self._waiting[0].at_s
+
+    def _show(self, due_s: float) -> Shown:
+        return self._waiting.popleft()._replace(at_s=due_s)
+
+
+class DirectPacer(StrictPacer):
+    """No pacing: text is due as it arrives. For programs; it keeps the statistics of a strict pacer."""
+
+    def __init__(self, target: QoeTarget) -> None:
+        super().__init__(target)
+        self._skipped = True
