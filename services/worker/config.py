@@ -37,7 +37,7 @@ class WorkerSettings(ServiceSettings):
     """Named set of policies (`shared.systems`)."""
     executor: ExecutorKind = ExecutorKind.TORCH
     """`modelled` computes nothing and is for load tests of the services around it."""
-    profile: str = "qwen2.5-14b-a800"
+    profile: str = "qwen2.5-14b-tp1-a800"
     """Cost profile of the modelled executor: a shipped name, or a path to a TOML file."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:<index>`."""

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.worker.build import ModelFacts
-from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.config import Dtype, ExecutorKind, WorkerSettings
 from services.worker.engine.types import Executor
+from services.worker.executor.modelled import ModelledExecutor
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
+from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.systems import UnknownSystemError, find_system
 
@@ -55,6 +58,21 @@ async def load_executor(settings: WorkerSettings, spec: ModelSpec, progress: Pro
     if settings.executor is ExecutorKind.MODELLED:
         return _modelled(settings, spec)
     return await _torch(settings, progress)
+
+
+def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
+    """Return an executor that takes time and computes nothing; its KV memory is the whole of `memory`."""
+    value_bytes = 4 if settings.dtype is Dtype.FLOAT32 else 2
+    block_bytes = 2 * spec.num_layers * spec.kv_size * value_bytes * settings.block_size
+    num_blocks = settings.memory // block_bytes
+    if not num_blocks:
+        raise StartupError(f"--memory holds no KV block of {block_bytes} bytes", "Give more")
+    draw = TokenDraw.of_vocabulary(spec.vocab_size, spec.eos_token_ids, first_id=min(256, spec.vocab_size // 2))
+    kv = ShadowKv(num_blocks, settings.block_size, draw)
+    executor = ModelledExecutor(load_profile(settings.profile).cost, kv)
+    context = min(settings.max_model_len or spec.max_positions, num_blocks * settings.block_size)
+    facts = ModelFacts(spec.vocab_size, spec.eos_token_ids, context, kv_bytes=num_blocks * block_bytes)
+    return Loaded(executor, facts)
 
 
 async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
