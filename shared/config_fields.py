@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)?\s*\Z")
+_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d{1,9})?)\s*(B|KiB|MiB|GiB|TiB)?\s*\Z", re.ASCII)
 _UNITS: Final = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE_ALLOWED: Final = "bytes, or a number with KiB, MiB, GiB or TiB"
 

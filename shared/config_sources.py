@@ -144,18 +144,19 @@ def _refuse_unknown_variables(schema: Schema, env: Mapping[str, str]) -> None:
             continue
         if variable.startswith(schema.prefix):
             raise ConfigError(f"unknown environment variable {variable[:80]}", did_you_mean(variable, own, "Unset it"))
-        _refuse_near_miss(variable, common, f"unknown environment variable {variable[:80]}")
+        _refuse_near_miss(variable, _PREFIX, schema.common, f"unknown environment variable {variable[:80]}")
 
 
-def _refuse_near_miss(name: str, common: Iterable[str], message: str) -> None:
+def _refuse_near_miss(name: str, prefix: str, common: Iterable[str], message: str) -> None:
     """Refuse a name at the top that is not ours but looks like one of ours.
 
     The top belongs to `sluice up`, whose names a service does not know; a name that is almost one that every service
     reads is a slip all the same.
     """
-    close = nearest(name, common, cutoff=0.85)
+    close = nearest(name.removeprefix(prefix).lower(), common, cutoff=0.85)
     if close is not None:
-        raise ConfigError(message, f"Did you mean {close}?")
+        known = prefix + close.upper() if prefix else close
+        raise ConfigError(message, f"Did you mean {known}?")
 
 
 def read_toml(schema: Schema, path: Path) -> dict[str, Given]:
@@ -204,7 +205,7 @@ def _top_values(schema: Schema, top: dict[str, Any], place: _Place) -> dict[str,
         message = f"unknown key {place.of('', key)}"
         if not schema.section:
             raise ConfigError(message, did_you_mean(key, fields, "Remove it"))
-        _refuse_near_miss(key, fields, message)
+        _refuse_near_miss(key, "", fields, message)
     return {key: Given(value, place.of("", key)) for key, value in top.items() if key in fields}
 
 

@@ -29,7 +29,8 @@ class StartupError(SluiceError):
         self.message = message.rstrip(".")
         self.hint = hint.rstrip(".")
         text = f"sluice: {self.message}. {self.hint}" if self.hint else f"sluice: {self.message}"
-        super().__init__(" ".join(text.split()))
+        one_line = " ".join(text.split())
+        super().__init__("".join(char if char.isprintable() else repr(char)[1:-1] for char in one_line))
 
 
 class ConfigError(StartupError):
