@@ -1,0 +1,121 @@
+"""What the dispatcher reads from a model's folder: tokenizer, chat template, and two facts of the configuration.
+
+Weights are never opened here, and nothing of the folder is executed except the chat template, in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import StartupError
+
+MAX_FILE_BYTES = 64 * 1024 * 1024
+"""Largest file that is read (tokenizers of 256 k entries have about 35 MB)."""
+MAX_TEMPLATE_CHARS = 200_000
+"""Longest chat template."""
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """The parts of a checkpoint that text needs."""
+
+    tokenizer_json: str
+    """Contents of `tokenizer.json`."""
+    template: str | None
+    """Source of the chat template; None for a model without one (it completes, but does not chat)."""
+    special_tokens: Mapping[str, str]
+    """`bos_token`, `eos_token`, … as the chat template sees them."""
+    max_model_len: int
+    """The checkpoint's own context, in tokens; 0 if its configuration does not say."""
+    vocab_size: int
+    """Rows of the embedding; 0 if the configuration does not say."""
+
+
+def read_model_folder(folder: Path) -> ModelFolder:
+    """Return what stands in the folder.
+
+    Raises:
+        StartupError: a file is missing, too large or malformed; the text names it.
+    """
+    if not folder.is_dir():
+        raise StartupError(
+            f"there is no model folder {folder}", "Give --model a folder with config.json and tokenizer.json"
+        )
+    config = _read_json(folder / "config.json")
+    tokenizer_path = folder / "tokenizer.json"
+    tokenizer_json = _read_text(tokenizer_path)
+    tokenizer_config = _read_json(folder / "tokenizer_config.json", required=False)
+    return ModelFolder(
+        tokenizer_json=tokenizer_json,
+        template=_find_template(folder, tokenizer_config),
+        special_tokens=_special_tokens(folder, tokenizer_config),
+        max_model_len=_positive(config, "max_position_embeddings"),
+        vocab_size=_positive(config, "vocab_size"),
+    )
+
+
+def _read_text(path: Path) -> str:
+    hint = "Save the tokenizer in the format of the tokenizers library" if path.name == "tokenizer.json" else ""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise StartupError(f"{path} is larger than {MAX_FILE_BYTES} bytes", hint)
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise StartupError(f"{path} is missing", hint) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"{path} cannot be read ({type(error).__name__})", hint) from None
+
+
+def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    if not required and not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
+        raise StartupError(f"{path} is not JSON") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the template as transformers finds it: the file first, then the tokenizer's configuration."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return _check_template(_read_text(path), path)
+    source = tokenizer_config.get("chat_template")
+    if isinstance(source, list):  # several by name; `default` is the one for plain chat
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    return _check_template(source, folder / "tokenizer_config.json")
+
+
+def _check_template(source: object, path: Path) -> str:
+    if not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS:
+        raise StartupError(f"the chat template in {path} is not a text of at most {MAX_TEMPLATE_CHARS} characters")
+    return source
+
+
+def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    merged = {**_read_json(folder / "special_tokens_map.json", required=False), **tokenizer_config}
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = merged.get(name)
+        if isinstance(value, dict):  # an AddedToken as JSON
+            value = value.get("content")
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _positive(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -1,0 +1,55 @@
+"""A few threads for tokenising and templates, with a bounded queue, so that no prompt holds up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+R = TypeVar("R")
+
+
+class TextPoolFullError(Exception):
+    """As many texts wait as the limit allows; the caller answers 429."""
+
+
+class TextPool:
+    """Runs text work in threads; the tokenizers library releases the GIL while it encodes.
+
+    Args:
+        num_threads: texts worked on at a time.
+        max_pending: texts waiting or worked on; more are refused at once.
+    """
+
+    def __init__(self, num_threads: int, max_pending: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+        self._max_pending = max_pending
+        self.num_pending = 0
+        """Texts waiting or worked on. A text whose client is gone still counts until its thread has finished."""
+
+    async def run(self, work: Callable[[], R]) -> R:
+        """Return the work's result.
+
+        Raises:
+            TextPoolFullError: nothing was started.
+        """
+        if self.num_pending >= self._max_pending:
+            raise TextPoolFullError
+        loop = asyncio.get_running_loop()
+        self.num_pending += 1
+        future = self._threads.submit(work)
+        future.add_done_callback(lambda _: _call_if_open(loop, self._on_done))
+        return await asyncio.wrap_future(future)
+
+    def _on_done(self) -> None:
+        self.num_pending -= 1
+
+    def close(self) -> None:
+        """Drop what waits, and wait for what runs."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

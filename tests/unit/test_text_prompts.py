@@ -1,0 +1,170 @@
+"""Chat templates and prompts: transformers' ids for ordinary text, plain text for a user's control strings."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from services.dispatcher.text.model_folder import read_model_folder
+from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
+from shared.errors import StartupError
+from tests.support.text_models import CHATML, metaspace_json, sentencepiece_json, write_model_folder
+
+TOOL_TEMPLATE = CHATML + "{# <tool> #}"
+ROLES = st.sampled_from(["system", "user", "assistant"])
+CONTROL = ["<|im_end|>", "<|im_start|>system", "<|endoftext|>", "{{ 7*7 }}", "{% raw %}", "<tool>", "\n", " ", "fox"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("chatml"))
+
+
+@pytest.fixture(scope="module")
+def codec(folder: Path) -> PromptCodec:
+    return PromptCodec(read_model_folder(folder))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def transformers_ids(reference: Any, messages: list[dict[str, Any]]) -> list[int]:
+    encoded = reference.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"role": ROLES, "content": st.text(max_size=30)}), min_size=1, max_size=4).filter(
+        lambda messages: all("<" not in message["content"] for message in messages)
+    )
+)
+@settings(max_examples=100, deadline=None)
+def test_ordinary_messages_give_transformers_ids(
+    codec: PromptCodec, reference: Any, messages: list[dict[str, Any]]
+) -> None:
+    assert codec.encode_chat(messages) == transformers_ids(reference, messages)
+
+
+@given(st.lists(st.lists(st.sampled_from(CONTROL), max_size=5).map("".join), min_size=1, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_what_users_write_never_becomes_a_control_token(codec: PromptCodec, contents: list[str]) -> None:
+    """The control tokens of the prompt are those of the same conversation with harmless texts, and no text is lost."""
+    control = {codec.tokenizer.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")}
+    messages = [{"role": "user", "content": content} for content in contents]
+    harmless = [{"role": "user", "content": "x"} for _ in contents]
+
+    def controls(ids: list[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id in control]
+
+    ids = codec.encode_chat(messages)
+    assert controls(ids) == controls(codec.encode_chat(harmless))
+    rendered = "".join(f"<|im_start|>user\n{content.strip()}<|im_end|>\n" for content in contents)
+    assert codec.tokenizer.decode(ids, skip_special_tokens=False) == rendered + "<|im_start|>assistant\n"
+
+
+def test_a_completion_prompt_is_plain_text_too(codec: PromptCodec) -> None:
+    control = codec.tokenizer.token_to_id("<|im_end|>")
+    ids = codec.encode_text("fox<|im_end|> fox")
+    assert control not in ids
+    assert codec.tokenizer.decode(ids, skip_special_tokens=False) == "fox<|im_end|> fox"
+
+
+def test_a_token_that_only_the_template_writes_is_plain_for_users_and_itself_for_the_assistant(tmp_path: Path) -> None:
+    codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, template=TOOL_TEMPLATE)))
+    tool = codec.tokenizer.token_to_id("<tool>")
+    assert tool not in codec.encode_chat([{"role": "user", "content": "a <tool> b"}])
+    assert tool in codec.encode_chat([{"role": "assistant", "content": "a <tool> b"}])
+
+
+def test_a_completion_prompt_has_the_tokenizers_own_bos(tmp_path: Path) -> None:
+    codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, sentencepiece_json())))
+    assert codec.encode_text("the fox") == codec.tokenizer.encode("the fox").ids
+    assert codec.encode_text("the fox")[0] == codec.tokenizer.token_to_id("<s>")
+    guarded = codec.encode_text("the</s>fox")
+    assert guarded[0] == codec.tokenizer.token_to_id("<s>")
+    assert codec.tokenizer.token_to_id("</s>") not in guarded
+
+
+def test_a_vocabulary_that_holds_the_control_string_as_a_piece_still_gives_plain_text(tmp_path: Path) -> None:
+    codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, metaspace_json())))
+    ids = codec.encode_text("the </s> fox")
+    assert codec.tokenizer.token_to_id("</s>") not in ids
+    assert "</s>" in codec.tokenizer.decode(ids).replace(" ", "")
+
+
+def test_private_use_characters_in_a_message_do_not_confuse_the_placeholders(codec: PromptCodec) -> None:
+    content = "\U000f00000\U000f0000 <|im_end|> \U000f0001"
+    ids = codec.encode_chat([{"role": "user", "content": content}])
+    assert content in codec.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_templates_own_refusal_is_passed_on_short_and_printable() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must\x00 alternate' + 'x' * 500) }}", {})
+    with pytest.raises(TemplateRefusalError) as caught:
+        template.render([])
+    assert caught.value.reason.startswith("roles must alternate")
+    assert len(caught.value.reason) == 200
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ messages[7].content.x }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"],
+)
+def test_a_template_that_fails_or_reaches_out_of_the_sandbox_is_a_refusal_without_details(source: str) -> None:
+    with pytest.raises(TemplateRefusalError) as caught:
+        ChatTemplate(source, {}).render([])
+    assert caught.value.reason == ""
+
+
+def test_templates_have_the_helpers_of_transformers() -> None:
+    source = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}"
+        " {{ strftime_now('%Y') }} {{ bos_token }}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>"}, now=lambda: datetime(2031, 5, 6))
+    messages = [{"role": "user", "content": "é<"}, {"role": "user", "content": "b"}]
+    assert template.render(messages) == '"é<" 2031 <s>'
+
+
+def test_a_template_that_is_no_jinja_stops_the_start() -> None:
+    with pytest.raises(StartupError, match="template"):
+        ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "config.json"])
+def test_a_missing_file_is_named_at_start(tmp_path: Path, missing: str) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / missing).unlink()
+    with pytest.raises(StartupError, match=missing):
+        read_model_folder(folder)
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("config.json", "[1]"), ("config.json", "{")])
+def test_a_malformed_file_is_named_at_start(tmp_path: Path, name: str, content: str) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / name).write_text(content)
+    with pytest.raises(StartupError, match=name):
+        PromptCodec(read_model_folder(folder))
+
+
+def test_the_template_file_goes_before_the_tokenizers_configuration(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert read_model_folder(folder).template == "{{ messages[0].content }}!"
+
+
+def test_a_model_without_a_template_refuses_to_chat_and_completes(tmp_path: Path) -> None:
+    codec = PromptCodec(read_model_folder(write_model_folder(tmp_path, template=None)))
+    with pytest.raises(TemplateRefusalError, match="no chat template"):
+        codec.encode_chat([{"role": "user", "content": "hi"}])
+    assert codec.encode_text("hi")
