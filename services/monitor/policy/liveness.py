@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from shared.messages.report import Liveness
 
+ROUNDING_S = 1e-6
+"""An age this little below a limit has reached it: who sleeps until the limit wakes at an age that may be rounded down."""
+
 
 @dataclass(frozen=True, slots=True)
 class LivenessParams:
@@ -28,6 +31,7 @@ class LivenessParams:
 
 def judge(params: LivenessParams, age_s: float) -> Liveness | None:
     """Return the judgement of a worker whose last report is this old; None means that it is forgotten."""
+    age_s += ROUNDING_S
     if age_s >= params.forget_after_s:
         return None
     if age_s >= params.dead_after_s:
@@ -38,4 +42,4 @@ def judge(params: LivenessParams, age_s: float) -> Liveness | None:
 def next_change_age_s(params: LivenessParams, age_s: float) -> float | None:
     """Return the next age at which the judgement changes if no report comes; None when there is no further change."""
     bounds = (params.suspect_after_s, params.dead_after_s, params.forget_after_s)
-    return next((bound for bound in bounds if bound > age_s), None)
+    return next((bound for bound in bounds if bound > age_s + ROUNDING_S), None)

@@ -1,0 +1,91 @@
+"""The judgement is a step function of the age, and absurd reports are named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
+from services.monitor.policy.sanity import find_absurdity
+from shared.ids import WorkerId
+from shared.messages.report import Liveness, WorkerPhase, WorkerReport
+
+PARAMS = LivenessParams(suspect_after_s=1.5, dead_after_s=3.0, forget_after_s=60.0)
+RANK = {Liveness.ALIVE: 0, Liveness.SUSPECT: 1, Liveness.DEAD: 2, None: 3}
+
+
+@pytest.mark.parametrize(
+    ("age_s", "expected"),
+    [
+        (0.0, Liveness.ALIVE),
+        (1.499, Liveness.ALIVE),
+        (1.5, Liveness.SUSPECT),
+        (2.999, Liveness.SUSPECT),
+        (3.0, Liveness.DEAD),
+        (59.999, Liveness.DEAD),
+        (60.0, None),
+        (1e9, None),
+    ],
+)
+def test_judgement_changes_at_the_limits(age_s: float, expected: Liveness | None) -> None:
+    assert judge(PARAMS, age_s) is expected
+
+
+@given(st.floats(0, 100), st.floats(0, 100))
+def test_judgement_never_gets_better_with_age(first_s: float, second_s: float) -> None:
+    younger, older = sorted((first_s, second_s))
+    assert RANK[judge(PARAMS, younger)] <= RANK[judge(PARAMS, older)]
+
+
+@given(start_s=st.floats(0, 1e6), age_s=st.floats(0, 59.9))
+def test_waking_at_the_next_change_always_changes_the_judgement(start_s: float, age_s: float) -> None:
+    """Oracle: sleeping until `start + next change` on a float clock shows a new judgement, whatever the rounding."""
+    upcoming_s = next_change_age_s(PARAMS, age_s)
+    assert upcoming_s is not None
+    woken_at_s = start_s + upcoming_s
+    assert RANK[judge(PARAMS, woken_at_s - start_s)] > RANK[judge(PARAMS, age_s)]
+
+
+def test_nothing_changes_after_a_worker_is_forgotten() -> None:
+    assert next_change_age_s(PARAMS, 60.0) is None
+
+
+@pytest.mark.parametrize("limits", [(0.0, 1.0, 2.0), (2.0, 1.0, 3.0), (1.0, 3.0, 3.0)])
+def test_limits_out_of_order_are_refused(limits: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="must hold"):
+        LivenessParams(*limits)
+
+
+def make_report(**fields: object) -> WorkerReport:
+    common: dict[str, object] = {
+        "worker_id": WorkerId("w"),
+        "sequence_number": 0,
+        "phase": WorkerPhase.READY,
+        "num_blocks": 10,
+        "num_used_blocks": 10,
+    }
+    return WorkerReport.model_validate(common | fields)
+
+
+def test_a_full_worker_is_not_absurd() -> None:
+    assert find_absurdity(make_report(num_demanded_blocks=10**6)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_running": -1}, "num_running is -1"),
+        ({"num_blocks": 10**12}, "num_blocks is 1000000000000"),
+        ({"num_used_blocks": 11}, "num_used_blocks is 11, of 10"),
+        ({"tokens_per_s": 1e12}, "tokens_per_s"),
+        ({"step_time_s": -0.1}, "step_time_s"),
+        ({"memory_bytes": 2**60}, "memory_bytes"),
+        ({"sequence_number": 2**60}, "sequence_number"),
+        ({"progress_text": "x" * 513}, "progress_text has more than 512"),
+    ],
+)
+def test_absurd_numbers_are_named(fields: dict[str, object], named: str) -> None:
+    absurdity = find_absurdity(make_report(**fields))
+    assert absurdity is not None
+    assert absurdity.startswith(named)

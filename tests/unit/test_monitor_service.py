@@ -1,0 +1,243 @@
+"""The monitor on the virtual clock: when it judges, what it writes, what it refuses, what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.monitor.config import MonitorSettings
+from services.monitor.service import Monitor, build_monitor
+from shared.bus import KvEntry, Message
+from shared.ids import WorkerId
+from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.messages.event import Event
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
+from shared.subjects import Subjects
+from shared.wire import decode_json, encode_json
+from sim.virtual_time import run
+
+SUBJECTS = Subjects()
+SETTINGS = MonitorSettings(instance_id="m")
+
+
+class Room:
+    """A monitor, and a bus from which it is watched."""
+
+    def __init__(self, monitor: Monitor, bus: MemoryBus, broker: MemoryBroker) -> None:
+        self.monitor = monitor
+        self.bus = bus
+        self.broker = broker
+        self.events: list[tuple[float, str, str]] = []
+        self.views: list[tuple[float, ClusterView]] = []
+        self.numbers: dict[str, int] = {}
+
+    def on_event(self, message: Message) -> None:
+        event = decode_json(message.data, Event)
+        self.events.append((_now(), event.name, event.about))
+
+    def on_view(self, entry: KvEntry) -> None:
+        assert entry.value is not None
+        self.views.append((_now(), decode_json(entry.value, ClusterView)))
+
+    async def report(self, worker: str = "w", phase: WorkerPhase = WorkerPhase.READY, **fields: Any) -> None:
+        number = self.numbers.get(worker, -1) + 1
+        self.numbers[worker] = number
+        common = {"worker_id": worker, "sequence_number": number, "phase": phase, "pid": 1}
+        report = WorkerReport.model_validate(common | fields)
+        await self.bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
+
+
+def _now() -> float:
+    return round(asyncio.get_running_loop().time(), 6)
+
+
+def in_room(test: Callable[[Room], Awaitable[None]], settings: MonitorSettings = SETTINGS) -> Room:
+    """Run the test with a monitor, in virtual time from 0 s."""
+
+    async def main() -> Room:
+        broker = MemoryBroker(latency_s=0.0)
+        bus, monitor_bus = broker.connect("test"), broker.connect("monitor")
+        room = Room(build_monitor(settings, monitor_bus), bus, broker)
+        await bus.subscribe("sluice.*.event.>", room.on_event)
+        await room.monitor.start()
+        await (await bus.key_value(SUBJECTS.view_bucket())).watch("cluster", room.on_view)
+        await test(room)
+        await room.monitor.stop()
+        await monitor_bus.close()
+        await bus.close()
+        return room
+
+    return run(main())
+
+
+def test_a_silent_worker_is_suspect_dead_and_gone_at_exactly_its_times() -> None:
+    async def silence(room: Room) -> None:
+        await asyncio.sleep(0.77)
+        await room.report()
+        await asyncio.sleep(100)
+
+    room = in_room(silence)
+    assert room.events == [
+        (0.77, "worker_ready", "w"),
+        (0.77 + 1.5, "worker_suspect", "w"),
+        (0.77 + 3.0, "worker_dead", "w"),
+        (0.77 + 60.0, "worker_gone", "w"),
+    ]
+
+
+def test_the_view_is_written_at_the_moment_of_each_change_and_by_period() -> None:
+    async def silence(room: Room) -> None:
+        await asyncio.sleep(0.77)
+        await room.report()
+        await asyncio.sleep(4)
+
+    room = in_room(silence)
+    times = [at_s for at_s, _ in room.views]
+    assert {0.77, 0.77 + 1.5, 0.77 + 3.0} <= set(times)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    assert max(gaps) <= 0.5 + 1e-9
+    seen = {at_s: view.workers[0].liveness for at_s, view in room.views if view.workers}
+    assert seen[0.77] is Liveness.ALIVE
+    assert seen[0.77 + 1.5] is Liveness.SUSPECT
+    assert seen[0.77 + 3.0] is Liveness.DEAD
+
+
+def test_views_are_numbered_one_by_one() -> None:
+    async def busy(room: Room) -> None:
+        for _ in range(5):
+            await room.report()
+            await asyncio.sleep(0.3)
+
+    numbers = [view.sequence_number for _, view in in_room(busy).views]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert len(numbers) >= 3
+
+
+def test_reports_without_a_change_do_not_cause_extra_views() -> None:
+    """10 s at one view per 0.5 s are 20 views, and 1 for the worker's appearance; 100 reports add none."""
+
+    async def chatty(room: Room) -> None:
+        for _ in range(100):
+            await room.report()
+            await asyncio.sleep(0.1)
+
+    assert 19 <= len(in_room(chatty).views) <= 22
+
+
+def test_each_phase_is_told_once() -> None:
+    async def life(room: Room) -> None:
+        for phase in WorkerPhase:
+            for _ in range(3):
+                await room.report(phase=phase)
+                await asyncio.sleep(0.5)
+        await asyncio.sleep(70)
+
+    names = [name for _, name, _ in in_room(life).events]
+    assert names == ["worker_loading", "worker_ready", "worker_draining", "worker_gone"]
+
+
+def test_refused_reports_change_nothing_and_are_counted() -> None:
+    async def hostile(room: Room) -> None:
+        subject = SUBJECTS.report(WorkerId("w"))
+        good = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+        other = good.model_copy(update={"worker_id": WorkerId("x")})
+        absurd = good.model_copy(update={"num_running": -5})
+        huge = good.model_copy(update={"model": "m" * 5000})
+        for data in (b"", b"\xff\x00", b"[]", b'{"kind":"plan"}', *map(encode_json, (other, absurd, huge))):
+            await room.bus.publish(subject, data)
+        await asyncio.sleep(1)
+
+    room = in_room(hostile)
+    assert room.monitor.counters["reports_refused"] == 7
+    assert room.events == []
+    assert all(view.workers == () for _, view in room.views)
+
+
+def test_one_worker_too_many_is_refused() -> None:
+    async def crowd(room: Room) -> None:
+        await room.report("a")
+        await room.report("b")
+        await asyncio.sleep(1)
+
+    room = in_room(crowd, SETTINGS.model_copy(update={"max_workers": 1}))
+    assert [status.report.worker_id for status in room.views[-1][1].workers] == ["a"]
+    assert room.monitor.counters["reports_refused"] == 1
+
+
+def test_a_lost_broker_is_not_the_workers_death() -> None:
+    """Cut off from 1 s to 31 s: nobody is judged; after that a silent worker gets its 1.5 s and 3 s anew."""
+
+    async def outage(room: Room) -> None:
+        await room.report()
+        await asyncio.sleep(1.0)
+        room.broker.available = False
+        await asyncio.sleep(30.0)
+        room.broker.available = True
+        await asyncio.sleep(10.0)
+
+    room = in_room(outage)
+    assert room.events[0] == (0.0, "worker_ready", "w")
+    assert [name for _, name, _ in room.events[1:]] == ["worker_suspect", "worker_dead"]
+    suspect_s, dead_s = (at_s for at_s, _, _ in room.events[1:])
+    assert 31.0 + 1.0 <= suspect_s <= 31.0 + 1.5
+    assert dead_s - suspect_s == pytest.approx(1.5)
+    assert room.monitor.counters["views_not_written"] >= 59
+
+
+def test_it_answers_the_service_protocol_and_its_endpoints() -> None:
+    answers: dict[str, Any] = {}
+
+    async def ask(room: Room) -> None:
+        await room.report("b")
+        await room.report("a")
+        await asyncio.sleep(0.1)
+        for name, subject in (
+            ("info", "$SRV.INFO.sluice-monitor"),
+            ("view", SUBJECTS.admin("monitor", "m", "view")),
+            ("counters", SUBJECTS.admin("monitor", "m", "counters")),
+        ):
+            answers[name] = json.loads(await room.bus.request(subject, b"", timeout_s=1))
+
+    in_room(ask)
+    assert answers["info"]["description"]
+    assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
+    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["view", "counters"]
+    assert [worker["report"]["worker_id"] for worker in answers["view"]["workers"]] == ["a", "b"]
+    assert answers["counters"]["reports_accepted"] == 2
+
+
+def test_after_stop_nothing_is_heard_or_written() -> None:
+    async def stop_early(room: Room) -> None:
+        await room.report()
+        await asyncio.sleep(0.1)
+        await room.monitor.stop()
+        before = (len(room.views), dict(room.monitor.counters))
+        await room.report()
+        await asyncio.sleep(10)
+        assert (len(room.views), dict(room.monitor.counters)) == before
+
+    in_room(stop_early)
+
+
+def test_limits_out_of_order_are_refused_by_the_settings() -> None:
+    with pytest.raises(ValidationError, match="must hold"):
+        MonitorSettings(suspect_after_s=4.0)
+
+
+def test_the_same_run_twice_gives_the_same_trace() -> None:
+    async def life(room: Room) -> None:
+        for worker in "cab":
+            await room.report(worker)
+            await asyncio.sleep(0.3)
+        await asyncio.sleep(70)
+
+    first, second = in_room(life), in_room(life)
+    assert first.events == second.events
+    assert first.views == second.views
+    assert len(first.events) == 12

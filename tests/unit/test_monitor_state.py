@@ -1,0 +1,155 @@
+"""What becomes of reports: late ones, new processes, workers that stop, and silence that is not theirs."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.monitor.policy.liveness import LivenessParams
+from services.monitor.state import ClusterState, Verdict
+from shared.ids import WorkerId
+from shared.messages.report import Liveness, WorkerPhase, WorkerReport
+
+PARAMS = LivenessParams()
+
+
+def make_report(
+    number: int, *, worker: str = "w", pid: int = 1, host: str = "h", phase: WorkerPhase = WorkerPhase.READY
+) -> WorkerReport:
+    return WorkerReport(worker_id=WorkerId(worker), sequence_number=number, pid=pid, host=host, phase=phase)
+
+
+def make_state(max_workers: int = 8) -> ClusterState:
+    return ClusterState(PARAMS, max_workers)
+
+
+def names(state: ClusterState) -> list[str]:
+    return [change.name for change in state.take_changes()]
+
+
+def shown(state: ClusterState, now_s: float) -> dict[str, tuple[Liveness, int]]:
+    view = state.make_view(now_s, 0)
+    return {status.report.worker_id: (status.liveness, status.report.sequence_number) for status in view.workers}
+
+
+@given(st.permutations(range(8)))
+def test_the_view_shows_the_newest_report_in_whatever_order_they_arrive(order: list[int]) -> None:
+    state = make_state()
+    verdicts = [state.absorb(make_report(number), 0.0) for number in order]
+    newest = [max(order[: index + 1]) == number for index, number in enumerate(order)]
+    assert verdicts == [Verdict.ACCEPTED if is_newest else Verdict.STALE for is_newest in newest]
+    assert shown(state, 0.0) == {"w": (Liveness.ALIVE, 7)}
+
+
+def test_the_same_report_twice_is_stale_and_does_not_prove_life() -> None:
+    state = make_state()
+    state.absorb(make_report(5), 0.0)
+    assert state.absorb(make_report(5), 2.0) is Verdict.STALE
+    state.judge(2.0)
+    assert shown(state, 2.0) == {"w": (Liveness.SUSPECT, 5)}
+
+
+def test_another_pid_is_a_new_process_and_late_reports_of_the_old_one_are_ignored() -> None:
+    state = make_state()
+    state.absorb(make_report(900, pid=1), 0.0)
+    names(state)
+    assert state.absorb(make_report(0, pid=2, phase=WorkerPhase.LOADING), 0.5) is Verdict.ACCEPTED
+    assert names(state) == ["worker_restarted", "worker_loading"]
+    assert state.absorb(make_report(901, pid=1), 0.6) is Verdict.STALE
+    assert shown(state, 0.6) == {"w": (Liveness.ALIVE, 0)}
+
+
+def test_a_container_that_restarts_with_the_same_pid_is_recognised_once_its_predecessor_is_dead() -> None:
+    state = make_state()
+    state.absorb(make_report(900), 0.0)
+    assert state.absorb(make_report(0), 1.0) is Verdict.STALE
+    state.judge(3.0)
+    names(state)
+    assert state.absorb(make_report(4), 3.0) is Verdict.ACCEPTED
+    assert names(state) == ["worker_restarted", "worker_ready"]
+    assert shown(state, 3.0) == {"w": (Liveness.ALIVE, 4)}
+
+
+def test_silence_is_judged_step_by_step_and_a_report_ends_it() -> None:
+    state = make_state()
+    state.absorb(make_report(0), 10.0)
+    assert names(state) == ["worker_ready"]
+    for now_s, expected in [(11.49, []), (11.5, ["worker_suspect"]), (12.9, []), (13.0, ["worker_dead"])]:
+        state.judge(now_s)
+        assert names(state) == expected, now_s
+    state.absorb(make_report(1), 20.0)
+    assert names(state) == ["worker_recovered"]
+    state.judge(80.0)
+    assert names(state) == ["worker_gone"]
+    assert shown(state, 80.0) == {}
+
+
+def test_a_stopped_worker_leaves_the_view_at_once_and_a_late_report_does_not_bring_it_back() -> None:
+    state = make_state()
+    state.absorb(make_report(5), 0.0)
+    state.absorb(make_report(6, phase=WorkerPhase.DRAINING), 0.1)
+    state.absorb(make_report(8, phase=WorkerPhase.STOPPED), 0.2)
+    assert names(state) == ["worker_ready", "worker_draining", "worker_gone"]
+    assert state.absorb(make_report(7, phase=WorkerPhase.DRAINING), 0.3) is Verdict.STALE
+    assert shown(state, 0.3) == {}
+    state.judge(100.0)
+    assert names(state) == [], "it went in order: its silence is no news"
+
+
+def test_a_stopped_worker_may_come_back_as_a_new_process() -> None:
+    state = make_state()
+    state.absorb(make_report(5, phase=WorkerPhase.STOPPED), 0.0)
+    names(state)
+    state.absorb(make_report(0, pid=2), 0.4)
+    assert names(state) == ["worker_ready"]
+
+
+def test_more_workers_than_allowed_are_refused_until_one_is_forgotten() -> None:
+    state = make_state(max_workers=1)
+    state.absorb(make_report(0, worker="a"), 0.0)
+    assert state.absorb(make_report(0, worker="b"), 1.0) is Verdict.FULL
+    state.judge(60.0)
+    assert state.absorb(make_report(1, worker="b"), 60.0) is Verdict.ACCEPTED
+
+
+def test_excused_silence_makes_no_judgement_worse_and_none_better() -> None:
+    state = make_state()
+    state.absorb(make_report(0, worker="suspect"), 0.0)
+    state.absorb(make_report(0, worker="alive"), 1.0)
+    state.judge(2.0)
+    state.excuse(50.0)
+    state.judge(50.0)
+    assert {name: liveness for name, (liveness, _) in shown(state, 50.0).items()} == {
+        "alive": Liveness.ALIVE,
+        "suspect": Liveness.SUSPECT,
+    }
+    state.judge(51.5)
+    assert {name: liveness for name, (liveness, _) in shown(state, 51.5).items()} == {
+        "alive": Liveness.SUSPECT,
+        "suspect": Liveness.DEAD,
+    }
+
+
+def test_the_view_says_the_true_age_and_is_sorted() -> None:
+    state = make_state()
+    order = [f"w{index}" for index in range(8)]
+    random.Random(3).shuffle(order)
+    for worker in order:
+        state.absorb(make_report(0, worker=worker), 1.0)
+    state.excuse(3.0)
+    view = state.make_view(3.25, 7)
+    assert [status.report.worker_id for status in view.workers] == sorted(order)
+    assert {status.age_s for status in view.workers} == {2.25}
+    assert view.sequence_number == 7
+
+
+def test_the_next_judgement_is_that_of_the_longest_silent_worker() -> None:
+    state = make_state()
+    assert state.next_judgement_s(0.0) is None
+    state.absorb(make_report(0, worker="a"), 0.0)
+    state.absorb(make_report(0, worker="b"), 1.0)
+    assert state.next_judgement_s(1.0) == 1.5
+    state.judge(1.5)
+    assert state.next_judgement_s(1.5) == 2.5

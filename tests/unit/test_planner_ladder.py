@@ -1,0 +1,102 @@
+"""The ladder's decisions and their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.policy.ladder import (
+    ClusterSnapshot,
+    Decision,
+    LadderParams,
+    Offer,
+    Situation,
+    WorkerLoad,
+    decide,
+)
+from shared.ids import WorkerId
+
+PARAMS = LadderParams(max_view_age_s=1.5, pressure_ratio=1.0)
+
+
+@dataclass(frozen=True)
+class FakeLever:
+    name: str
+    cost_s: float | None
+
+    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
+        return None if self.cost_s is None else Offer(self.cost_s, f"{self.name} helps {len(snapshot.workers)}")
+
+
+def make_snapshot(used: int = 0, demanded: int = 0, *, age_s: float | None = 0.1, blocks: int = 100) -> ClusterSnapshot:
+    load = WorkerLoad(WorkerId("w"), num_blocks=blocks, num_used_blocks=used, num_demanded_blocks=demanded)
+    return ClusterSnapshot(age_s, (load,) if blocks else (), num_unavailable=2)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "situation", "reason"),
+    [
+        (make_snapshot(age_s=None), Situation.BLIND, "no view of the cluster has come yet"),
+        (make_snapshot(90, 90, age_s=1.6), Situation.BLIND, "the last view is 1.6 s old, the limit is 1.5 s"),
+        (make_snapshot(blocks=0), Situation.EMPTY, "no worker can take work (2 known)"),
+        (make_snapshot(60, 40), Situation.CALM, "100 of 100 KV blocks wanted on 1 workers"),
+        (
+            make_snapshot(60, 41),
+            Situation.PRESSURE,
+            "101 of 100 KV blocks wanted on 1 workers; the ladder has no lever yet, so requests wait",
+        ),
+    ],
+)
+def test_an_empty_ladder_does_nothing_and_says_why(
+    snapshot: ClusterSnapshot, situation: Situation, reason: str
+) -> None:
+    assert decide(PARAMS, (), snapshot) == Decision("none", situation, reason)
+
+
+def test_the_cheapest_lever_is_pulled_and_the_others_prices_are_told() -> None:
+    levers = (FakeLever("preempt", 0.4), FakeLever("move", 0.1), FakeLever("drop", None))
+    decision = decide(PARAMS, levers, make_snapshot(90, 20))
+    assert decision.lever == "move"
+    assert decision.reason == (
+        "110 of 100 KV blocks wanted on 1 workers; move helps 1, at 0.10 s, against preempt 0.40 s"
+    )
+
+
+def test_the_earlier_rung_wins_a_tie() -> None:
+    levers = (FakeLever("drop", None), FakeLever("preempt", 0.1), FakeLever("move", 0.1))
+    assert decide(PARAMS, levers, make_snapshot(90, 20)).lever == "preempt"
+
+
+def test_no_lever_is_pulled_when_none_helps() -> None:
+    decision = decide(PARAMS, (FakeLever("drop", None),), make_snapshot(90, 20))
+    assert decision.lever == "none"
+    assert decision.reason.endswith("none of drop can help now")
+
+
+@given(
+    used=st.integers(0, 200),
+    demanded=st.integers(0, 200),
+    age_s=st.none() | st.floats(0, 10),
+    costs=st.lists(st.none() | st.floats(0, 10), max_size=4),
+)
+def test_a_lever_is_pulled_only_under_pressure_that_is_seen(
+    used: int, demanded: int, age_s: float | None, costs: list[float | None]
+) -> None:
+    levers = [FakeLever(str(index), cost_s) for index, cost_s in enumerate(costs)]
+    decision = decide(PARAMS, levers, make_snapshot(used, demanded, age_s=age_s))
+    is_seen = age_s is not None and age_s <= 1.5
+    offered = [cost_s for cost_s in costs if cost_s is not None]
+    if is_seen and used + demanded > 100 and offered:
+        assert costs[int(decision.lever)] == min(offered)
+    else:
+        assert decision.lever == "none"
+
+
+def test_newer_figures_are_not_another_decision() -> None:
+    first = decide(PARAMS, (), make_snapshot(1))
+    assert not decide(PARAMS, (), make_snapshot(2)).differs_from(first)
+    assert decide(PARAMS, (), make_snapshot(101)).differs_from(first)
+    assert first.differs_from(None)

@@ -1,0 +1,264 @@
+"""The planner on the virtual clock: epochs that nobody shares, one event per decision, silence once superseded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from services.planner.book import PlanBook, SupersededError
+from services.planner.config import PlannerSettings
+from services.planner.policy.ladder import ClusterSnapshot, Lever, Offer
+from services.planner.service import Planner, build_planner
+from shared.bus import BusError, KeyValue, Message
+from shared.errors import StartupError
+from shared.ids import WorkerId
+from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.messages.event import Event
+from shared.messages.plan import Plan
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.subjects import Subjects
+from shared.wire import decode_json, encode_json
+from sim.virtual_time import run
+
+SUBJECTS = Subjects()
+
+
+def make_view(used: int = 0, demanded: int = 0, *, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
+    report = WorkerReport(
+        worker_id=WorkerId("w"),
+        sequence_number=0,
+        phase=WorkerPhase.READY,
+        num_blocks=100,
+        num_used_blocks=used,
+        num_demanded_blocks=demanded,
+    )
+    return ClusterView(sequence_number=0, workers=(WorkerStatus(liveness=liveness, age_s=0, report=report),))
+
+
+class Room:
+    """A broker, a bus to watch from, and planners that are started one by one."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self.broker = broker
+        self.bus = broker.connect("test")
+        self.events: list[tuple[str, str, str]] = []
+        self._planners: list[tuple[Planner, MemoryBus]] = []
+
+    async def start(self, name: str = "p", levers: tuple[Lever, ...] = ()) -> Planner:
+        bus = self.broker.connect(f"bus-{name}-{len(self._planners)}")
+        planner = build_planner(PlannerSettings(instance_id=name), bus, levers=levers)
+        self._planners.append((planner, bus))
+        await planner.start()
+        return planner
+
+    async def plans(self) -> KeyValue:
+        return await self.bus.key_value(SUBJECTS.plan_bucket())
+
+    async def plan(self) -> Plan:
+        entry = await (await self.plans()).get("plan")
+        assert entry is not None
+        assert entry.value is not None
+        return decode_json(entry.value, Plan)
+
+    async def show(self, view: ClusterView, for_s: float) -> None:
+        """Be the monitor for a while."""
+        views = await self.bus.key_value(SUBJECTS.view_bucket())
+        for _ in range(round(for_s / 0.5)):
+            await views.put("cluster", encode_json(view))
+            await asyncio.sleep(0.5)
+
+    def on_event(self, message: Message) -> None:
+        event = decode_json(message.data, Event)
+        self.events.append((event.instance_id, event.name, event.reason))
+
+    def names(self) -> list[str]:
+        return [name for _, name, _ in self.events]
+
+    async def close(self) -> None:
+        for planner, bus in self._planners:
+            await planner.stop()
+            await bus.close()
+        await self.bus.close()
+
+
+def in_room(test: Callable[[Room], Awaitable[None]]) -> Room:
+    async def main() -> Room:
+        room = Room(MemoryBroker(latency_s=0.001))
+        await room.bus.subscribe("sluice.*.event.>", room.on_event)
+        await test(room)
+        await room.close()
+        return room
+
+    return run(main())
+
+
+def test_the_epoch_grows_with_every_restart() -> None:
+    async def restarts(room: Room) -> None:
+        epochs = []
+        for _ in range(4):
+            planner = await room.start()
+            epochs.append(planner.epoch)
+            await asyncio.sleep(1)
+            await planner.stop()
+        assert epochs == [1, 2, 3, 4]
+        assert (await room.plan()).epoch == 4
+
+    in_room(restarts)
+
+
+def test_planners_that_start_together_never_share_an_epoch() -> None:
+    async def race(room: Room) -> None:
+        planners = await asyncio.gather(*(room.start(f"p{index}") for index in range(8)))
+        assert sorted(planner.epoch for planner in planners) == list(range(1, 9))
+        await asyncio.sleep(2)
+        newest = max(planners, key=lambda planner: planner.epoch)
+        assert [planner for planner in planners if not planner.superseded] == [newest]
+        assert room.names().count("planner_superseded") == 7
+
+    in_room(race)
+
+
+def test_a_superseded_planner_decides_nothing_more() -> None:
+    async def takeover(room: Room) -> None:
+        await room.start("old")
+        await asyncio.sleep(1)
+        await room.start("new")
+        await asyncio.sleep(1)
+        room.events.clear()
+        await room.show(make_view(), 2)
+        await room.show(make_view(80, 80), 2)
+        await asyncio.sleep(5)
+
+    room = in_room(takeover)
+    assert {instance for instance, _, _ in room.events} == {"new"}
+    assert len(room.events) == 3
+
+
+def test_a_decision_is_told_once_with_its_reason() -> None:
+    async def burst(room: Room) -> None:
+        planner = await room.start()
+        await asyncio.sleep(1)
+        await room.show(make_view(10), 3)
+        await room.show(make_view(20), 3)
+        await room.show(make_view(90, 30), 3)
+        await room.show(make_view(90, liveness=Liveness.SUSPECT), 3)
+        await asyncio.sleep(5)
+        assert planner.epoch == 1, "an empty ladder changes no plan"
+
+    reasons = [reason for _, name, reason in in_room(burst).events if name == "plan_none"]
+    assert [reason.removeprefix("epoch 1: ").split(":")[0] for reason in reasons] == [
+        "blind",
+        "calm",
+        "pressure",
+        "empty",
+        "blind",
+    ]
+    assert reasons[2].startswith("epoch 1: pressure: 120 of 100 KV blocks wanted on 1 workers; the ladder has no lever")
+
+
+def test_a_view_of_unknown_age_is_not_acted_upon() -> None:
+    async def leftover(room: Room) -> None:
+        await (await room.bus.key_value(SUBJECTS.view_bucket())).put("cluster", encode_json(make_view(90, 90)))
+        await room.start()
+        await asyncio.sleep(1)
+
+    assert [reason.split(":")[1] for _, name, reason in in_room(leftover).events if name == "plan_none"] == [" blind"]
+
+
+@dataclass(frozen=True)
+class FakeLever:
+    name: str = "preempt"
+
+    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
+        return Offer(0.1, f"frees what {len(snapshot.workers)} workers lack")
+
+
+def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_under_another() -> None:
+    async def burst(room: Room) -> None:
+        planner = await room.start(levers=(FakeLever(),))
+        await room.show(make_view(90, 30), 2)
+        plan = await room.plan()
+        assert (plan.epoch, plan.lever) == (2, "preempt")
+        await room.show(make_view(10), 2)
+        plan = await room.plan()
+        assert (plan.epoch, plan.lever) == (3, "none")
+        assert planner.epoch == 3
+
+    in_room(burst)
+
+
+def test_the_old_planner_cannot_write_after_the_new_one_claimed() -> None:
+    async def fence(room: Room) -> None:
+        old, new = PlanBook(await room.plans()), PlanBook(await room.plans())
+        assert (await old.claim("old")).epoch == 1
+        assert (await new.claim("new")).epoch == 2
+        with pytest.raises(SupersededError):
+            await old.write("preempt", "too late")
+        assert await room.plan() == new.plan
+        assert (await new.write("preempt", "in time")).epoch == 3
+
+    in_room(fence)
+
+
+def test_a_key_that_holds_no_plan_is_left_alone() -> None:
+    async def garbage(room: Room) -> None:
+        await (await room.plans()).put("plan", b"not a plan")
+        with pytest.raises(StartupError, match="does not hold a plan"):
+            await room.start()
+        entry = await (await room.plans()).get("plan")
+        assert entry is not None
+        assert entry.value == b"not a plan"
+
+    in_room(garbage)
+
+
+def test_an_uncertain_write_is_settled_by_a_new_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write of epoch 2 arrives but its answer is lost; the planner takes 3, and does not think itself superseded."""
+
+    async def unlucky(room: Room) -> None:
+        planner = await room.start(levers=(FakeLever(),))
+        write = PlanBook.write
+
+        async def lose_answer(book: PlanBook, lever: str, reason: str) -> Plan:
+            plan, revision = book.plan, book.revision
+            await write(book, lever, reason)
+            book.plan, book.revision = plan, revision
+            raise BusError("no answer")
+
+        monkeypatch.setattr(PlanBook, "write", lose_answer)
+        await room.show(make_view(90, 30), 1)
+        assert (await room.plan()).epoch == 2
+        monkeypatch.undo()
+        await room.show(make_view(90, 30), 2)
+        assert not planner.superseded
+        plan = await room.plan()
+        assert (plan.epoch, plan.lever) == (4, "preempt"), "3 is the claim"
+
+    in_room(unlucky)
+
+
+def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
+    answers: dict[str, Any] = {}
+
+    async def ask(room: Room) -> None:
+        await room.start()
+        await asyncio.sleep(1)
+        answers["info"] = json.loads(await room.bus.request("$SRV.INFO.sluice-planner", b"", timeout_s=1))
+        answers["plan"] = json.loads(await room.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=1))
+
+    in_room(ask)
+    assert answers["info"]["description"]
+    assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
+    assert answers["plan"] == {
+        "epoch": 1,
+        "superseded": False,
+        "levers": [],
+        "lever": "none",
+        "situation": "blind",
+        "reason": "no view of the cluster has come yet",
+    }
