@@ -88,6 +88,19 @@ class BlockManager:
         self.refcount[ids] -= 1
         self._free(ids[::-1])
 
+    @property
+    def has_pins(self) -> bool:
+        """Somebody has pinned blocks."""
+        return bool(self._pinned)
+
+    def freeable(self, rows: I32) -> I32:
+        """Return how many blocks become free if a row is released, per row of the table; 0 for rows not asked for."""
+        alone = (self.refcount == 1) & (self.pins == 0)
+        counts = np.zeros_like(self.held)
+        for row in rows.tolist():
+            counts[row] = np.count_nonzero(alone[self.block_table[row, : self.held[row]]])
+        return counts
+
     def holders(self, ids: I32, rows: I32) -> list[int]:
         """Return those of the rows that hold any of the blocks, in the given order."""
         wanted = np.zeros(self.refcount.size, dtype=np.bool_)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ from shared.ids import RequestId
 from shared.types import FinishReason
 
 Rows = NDArray[np.intp]
-_NOT_IN_FLIGHT = np.uint8(0xFF ^ Hold.IN_FLIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +243,12 @@ class Engine:
         if table.hold.any():
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
+        columns = table.columns
+        if self.blocks.has_pins:
+            columns = replace(columns, freeable_blocks=self.blocks.freeable(running))
         return SchedulerView(
             now_s=now_s,
-            columns=table.columns,
+            columns=columns,
             waiting=waiting,
             running=running,
             preempted=preempted,
@@ -296,7 +298,7 @@ class Engine:
     def _land(self, batch: Batch) -> Flight:
         flight = self.flights.popleft()
         assert flight.batch is batch, "batches come back in the order in which they were made"
-        self.table.hold[flight.rows] &= _NOT_IN_FLIGHT
+        self.table.hold[flight.rows] &= ~Hold.IN_FLIGHT
         self._totals.num_steps += 1
         return flight
 
@@ -347,7 +349,7 @@ class Engine:
         self._totals.num_preemptions += 1
         self._totals.num_recomputed_tokens += int(table.num_computed[row])
         self.retry.discard(row)
-        table.hold[row] &= ~np.uint8(Hold.RETRY)
+        table.hold[row] &= ~Hold.RETRY
         self.blocks.release(row)
         table.preempt(row)
 
@@ -415,4 +417,4 @@ class Engine:
         for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
             self._preempt(row)
         table.hold[too_long] |= Hold.NO_ROOM
-        table.hold[~too_long] &= ~np.uint8(Hold.NO_ROOM)
+        table.hold[~too_long] &= ~Hold.NO_ROOM

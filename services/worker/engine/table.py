@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, IntFlag
-from typing import TypeVar
+from enum import IntEnum
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +26,13 @@ class Status(IntEnum):
     PREEMPTED = 3
 
 
-class Hold(IntFlag):
+class Hold:
     """Why a row may not be scheduled. A feature that must keep a sequence from running adds a bit, nothing else."""
 
-    IN_FLIGHT = 1  # in a batch that the executor has not answered
-    CANCELLED = 2  # ends when its batch comes back
-    RETRY = 4  # was in a failed batch and waits for its turn to be tried in a smaller one
-    NO_ROOM = 8  # the KV memory has shrunk below what the whole sequence needs
+    IN_FLIGHT: Final = np.uint8(1)  # in a batch that the executor has not answered
+    CANCELLED: Final = np.uint8(2)  # ends when its batch comes back
+    RETRY: Final = np.uint8(4)  # was in a failed batch and waits for its turn to be tried in a smaller one
+    NO_ROOM: Final = np.uint8(8)  # the KV memory has shrunk below what the whole sequence needs
 
 
 class SequenceTable:
@@ -77,6 +77,7 @@ class SequenceTable:
             num_output=_read_only(self.num_output),
             num_computed=_read_only(self.num_computed),
             held_blocks=_read_only(self.held_blocks),
+            freeable_blocks=_read_only(self.held_blocks),  # the engine replaces it while blocks are pinned
             arrival_s=_read_only(self.arrival_s),
             request_class=_read_only(self.request_class),
             qoe_ttft_s=_read_only(self.qoe_ttft_s),

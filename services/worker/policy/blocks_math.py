@@ -24,16 +24,16 @@ def missing_blocks(view: SchedulerView, rows: I32, ends: I32) -> I32:
     return missing
 
 
-def num_kept(needs: I32, held: I32, free_blocks: int) -> int:
+def num_kept(needs: I32, freeable: I32, free_blocks: int) -> int:
     """Return how many rows, from the first on, can go on if all the others give up their blocks: as many as possible.
 
     Args:
         needs: [n] blocks that each row lacks.
-        held: [n] blocks that each row holds.
+        freeable: [n] blocks that become free if the row gives them up.
         free_blocks: blocks that nobody holds.
     """
     if int(needs.sum()) <= free_blocks:
         return int(needs.size)
     demand = np.concatenate([[0], np.cumsum(needs)])
-    given_up = int(held.sum()) - np.concatenate([[0], np.cumsum(held)])
+    given_up = int(freeable.sum()) - np.concatenate([[0], np.cumsum(freeable)])
     return int(np.flatnonzero(demand <= free_blocks + given_up)[-1])

@@ -58,7 +58,7 @@ class StepPlan:
         if int(missing.sum()) > self._free_blocks:
             needs = np.zeros_like(self._running)
             needs[decodes] = missing
-            kept = num_kept(needs, view.columns.held_blocks[self._running], self._free_blocks)
+            kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
             if kept == 0:
                 return
             self._give_way(kept)
@@ -84,7 +84,7 @@ class StepPlan:
         end = self._computed[:1] + np.minimum(self._remaining[:1], self._tokens_left)
         needs = np.zeros_like(self._running)
         needs[:1] = missing_blocks(view, self._running[:1], end)
-        kept = num_kept(needs, view.columns.held_blocks[self._running], self._free_blocks)
+        kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
         if kept > 0:
             self._give_way(kept)
             self._continue_prefill(0)
@@ -150,7 +150,7 @@ class StepPlan:
     def _give_way(self, kept: int) -> None:
         """Preempt all running rows after the first `kept`."""
         self._preempt = self._running[kept:]
-        self._free_blocks += int(self._view.columns.held_blocks[self._preempt].sum())
+        self._free_blocks += int(self._view.columns.freeable_blocks[self._preempt].sum())
         self._running = self._running[:kept]
         self._computed, self._remaining = self._computed[:kept], self._remaining[:kept]
 

@@ -35,6 +35,8 @@ class Columns:
     """Tokens whose KV exists; num_prompt + num_output - num_computed are still to compute (1 while decoding)."""
     held_blocks: I32
     """KV blocks that the row holds."""
+    freeable_blocks: I32
+    """KV blocks that become free if the row gives them up: those it holds, but for those that somebody has pinned."""
     arrival_s: F64
     """When the request reached the dispatcher, on this worker's clock."""
     request_class: U8

@@ -1,0 +1,88 @@
+"""An executor without hardware: a step takes as long as the cost model says, and its tokens come from the shadow KV.
+
+It uses the event loop's clock only (`call_at`), so it runs on the virtual clock as well as live; no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, KvCapacity
+from services.worker.executor.shadow_kv import ShadowKv
+from shared.cost import CostModel
+
+FailureInjector = Callable[[Batch], str | None]
+"""Returns the cause with which a step is to fail, or None."""
+
+
+def step_s(cost: CostModel, batch: Batch) -> float:
+    """Return how long a batch takes: rows of one token count as decodes, all others as prefill chunks."""
+    start, num_tokens = batch.start.astype(np.int64), batch.num_tokens.astype(np.int64)
+    chunk = num_tokens > 1
+    kv_decode_tokens = int((start[~chunk] + 1).sum())
+    prefix, size = start[chunk], num_tokens[chunk]
+    prefill_pairs = int((prefix * size + (size * size + size) // 2).sum())
+    return cost.step_s(int(num_tokens.sum()), kv_decode_tokens, prefill_pairs)
+
+
+class ModelledExecutor:
+    """One modelled worker: steps run one after the other, in the order in which they were submitted."""
+
+    def __init__(self, cost: CostModel, kv: ShadowKv, *, failure: FailureInjector | None = None) -> None:
+        """Begin idle.
+
+        Args:
+            cost: how long a step takes.
+            kv: the modelled memory.
+            failure: makes steps fail; None lets all succeed.
+        """
+        self._cost = cost
+        self._kv = kv
+        self._failure = failure
+        self._queue: deque[tuple[Batch, Future[BatchOutput], float]] = deque()
+        self._busy_until_s = 0.0
+
+    @property
+    def depth(self) -> int:
+        """One batch in flight."""
+        return 1
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """Memory now."""
+        return KvCapacity(self._kv.num_blocks, self._kv.block_size)
+
+    def submit(self, batch: Batch) -> Future[BatchOutput]:
+        """Queue a step behind those submitted before; the future is done when the modelled device is."""
+        loop = asyncio.get_running_loop()
+        future: Future[BatchOutput] = loop.create_future()
+        duration_s = step_s(self._cost, batch)
+        self._busy_until_s = max(loop.time(), self._busy_until_s) + duration_s
+        self._queue.append((batch, future, duration_s))
+        loop.call_at(self._busy_until_s, self._finish)
+        return future
+
+    async def close(self) -> None:
+        """Wait until what is queued is done. Idempotent."""
+        if self._queue:
+            await asyncio.wait([future for _, future, _ in self._queue])
+
+    def _finish(self) -> None:
+        """Do the oldest step of the queue: each timer finishes one, so the order is kept whatever timers do."""
+        batch, future, duration_s = self._queue.popleft()
+        self._kv.take_in(batch)
+        cause = None if self._failure is None else self._failure(batch)
+        if cause is not None:
+            self._kv.spoil(batch)
+            error = BatchFailedError(batch.step_id, cause)
+            if not future.cancelled():
+                future.set_exception(error)
+            return
+        tokens = self._kv.compute(batch)
+        if not future.cancelled():
+            future.set_result(BatchOutput(batch.step_id, tokens, duration_s))

@@ -1,0 +1,199 @@
+"""A model of KV memory that notices lost KV: a slot of a block holds a number made from a token and its position.
+
+The next token of a row is drawn from the sum of the slots that its block table names, so the text depends on every
+slot of every block. A block that is lost, doubled, freed too early or not copied changes the text; `expected_outputs`
+is the text of a sequence whose KV was never touched.
+
+    slot = mix(token, position)          word(row) = sum of the row's slots [0, length), modulo 2^64
+    next token = allowed[mix(word, seed) modulo the number of allowed ids]
+
+Sums are associative, so stages or peers could each add their share. They are kept as running sums per row, and taken
+anew from the blocks when the table changed other than at its end, and at random.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.types import I32, Batch, TableDelta
+
+U64 = NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MUL_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MUL_2 = np.uint64(0x94D049BB133111EB)
+_POISON = 0xDEAD_0000_0000_0000
+_UNKNOWN = -1
+
+
+def mix(words: U64, others: U64) -> U64:
+    """Return a hash of each pair, [n] (the finalizer of SplitMix64 over a combination of the two)."""
+    state: U64 = words * _GOLDEN + (others + np.uint64(1)) * _MUL_2
+    state = (state ^ (state >> np.uint64(30))) * _MUL_1
+    state = (state ^ (state >> np.uint64(27))) * _MUL_2
+    result: U64 = state ^ (state >> np.uint64(31))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDraw:
+    """Which ids the model says: an ordinary range without the ids that end a sequence."""
+
+    allowed: I32
+    """[num_allowed]"""
+
+    @classmethod
+    def of_vocabulary(cls, vocab_size: int, eos_token_ids: tuple[int, ...], first_id: int = 0) -> TokenDraw:
+        """Allow [first_id, vocab_size) except the EOS ids."""
+        ids = np.arange(first_id, vocab_size, dtype=np.int32)
+        allowed = ids[~np.isin(ids, np.array(eos_token_ids, dtype=np.int32))]
+        assert allowed.size, "no id is left that the model may say"
+        return cls(allowed)
+
+    def draw(self, words: U64, seeds: U64) -> I32:
+        """Return the next token of each row, [n]."""
+        tokens: I32 = self.allowed[mix(words, seeds) % np.uint64(self.allowed.size)]
+        return tokens
+
+
+def expected_outputs(prompt: I32, generated: I32, num_tokens: int, seed: int, draw: TokenDraw) -> I32:
+    """Return the first `num_tokens` outputs of a sequence that runs alone, `generated` the first of them."""
+    known = np.concatenate([prompt, generated]).astype(np.uint64)
+    word = mix(known, np.arange(known.size, dtype=np.uint64)).sum(keepdims=True)
+    seeds = _seed_words([seed])
+    outputs = generated.tolist()
+    while len(outputs) < num_tokens:
+        token = draw.draw(word, seeds)
+        position = np.array([prompt.size + len(outputs)], dtype=np.uint64)
+        outputs.append(int(token[0]))
+        word = word + mix(token.astype(np.uint64), position)
+    return np.array(outputs, dtype=np.int32)
+
+
+class ShadowKv:
+    """The modelled memory of one worker, and the block tables as batches describe them."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, draw: TokenDraw, *, verify_ratio: float = 0.01, seed: int = 0
+    ) -> None:
+        """Begin with garbage in every block.
+
+        Args:
+            num_blocks: blocks with memory.
+            block_size: token slots of a block.
+            draw: which ids the model says.
+            verify_ratio: share of the rows of a step whose running sum is taken anew from the blocks.
+            seed: chooses those rows.
+        """
+        self._draw = draw
+        self._verify_ratio = verify_ratio
+        self._random = np.random.default_rng(seed)
+        self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
+        self._table: I32 = np.zeros((1, 1), dtype=np.int32)
+        self._table_length: I32 = np.zeros(1, dtype=np.int32)
+        self._sum_length: I32 = np.full(1, _UNKNOWN, dtype=np.int32)  # tokens that the running sum covers
+        self._sum: U64 = np.zeros(1, dtype=np.uint64)
+        self._seed: U64 = np.zeros(1, dtype=np.uint64)
+        self._known: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
+        self.grow(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with memory."""
+        return int(self._slots.shape[0])
+
+    @property
+    def block_size(self) -> int:
+        """Token slots of a block."""
+        return int(self._slots.shape[1])
+
+    def grow(self, num_blocks: int) -> None:
+        """Add memory; it holds garbage."""
+        known = self.num_blocks
+        more = np.zeros((num_blocks - known, self.block_size), dtype=np.uint64)
+        self._slots = np.concatenate([self._slots, more])
+        self.poison(np.arange(known, num_blocks, dtype=np.int32))
+
+    def poison(self, ids: I32) -> None:
+        """Fill blocks with garbage: they are free, or lost their memory."""
+        self._slots[ids] = np.uint64(_POISON) + ids[:, None].astype(np.uint64)
+
+    def take_in(self, batch: Batch) -> None:
+        """Apply what comes before a step: rows that go and come, copies, changes of block tables."""
+        self._known[batch.drops] = False
+        for init in batch.admits:
+            self._make_rows(init.row + 1)
+            self._known[init.row] = True
+            self._table_length[init.row] = 0
+            self._sum_length[init.row], self._sum[init.row] = 0, 0
+            self._seed[init.row] = _seed_words([init.sampling.seed])[0]
+        if batch.copies.source.size:
+            self._slots[batch.copies.target] = self._slots[batch.copies.source]
+        if batch.table_delta.row.size:
+            self._change_tables(batch.table_delta)
+
+    def compute(self, batch: Batch) -> I32:
+        """Write the KV of a step's tokens and return what is sampled, [n], -1 where nothing is."""
+        rows = batch.rows.astype(np.intp)
+        assert self._known[rows].all(), "a batch names a row that the executor does not know"
+        values = self._write(rows, batch, batch.tokens)
+        in_order = self._sum_length[rows] == batch.start
+        if values.size != rows.size:
+            values = np.add.reduceat(values, np.cumsum(batch.num_tokens) - batch.num_tokens)
+        end = batch.start + batch.num_tokens
+        self._sum[rows] += values
+        self._sum_length[rows] = end
+        for i in np.flatnonzero(~in_order | (self._random.random(rows.size) < self._verify_ratio)).tolist():
+            self._sum[rows[i]] = self._sum_of_blocks(int(rows[i]), int(end[i]))
+        tokens = self._draw.draw(self._sum[rows], self._seed[rows])
+        tokens[~batch.sample] = -1
+        return tokens
+
+    def spoil(self, batch: Batch) -> None:
+        """Leave garbage where a failed step would have written."""
+        self._write(batch.rows.astype(np.intp), batch, np.full(batch.tokens.size, -1, dtype=np.int32))
+
+    def _write(self, rows: NDArray[np.intp], batch: Batch, tokens: I32) -> U64:
+        positions = batch.start
+        if tokens.size != rows.size:
+            first = np.cumsum(batch.num_tokens) - batch.num_tokens
+            positions = np.repeat(batch.start - first, batch.num_tokens) + np.arange(tokens.size, dtype=np.int32)
+            rows = np.repeat(rows, batch.num_tokens)
+        index, offset = np.divmod(positions, self.block_size)
+        values = mix(tokens.astype(np.uint64), positions.astype(np.uint64))
+        self._slots[self._table[rows, index], offset] = values
+        return values
+
+    def _sum_of_blocks(self, row: int, length: int) -> np.uint64:
+        ids = self._table[row, : -(-length // self.block_size)]
+        total: np.uint64 = self._slots[ids].reshape(-1)[:length].sum()
+        return total
+
+    def _change_tables(self, delta: TableDelta) -> None:
+        row, index = delta.row.astype(np.intp), delta.index
+        width = int(index.max()) + 1
+        if width > self._table.shape[1]:
+            more = np.zeros((self._table.shape[0], 2 * width - self._table.shape[1]), dtype=np.int32)
+            self._table = np.concatenate([self._table, more], axis=1)
+        self._sum_length[row[index < self._table_length[row]]] = _UNKNOWN
+        self._table[row, index] = delta.block_id
+        np.maximum.at(self._table_length, row, index + 1)
+
+    def _make_rows(self, num_rows: int) -> None:
+        known = self._known.size
+        if num_rows <= known:
+            return
+        more = 2 * num_rows - known
+        self._table = np.concatenate([self._table, np.zeros((more, self._table.shape[1]), dtype=np.int32)])
+        self._table_length = np.concatenate([self._table_length, np.zeros(more, dtype=np.int32)])
+        self._sum_length = np.concatenate([self._sum_length, np.full(more, _UNKNOWN, dtype=np.int32)])
+        self._sum = np.concatenate([self._sum, np.zeros(more, dtype=np.uint64)])
+        self._seed = np.concatenate([self._seed, np.zeros(more, dtype=np.uint64)])
+        self._known = np.concatenate([self._known, np.zeros(more, dtype=np.bool_)])
+
+
+def _seed_words(seeds: list[int]) -> U64:
+    return np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)

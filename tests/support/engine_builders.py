@@ -1,0 +1,79 @@
+"""Builders with defaults for tests of the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.engine.config import EngineConfig, NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.policy.registry import make_scheduler
+from services.worker.policy.view import Scheduler
+from shared.ids import RequestId, StreamId
+from shared.types import QoeTarget, RequestClass, SamplingParams
+
+FOREVER = 1e12
+
+
+def engine_config(
+    *,
+    max_sequences: int = 16,
+    max_batch_tokens: int = 32,
+    max_batch_rows: int = 8,
+    max_model_len: int = 256,
+    vocab_size: int = 100,
+    eos_token_ids: tuple[int, ...] = (),
+    block_size: int = 4,
+    finished_kept: int = 32,
+) -> EngineConfig:
+    return EngineConfig(
+        max_sequences=max_sequences,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_rows=max_batch_rows,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=block_size,
+        finished_kept=finished_kept,
+    )
+
+
+def make_engine(
+    scheduler: str | Scheduler = "chunked", *, num_blocks: int = 64, config: EngineConfig | None = None
+) -> Engine:
+    chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+    return Engine(config or engine_config(), chosen, num_blocks)
+
+
+def new_sequence(
+    name: int = 0,
+    *,
+    num_prompt: int = 5,
+    prompt: list[int] | None = None,
+    generated: list[int] | None = None,
+    max_tokens: int = 4,
+    stop_token_ids: tuple[int, ...] = (),
+    ignore_eos: bool = False,
+    seed: int = 0,
+    attempt: int = 1,
+    channel: int = 0,
+    arrival_s: float | None = None,
+    expires_s: float = FOREVER,
+    qoe: QoeTarget | None = None,
+) -> NewSequence:
+    """Request `r<name>` on stream 1000 + name, arriving at `name` seconds unless told otherwise."""
+    ids = prompt if prompt is not None else [(7 * name + 3 * i) % 97 + 2 for i in range(num_prompt)]
+    return NewSequence(
+        request_id=RequestId(f"r{name}"),
+        stream=StreamId(1000 + name),
+        attempt=attempt,
+        channel=channel,
+        prompt=np.array(ids, dtype=np.uint32),
+        generated=np.array(generated or [], dtype=np.uint32),
+        sampling=SamplingParams(
+            max_tokens=max_tokens, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos, seed=seed, temperature=0
+        ),
+        arrival_s=float(name) if arrival_s is None else arrival_s,
+        expires_s=expires_s,
+        request_class=RequestClass.REAL_TIME,
+        qoe=qoe,
+    )

@@ -1,0 +1,178 @@
+"""Schedulers and operations that do whatever is allowed, at random from a seed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.engine.table import Status
+from services.worker.policy.view import I32, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
+from shared.types import FinishReason
+from tests.support.engine_builders import FOREVER, new_sequence
+from tests.support.engine_harness import EngineHarness, Story
+
+GUILTY_SEED = 666
+"""Sequences with this sampling seed make every step fail that they take part in."""
+
+
+class UnrulyScheduler:
+    """Preempts and picks at random, in any order and in chunks of any size; rules by the book when told to be calm."""
+
+    def __init__(self, calm: Scheduler, random: np.random.Generator) -> None:
+        self._calm = calm
+        self._random = random
+        self.is_calm = False
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        if self.is_calm or self._random.random() < 0.4:
+            return self._calm.schedule(view)
+        columns, random = view.columns, self._random
+        victims = view.running[random.random(view.running.size) < random.choice([0.0, 0.1, 0.5])]
+        free = view.free_blocks + int(columns.freeable_blocks[victims].sum())
+        others = view.running[~np.isin(view.running, victims)]
+        left = view.limits.max_batch_tokens
+        rows: list[int] = []
+        num_tokens: list[int] = []
+        for row in random.permutation(np.concatenate([others, view.preempted, view.waiting])).tolist():
+            computed, held = int(columns.num_computed[row]), int(columns.held_blocks[row])
+            remaining = int(columns.num_prompt[row] + columns.num_output[row]) - computed
+            chunk = min(int(random.integers(1, remaining + 1)), left, (held + free) * view.block_size - computed)
+            if chunk < 1 or len(rows) == view.limits.max_batch_rows or random.random() < 0.2:
+                continue
+            free -= max(-(-(computed + chunk) // view.block_size) - held, 0)
+            left -= chunk
+            rows.append(row)
+            num_tokens.append(chunk)
+        if not rows:
+            return self._calm.schedule(view)
+        return _output(np.array(rows, dtype=np.int32), np.array(num_tokens, dtype=np.int32), victims)
+
+
+def _output(rows: I32, num_tokens: I32, preempt: I32) -> SchedulerOutput:
+    how = np.full(preempt.size, PreemptHow.RECOMPUTE, dtype=np.uint8)
+    return SchedulerOutput(rows, num_tokens, preempt, how, "whim")
+
+
+class Chaos:
+    """One operation after the other, each allowed at its moment."""
+
+    def __init__(self, harness: EngineHarness, random: np.random.Generator) -> None:
+        self.harness = harness
+        self.random = random
+        self.num_added = 0
+        self.num_pins = 0
+        self.unbacked: I32 = np.zeros(0, dtype=np.int32)
+        self.counts: dict[str, int] = {}
+
+    def run(self, num_operations: int) -> None:
+        operations = (self.add, self.step, self.land, self.cancel, self.grow, self.shrink, self.restore, self.pin)
+        weights = np.array([20, 30, 30, 4, 1, 3, 4, 3], dtype=float)
+        for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
+            operations[index]()
+
+    def calm_down(self) -> None:
+        """Give everything back and let nothing fail any more by chance."""
+        self.unpin_all()
+        while self.harness.flights:
+            self.land()
+        self.unpin_all()
+        self.harness.engine.set_backed(self.unbacked, backed=True)
+        while self.harness.engine.has_work:
+            self.harness.submit()
+            assert self.harness.flights or not self.harness.engine.has_work, "sequences are left, but no step runs"
+            self.land(by_chance=False)
+
+    def add(self) -> None:
+        random, name = self.random, self.num_added
+        self.num_added += 1
+        generated = random.integers(0, 50, size=random.integers(1, 20)).tolist() if random.random() < 0.2 else []
+        self.harness.add(
+            new_sequence(
+                name,
+                prompt=random.integers(0, 50, size=random.integers(1, 40)).tolist(),
+                generated=generated,
+                max_tokens=int(random.integers(len(generated) + 1, len(generated) + 30)),
+                stop_token_ids=(3, 4) if random.random() < 0.3 else (),
+                ignore_eos=bool(random.random() < 0.5),
+                seed=GUILTY_SEED if random.random() < 0.04 else int(random.integers(0, 100)),
+                attempt=int(random.integers(1, 3)),
+                channel=name % 3,
+                arrival_s=self.harness.now_s - float(random.integers(0, 3)),
+                expires_s=self.harness.now_s + float(random.random()) * 3 if random.random() < 0.1 else FOREVER,
+            )
+        )
+
+    def step(self) -> None:
+        self.harness.submit()
+
+    def land(self, *, by_chance: bool = True) -> None:
+        """Let a step fail if somebody in it is guilty, or (more than one row) by chance."""
+        if not self.harness.flights:
+            return
+        rows = self.harness.flights[0].rows
+        table = self.harness.engine.table
+        guilty = tuple(row for row in rows.tolist() if table.sequence(row).sampling.seed == GUILTY_SEED)
+        if guilty:
+            self.count("guilty")
+            self.harness.land("guilty", blamed=guilty if self.random.random() < 0.3 else ())
+        elif by_chance and rows.size > 1 and self.random.random() < 0.05:
+            self.count("bad luck")
+            self.harness.land("bad luck")
+        else:
+            self.harness.land()
+
+    def cancel(self) -> None:
+        live = self.harness.live()
+        if live:
+            story = live[self.random.integers(len(live))]
+            self.count("cancel in flight" if self._in_flight(story) else "cancel")
+            assert self.harness.cancel(story)
+            assert self._in_flight(story) or story.finish is FinishReason.CANCELLED
+
+    def grow(self) -> None:
+        if not self.harness.flights:
+            num_blocks = self.harness.kv.num_blocks + int(self.random.integers(1, 4))
+            self.harness.kv.grow(num_blocks)
+            self.harness.engine.grow(num_blocks)
+            self.harness.settle()
+
+    def shrink(self) -> None:
+        """Take the memory of some blocks away, held or free, but not pinned."""
+        blocks = self.harness.engine.blocks
+        candidates = np.flatnonzero(blocks.usable & (blocks.pins == 0)).astype(np.int32)
+        if self.harness.flights or candidates.size == 0:
+            return
+        ids = self.random.choice(candidates, size=self.random.integers(1, max(2, candidates.size // 2)), replace=False)
+        self.count("shrink held" if blocks.refcount[ids].any() else "shrink free")
+        self.harness.engine.set_backed(ids, backed=False)
+        self.unbacked = np.concatenate([self.unbacked, ids])
+        self.harness.settle()
+
+    def restore(self) -> None:
+        if not self.harness.flights and self.unbacked.size:
+            self.harness.engine.set_backed(self.unbacked, backed=True)
+            self.unbacked = self.unbacked[:0]
+            self.harness.settle()
+
+    def pin(self) -> None:
+        running = self.harness.engine.table.running.view
+        if self.harness.pinned and self.random.random() < 0.7:
+            self.unpin_all()
+        elif running.size:
+            self.num_pins += 1
+            self.count("pin")
+            self.harness.pin_full_blocks(f"owner {self.num_pins}", int(running[self.random.integers(running.size)]))
+            self.harness.settle()
+
+    def unpin_all(self) -> None:
+        for owner in list(self.harness.pinned):
+            self.harness.unpin(owner)
+        self.harness.settle()
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def _in_flight(self, story: Story) -> bool:
+        table = self.harness.engine.table
+        row = self.harness.engine.row_of.get((story.new.request_id, story.new.attempt))
+        assert row is None or table.status[row] != Status.FREE
+        return row is not None and any(row in batch.rows for batch in self.harness.flights)

@@ -1,0 +1,155 @@
+"""Drives an engine with the shadow KV, checks its invariants after each operation, and judges what came out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.config import AddRefusal, NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.engine.events import StepEvents
+from services.worker.engine.types import I32, Batch, BatchFailedError, BatchOutput
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs
+from shared.types import FinishReason
+
+STEP_S = 0.05
+
+
+@dataclass
+class Story:
+    """What became of one sequence."""
+
+    new: NewSequence
+    text: list[int]
+    finish: FinishReason = FinishReason.NONE
+    row: int = -1
+
+
+@dataclass
+class EngineHarness:
+    """The engine, its modelled memory, and the stories of all sequences; time moves by one step's length per step."""
+
+    engine: Engine
+    depth: int = 1
+    now_s: float = 0.0
+    stories: dict[int, Story] = field(default_factory=dict)
+    flights: deque[Batch] = field(default_factory=deque)
+    pinned: dict[str, tuple[I32, NDArray[np.uint64]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.engine.config
+        self.draw = TokenDraw.of_vocabulary(config.vocab_size, ())  # EOS may be said: the engine has to end there
+        self.kv = ShadowKv(self.engine.blocks.num_usable, config.block_size, self.draw, verify_ratio=1.0)
+        self.engine.blocks.on_free = self.kv.poison
+
+    def add(self, new: NewSequence) -> int | AddRefusal:
+        row = self.engine.add(new)
+        if not isinstance(row, AddRefusal):
+            assert new.stream not in self.stories
+            self.stories[new.stream] = Story(new, new.generated.astype(int).tolist(), row=row)
+        self.settle()
+        return row
+
+    def cancel(self, story: Story) -> bool:
+        found = self.engine.cancel(story.new.request_id, story.new.attempt)
+        self.settle()
+        return found
+
+    def submit(self) -> Batch | None:
+        """Submit the next batch if the executor takes one more."""
+        if len(self.flights) >= self.depth:
+            return None
+        batch = self.engine.next_batch(self.now_s)
+        if batch is not None:
+            self.flights.append(batch)
+        self.settle()
+        return batch
+
+    def land(self, cause: str | None = None, blamed: tuple[int, ...] = ()) -> StepEvents:
+        """Answer the oldest batch in flight: run it, or let it fail."""
+        batch = self.flights.popleft()
+        self.now_s += STEP_S
+        self.kv.take_in(batch)
+        if cause is None:
+            output = BatchOutput(batch.step_id, self.kv.compute(batch), STEP_S)
+            events = self.engine.absorb(batch, output, self.now_s)
+        else:
+            self.kv.spoil(batch)
+            events = self.engine.roll_back(batch, BatchFailedError(batch.step_id, cause, blamed), self.now_s)
+        self.record(events)
+        self.settle()
+        return events
+
+    def step(self) -> Batch | None:
+        batch = self.submit()
+        if self.flights:
+            self.land()
+        return batch
+
+    def drain(self, max_steps: int = 5000) -> None:
+        """Run until every sequence has ended and everything is given back."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.submit()
+            assert self.flights or not self.engine.has_work, "sequences are left, but no step runs"
+            if self.flights:
+                self.land()
+        assert not self.engine.has_work, f"not done after {max_steps} steps"
+        assert self.engine.blocks.num_free == self.engine.blocks.num_usable
+        assert self.engine.log.num_used_chunks == 0
+
+    def settle(self) -> None:
+        self.record(self.engine.take_events())
+        self.engine.check_invariants()
+
+    def record(self, events: StepEvents) -> None:
+        columns = (events.stream, events.attempt, events.channel, events.first_index, events.tokens, events.finish)
+        for stream, attempt, channel, first_index, token, finish in zip(*(c.tolist() for c in columns), strict=True):
+            story = self.stories[stream]
+            assert story.finish is FinishReason.NONE, "an event after the end"
+            assert (attempt, channel) == (story.new.attempt, story.new.channel)
+            assert first_index == len(story.text), "a token is lost or doubled"
+            if token >= 0:
+                story.text.append(token)
+            else:
+                assert finish != FinishReason.NONE, "an event that says nothing"
+            story.finish = FinishReason(finish)
+
+    def pin_full_blocks(self, owner: str, row: int) -> None:
+        """Pin the blocks of a row that no step writes any more, and remember what is in them."""
+        full = int(self.engine.table.num_computed[row]) // self.engine.config.block_size
+        ids = self.engine.blocks.block_table[row, :full].copy()
+        self.engine.pin(ids, owner)
+        self.pinned[owner] = (ids, self.kv._slots[ids].copy())
+
+    def unpin(self, owner: str) -> None:
+        ids, slots = self.pinned.pop(owner)
+        assert (self.kv._slots[ids] == slots).all(), "a pinned block was written"
+        self.engine.unpin(owner)
+
+    def live(self) -> list[Story]:
+        return [story for story in self.stories.values() if story.finish is FinishReason.NONE]
+
+    def judge(self) -> None:
+        """Compare every text with the text of the same sequence alone."""
+        for story in self.stories.values():
+            expected, finish = self.undisturbed(story.new)
+            assert story.text == expected[: len(story.text)], f"the text of {story.new.request_id} differs"
+            if story.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (len(story.text), story.finish) == (len(expected), finish)
+
+    def undisturbed(self, new: NewSequence) -> tuple[list[int], FinishReason]:
+        """Return the whole text of a sequence that runs alone, and why it ends; one token at a time, no engine."""
+        config, sampling = self.engine.config, new.sampling
+        limit = min(sampling.max_tokens, config.max_model_len - new.prompt.size)
+        prompt, generated = new.prompt.astype(np.int32), new.generated.astype(np.int32)
+        text = expected_outputs(prompt, generated, limit, sampling.seed, self.draw).tolist()
+        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else config.eos_token_ids)}
+        for count in range(max(generated.size, 1), len(text) + 1):
+            if text[count - 1] in stops:
+                return text[:count], FinishReason.STOP
+        return text, FinishReason.LENGTH
