@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
+from services.worker.engine.describe import describe
 from services.worker.engine.engine import Engine
 from services.worker.reporter import Reporter
 from shared.bus import Message
@@ -19,16 +21,5 @@ class Admin:
     async def dump(self, message: Message) -> bytes:
         """Answer with the sequences that the engine holds: ids and counts, never tokens or text."""
         del message
-        sequences = [
-            {
-                "request_id": sequence.request_id,
-                "attempt": sequence.attempt,
-                "status": sequence.status,
-                "num_prompt_tokens": sequence.num_prompt_tokens,
-                "num_output_tokens": sequence.num_output_tokens,
-                "num_computed_tokens": sequence.num_computed_tokens,
-                "num_blocks": sequence.num_blocks,
-            }
-            for sequence in self._engine.describe()
-        ]
+        sequences = [asdict(sequence) for sequence in describe(self._engine)]
         return json.dumps({"phase": self._reporter.phase, "sequences": sequences}).encode()

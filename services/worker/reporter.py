@@ -87,9 +87,14 @@ class Reporter:
         self._phase = phase
         self._wake.set()
 
+    async def leave(self) -> None:
+        """Say that the worker is gone, now and once: the last report."""
+        self._phase = WorkerPhase.STOPPED
+        await self.report()
+
     async def run(self) -> None:
-        """Report until cancelled."""
-        while True:
+        """Report until cancelled, or until the worker has left."""
+        while self._phase is not WorkerPhase.STOPPED:
             await self.report()
             self._wake.clear()
             try:

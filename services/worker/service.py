@@ -92,8 +92,7 @@ class WorkerService:
         self._loop.close()
         if self._stepping is not None:
             await asyncio.wait([self._stepping])
-        self._reporter.enter(WorkerPhase.STOPPED)
-        await self._reporter.report()
+        await self._reporter.leave()
         await self._tasks.close()
         await self.executor.close()
         await self._bus.flush()

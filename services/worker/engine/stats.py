@@ -20,6 +20,8 @@ class Totals:
     num_generated_tokens: int = 0
     num_finished: int = 0
     """Sequences that ended, for whatever reason."""
+    busy_s: float = 0.0
+    """Time that the executor spent in the steps that succeeded, by its own clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +44,4 @@ class EngineStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_finished: int
+    busy_s: float

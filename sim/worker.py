@@ -1,0 +1,95 @@
+"""A worker for the virtual clock: the live worker's own code on a modelled executor."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.worker.build import ModelFacts, build_worker, make_reporter
+from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.executor.modelled import FailureInjector, ModelledExecutor
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.service import WorkerService
+from shared.bus import Bus
+from shared.cost import CostModel
+from shared.systems import DEFAULT_SYSTEM
+from shared.tasks import TaskOwner
+
+NO_FOLDER = Path("modelled")
+
+
+@dataclass(frozen=True, slots=True)
+class SimWorkerParams:
+    """What a simulated worker is like."""
+
+    worker_id: str
+    cost: CostModel
+    num_blocks: int
+    """KV memory, in blocks."""
+    block_size: int = 16
+    """Token slots of one block."""
+    system: str = DEFAULT_SYSTEM
+    max_model_len: int = 4096
+    """Most tokens of prompt and output together."""
+    max_sequences: int = 1024
+    max_batch_rows: int = 256
+    max_batch_tokens: int = 2048
+    vocab_size: int = 32_000
+    eos_token_ids: tuple[int, ...] = (2,)
+    """Never drawn: a simulated output ends by its length."""
+    first_token_id: int = 256
+    """Smallest id that is drawn."""
+    cluster: str = "default"
+    failure: FailureInjector | None = None
+    """Makes steps fail."""
+
+
+class SimWorker:
+    """One worker in the run, with the task that reports for it."""
+
+    def __init__(self, params: SimWorkerParams, bus: Bus) -> None:
+        self.params = params
+        self.failures: list[tuple[str, BaseException]] = []
+        self._bus = bus
+        self._tasks = TaskOwner(self._fail)
+        self._settings = WorkerSettings(
+            cluster=params.cluster,
+            instance_id=params.worker_id,
+            model=NO_FOLDER,
+            served_model_name="modelled",
+            executor=ExecutorKind.MODELLED,
+            system=params.system,
+            max_sequences=params.max_sequences,
+            max_batch_rows=params.max_batch_rows,
+            max_batch_tokens=params.max_batch_tokens,
+            block_size=params.block_size,
+        )
+        draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
+        self.draw = draw
+        self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
+        self._reporter = make_reporter(self._settings, bus)
+        self.service: WorkerService = build_worker(
+            self._settings,
+            bus,
+            ModelledExecutor(params.cost, self.kv, failure=params.failure),
+            ModelFacts(params.vocab_size, params.eos_token_ids, params.max_model_len),
+            self._reporter,
+            self._fail,
+        )
+
+    def _fail(self, name: str, error: BaseException) -> None:
+        self.failures.append((name, error))
+
+    async def start(self) -> None:
+        """Join the cluster."""
+        self._tasks.start(self._reporter.run(), name=f"{self.params.worker_id}-reporter")
+        await self.service.start()
+
+    async def stop(self, *, drain_limit_s: float = 0.0) -> None:
+        """Drain for at most this long, then leave."""
+        if drain_limit_s:
+            async with asyncio.timeout(drain_limit_s + 1):
+                await self.service.drain(drain_limit_s)
+        await self.service.stop()
+        await self._tasks.close()

@@ -1,0 +1,261 @@
+"""The whole worker on the virtual clock: intake, engine, step loop, emitter, reports, over the bus in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from services.worker.engine.types import Batch
+from services.worker.executor.shadow_kv import expected_outputs
+from shared.bus import Message
+from shared.cost import CostModel
+from shared.ids import WorkerId
+from shared.memory_bus import MemoryBroker
+from shared.messages.report import WorkerPhase, WorkerReport
+from shared.messages.request import RefusalReason, Refused
+from shared.types import FinishReason
+from shared.wire import decode_json
+from sim.virtual_time import run
+from sim.worker import SimWorker, SimWorkerParams
+from tests.support.fake_dispatcher import FakeDispatcher, Stream
+
+STEP_S = 0.010
+COST = CostModel(g0_s=STEP_S, b0_s=0.0, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+
+
+@asynccontextmanager
+async def one_worker(
+    *, num_blocks: int = 64, system: str = "fcfs-chunked", failure: Callable[[Batch], str | None] | None = None
+) -> AsyncIterator[tuple[SimWorker, FakeDispatcher, MemoryBroker]]:
+    broker = MemoryBroker()
+    params = SimWorkerParams(
+        "w0", COST, num_blocks, system=system, max_model_len=512, max_batch_tokens=64, failure=failure
+    )
+    worker = SimWorker(params, broker.connect("w0"))
+    dispatcher = FakeDispatcher(broker.connect("d0"))
+    await dispatcher.start()
+    await worker.start()
+    try:
+        yield worker, dispatcher, broker
+    finally:
+        await worker.stop()
+    assert not worker.failures
+    worker.service.engine.check_invariants()
+
+
+def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test()
+
+    run(main())
+
+
+def undisturbed(worker: SimWorker, stream: Stream) -> list[int]:
+    """What the sequence says when nothing ever happens to its KV."""
+    sampling = stream.submit.sampling
+    prompt = stream.submit.prompt_ids().astype(np.int32)
+    empty = np.zeros(0, dtype=np.int32)
+    return expected_outputs(prompt, empty, sampling.max_tokens, sampling.seed, worker.draw).tolist()
+
+
+async def submitted(dispatcher: FakeDispatcher, prompt: list[int], max_tokens: int, seed: int = 0) -> Stream:
+    stream = await dispatcher.submit("w0", dispatcher.make(prompt, max_tokens, seed=seed))
+    assert isinstance(stream, Stream)
+    return stream
+
+
+@pytest.mark.parametrize("system", ["fcfs", "fcfs-chunked"])
+def test_text_under_memory_pressure_equals_the_undisturbed_text(system: str) -> None:
+    """24 requests need up to 24 · 8 = 192 blocks; there are 40, so sequences are preempted and computed again."""
+
+    async def test() -> None:
+        async with one_worker(num_blocks=40, system=system) as (worker, dispatcher, _):
+            rng = np.random.default_rng(7)
+            streams = [
+                await submitted(dispatcher, rng.integers(300, 900, rng.integers(1, 80)).tolist(), 40, seed=i)
+                for i in range(24)
+            ]
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(stream.ended.wait() for stream in streams))
+            assert worker.service.engine.stats.num_preemptions > 0
+            assert [stream.tokens for stream in streams] == [undisturbed(worker, stream) for stream in streams]
+            assert {stream.finish for stream in streams} == {FinishReason.LENGTH}
+            assert not dispatcher.faults
+            assert worker.service.engine.stats.num_used_blocks == 0
+
+    in_virtual_time(test)
+
+
+def test_cancel_frees_the_blocks_within_one_step() -> None:
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, _):
+            stream = await submitted(dispatcher, [300] * 50, 400)
+            await asyncio.sleep(20.5 * STEP_S)
+            assert worker.service.engine.stats.num_used_blocks > 0
+            steps = worker.service.engine.stats.num_steps
+            assert await dispatcher.cancel(stream)
+            await asyncio.sleep(STEP_S)
+            assert worker.service.engine.stats.num_steps <= steps + 1
+            assert worker.service.engine.stats.num_used_blocks == 0
+            assert not await dispatcher.cancel(stream)
+
+    in_virtual_time(test)
+
+
+def test_a_cancel_that_overtakes_its_submission_wins() -> None:
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            early = Stream(dispatcher.make([300], 10), WorkerId("w0"))
+            assert not await dispatcher.cancel(early)
+            answer = await dispatcher.submit("w0", early.submit)
+            assert isinstance(answer, Refused)
+            assert answer.reason is RefusalReason.CANCELLED
+
+    in_virtual_time(test)
+
+
+def test_replay_gives_the_tokens_again_while_it_runs_and_after_the_end() -> None:
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, _):
+            stream = await submitted(dispatcher, [300, 301], 300)
+            await asyncio.sleep(10.5 * STEP_S)
+            again = await dispatcher.replay(stream, 3)
+            assert again is not None
+            assert again.tokens.tolist() == undisturbed(worker, stream)[3 : 3 + len(again.tokens)]
+            assert not again.finish.any()
+            await stream.ended.wait()
+            again = await dispatcher.replay(stream, 0)
+            assert again is not None
+            assert again.tokens.tolist() == stream.tokens
+            assert again.count.tolist() == [255, 45]
+            assert again.first_index.tolist() == [0, 255]
+            assert again.finish.tolist() == [FinishReason.NONE, FinishReason.LENGTH]
+            unknown = Stream(dispatcher.make([1], 1, request_id="nobody"), WorkerId("w0"))
+            assert await dispatcher.replay(unknown, 0) is None
+
+    in_virtual_time(test)
+
+
+def test_refusals_say_why() -> None:
+    async def test() -> None:
+        async with one_worker(num_blocks=8) as (worker, dispatcher, _):
+            long = await dispatcher.submit("w0", dispatcher.make([300] * 120, 100))
+            outside = await dispatcher.submit("w0", dispatcher.make([32_000], 5))
+            await worker.service.drain(1.0)
+            late = await dispatcher.submit("w0", dispatcher.make([300], 5))
+            answers = [long, outside, late]
+            assert all(isinstance(answer, Refused) for answer in answers)
+            reasons = [answer.reason for answer in answers if isinstance(answer, Refused)]
+            assert reasons == [RefusalReason.TOO_LONG, RefusalReason.INVALID, RefusalReason.DRAINING]
+
+    in_virtual_time(test)
+
+
+def test_drain_lets_running_sequences_finish() -> None:
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, _):
+            stream = await submitted(dispatcher, [300], 30)
+            await worker.service.drain(60)
+            await asyncio.sleep(0.01)
+            assert stream.finish is FinishReason.LENGTH
+            assert stream.tokens == undisturbed(worker, stream)
+
+    in_virtual_time(test)
+
+
+def test_a_row_that_fails_ends_alone() -> None:
+    """Row 1 breaks every step it is in; the other two never notice."""
+
+    async def test() -> None:
+        guilty = 1
+        async with one_worker(failure=lambda batch: "bad row" if guilty in batch.rows.tolist() else None) as (
+            worker,
+            dispatcher,
+            _,
+        ):
+            streams = [await submitted(dispatcher, [300 + i], 20, seed=i) for i in range(3)]
+            async with asyncio.timeout(30):
+                await asyncio.gather(*(stream.ended.wait() for stream in streams))
+            finishes = [stream.finish for stream in streams]
+            assert finishes == [FinishReason.LENGTH, FinishReason.ERROR, FinishReason.LENGTH]
+            assert streams[0].tokens == undisturbed(worker, streams[0])
+            assert streams[2].tokens == undisturbed(worker, streams[2])
+
+    in_virtual_time(test)
+
+
+def test_reports_come_by_period_and_at_once_on_a_change() -> None:
+    async def test() -> None:
+        times: list[tuple[float, WorkerPhase]] = []
+
+        def on_report(message: Message) -> None:
+            report = decode_json(message.data, WorkerReport)
+            times.append((round(asyncio.get_running_loop().time() - started_s, 2), report.phase))
+
+        async with one_worker() as (worker, dispatcher, _):
+            started_s = asyncio.get_running_loop().time()
+            await dispatcher.bus.subscribe(dispatcher.subjects.all_reports(), on_report)
+            await asyncio.sleep(1.2)
+            await worker.service.drain(1.0)
+            await asyncio.sleep(0.3)
+        assert times == [
+            (0.0, WorkerPhase.READY),
+            (0.5, WorkerPhase.READY),
+            (1.0, WorkerPhase.READY),
+            (1.2, WorkerPhase.DRAINING),
+            (1.5, WorkerPhase.STOPPED),
+        ]
+
+    in_virtual_time(test)
+
+
+async def _scenario(seed: int) -> str:
+    """A busy minute with cancellations; returns a digest of all that went over the bus to the dispatcher."""
+    digest = hashlib.sha256()
+    async with one_worker(num_blocks=16) as (worker, dispatcher, broker):
+        spy = broker.connect("spy")
+
+        def on_message(message: Message) -> None:
+            digest.update(f"{asyncio.get_running_loop().time():.9f} {message.subject} ".encode() + message.data)
+
+        await spy.subscribe("sluice.*.dispatcher.>", on_message)
+        rng = np.random.default_rng(seed)
+        streams: list[Stream] = []
+        for i in range(80):
+            await asyncio.sleep(float(rng.exponential(0.02)))
+            prompt = rng.integers(300, 900, rng.integers(1, 100)).tolist()
+            streams.append(await submitted(dispatcher, prompt, int(rng.integers(20, 140)), seed=i))
+            if rng.random() < 0.2:
+                await dispatcher.cancel(streams[int(rng.integers(len(streams)))])
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(stream.ended.wait() for stream in streams))
+        for stream in streams:
+            text = undisturbed(worker, stream)
+            assert stream.tokens == text[: len(stream.tokens)]
+        assert worker.service.engine.stats.num_preemptions > 0
+    return digest.hexdigest()
+
+
+def test_one_seed_gives_one_trace_in_any_process() -> None:
+    here = run(_scenario(3))
+    program = "from tests.sim import test_worker_service as t; print(t.run(t._scenario(3)))"
+    others = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for hash_seed in ("1", "4242")
+    ]
+    assert others == [here, here]
+    assert run(_scenario(4)) != here
