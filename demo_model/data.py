@@ -1,0 +1,155 @@
+"""Training rows: conversations of the grammar as packed token ids, with the positions that count in the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from demo_model.grammar import Conversation, Grammar
+from demo_model.tokenizer import ASSISTANT, BOS, END, SPECIAL_TOKENS, SYSTEM, USER
+
+SHORT_ROW_TOKENS = 256
+LONG_ROW_TOKENS = 768
+"""Conversations go into short rows where they fit, since attention costs less there; longer ones into long rows."""
+
+PLAIN_ONE_IN = 30
+"""One in this many documents is a bare answer without roles, so that the model can also continue a plain text."""
+
+
+@dataclass
+class Encoded:
+    """One document.
+
+    Attributes:
+        ids: token ids.
+        counts: for each token, whether predicting it counts in the loss: the assistant's words and ends do.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    counts: list[bool] = field(default_factory=list)
+
+    def add(self, ids: list[int], *, counts: bool) -> None:
+        """Append some tokens."""
+        self.ids += ids
+        self.counts += [counts] * len(ids)
+
+
+class Encoder:
+    """Turns conversations into token ids exactly as the chat template does."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        ids = {token: tokenizer.encode(token, add_special_tokens=False)[0] for token in SPECIAL_TOKENS}
+        self._roles = {"system": ids[SYSTEM], "user": ids[USER], "assistant": ids[ASSISTANT]}
+        self._bos, self._end = ids[BOS], ids[END]
+
+    def chat(self, conversation: Conversation) -> Encoded:
+        """Return the whole conversation."""
+        found = Encoded()
+        found.add([self._bos], counts=False)
+        for message in conversation.messages:
+            found.add([self._roles[message["role"]]], counts=False)
+            text = [*self._text(message["content"]), self._end]
+            found.add(text, counts=message["role"] == "assistant")
+        return found
+
+    def plain(self, text: str) -> Encoded:
+        """Return a text without roles."""
+        found = Encoded()
+        found.add([self._bos], counts=False)
+        found.add([*self._text(text), self._end], counts=True)
+        return found
+
+    def _text(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One batch of packed rows; all tensors are [num_rows, row_tokens].
+
+    Attributes:
+        ids: int64.
+        positions: int64; start from 0 in each document.
+        documents: int64; tokens attend within the same number only.
+        targets: int64; the next token where it counts, otherwise -100.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    targets: torch.Tensor
+
+    def attention_mask(self) -> torch.Tensor:
+        """Return [num_rows, 1, row_tokens, row_tokens], bool: causal, within a document."""
+        same = self.documents[:, :, None] == self.documents[:, None, :]
+        return torch.tril(same)[:, None]
+
+
+class Packer:
+    """Collects documents of at most `row_tokens` until a batch is full."""
+
+    def __init__(self, row_tokens: int, batch_tokens: int) -> None:
+        self.row_tokens = row_tokens
+        self._num_rows = batch_tokens // row_tokens
+        self._rows: list[list[Encoded]] = [[]]
+
+    def add(self, document: Encoded) -> Rows | None:
+        """Take a document; return a batch if it was completed before this document."""
+        used = sum(len(other.ids) for other in self._rows[-1])
+        full = None
+        if used + len(document.ids) > self.row_tokens:
+            if len(self._rows) == self._num_rows:
+                full = self._batch()
+                self._rows = []
+            self._rows.append([])
+        self._rows[-1].append(document)
+        return full
+
+    def _batch(self) -> Rows:
+        shape = (len(self._rows), self.row_tokens)
+        ids, positions, targets = (
+            torch.zeros(shape, dtype=torch.long),
+            torch.zeros(shape, dtype=torch.long),
+            torch.full(shape, -100),
+        )
+        documents = torch.full(shape, -1)
+        for row, packed in enumerate(self._rows):
+            at = 0
+            for number, document in enumerate(packed):
+                end = at + len(document.ids)
+                tokens = torch.tensor(document.ids)
+                ids[row, at:end] = tokens
+                positions[row, at:end] = torch.arange(end - at)
+                documents[row, at:end] = number
+                counts = torch.tensor(document.counts[1:])
+                targets[row, at : end - 1] = torch.where(counts, tokens[1:], -100)
+                at = end
+        return Rows(ids, positions, documents, targets)
+
+
+def conversations(seed: int) -> Iterator[Conversation]:
+    """Yield training conversations without end; the evaluation walks the same stream to prove what was not in it."""
+    grammar = Grammar(seed)
+    while True:
+        yield grammar.conversation()
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, seed: int, batch_tokens: int) -> Iterator[tuple[int, Rows]]:
+    """Yield batches without end, each with the number of conversations used so far; a seed fixes them."""
+    encoder = Encoder(tokenizer)
+    plain = Random(seed)  # noqa: S311 - texts, not secrets
+    packers = [Packer(SHORT_ROW_TOKENS, batch_tokens), Packer(LONG_ROW_TOKENS, batch_tokens)]
+    for used, conversation in enumerate(conversations(seed), start=1):
+        bare = plain.randrange(PLAIN_ONE_IN) == 0
+        document = encoder.plain(conversation.turns[0].answer) if bare else encoder.chat(conversation)
+        for packer in packers:
+            if len(document.ids) <= packer.row_tokens:
+                full = packer.add(document)
+                if full is not None:
+                    yield used, full
+                break

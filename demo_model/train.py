@@ -1,0 +1,205 @@
+"""Trains the demo model from scratch on the CPU and writes it as a Hugging Face folder.
+
+    python -m demo_model.train --out demo_model/model
+
+Everything follows from the seed, except for rounding that depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from demo_model.data import Rows, batches
+from demo_model.tokenizer import MAX_MODEL_TOKENS, save, train_on_grammar
+
+TEMPERATURE = 0.7
+"""Default of generation_config.json, and the temperature at which acceptance is measured."""
+
+MAX_NEW_TOKENS = 400
+"""Default of generation_config.json; the longest story of the grammar is well below."""
+
+
+@dataclass(frozen=True)
+class TrainingParams:
+    """How to train.
+
+    Attributes:
+        seed: of weights and conversations.
+        steps: optimiser steps; training time is proportional to them.
+        batch_tokens: tokens per step, padding included.
+        peak_rate: AdamW's learning rate after warm-up; falls to 0 along a cosine.
+        warmup_steps: steps over which the rate rises.
+        weight_decay: of matrices only.
+        max_gradient_norm: gradients are scaled down to this norm.
+    """
+
+    seed: int = 20
+    steps: int = 2000
+    batch_tokens: int = 4096
+    peak_rate: float = 2.5e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    max_gradient_norm: float = 1.0
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak_rate * (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / (self.steps - self.warmup_steps)
+        return self.peak_rate * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """Return the untrained model in float32."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=448,
+        num_hidden_layers=5,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_TOKENS,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss_of(model: LlamaForCausalLM, rows: Rows) -> torch.Tensor:
+    """Return the mean cross entropy of the tokens that count, in nats."""
+    hidden = model.model(
+        input_ids=rows.ids, position_ids=rows.positions, attention_mask=rows.attention_mask(), use_cache=False
+    ).last_hidden_state
+    counted = rows.targets != -100
+    logits = model.lm_head(hidden[counted])
+    return torch.nn.functional.cross_entropy(logits.float(), rows.targets[counted])
+
+
+def optimizer_of(model: LlamaForCausalLM, params: TrainingParams) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on the matrices."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=params.peak_rate, betas=(0.9, 0.95), fused=True)
+
+
+@dataclass
+class Training:
+    """What a training run did.
+
+    Attributes:
+        curve: (step, mean loss of the last ten steps in nats), every ten steps.
+        conversations: how many conversations of the stream were used.
+        counted_tokens: tokens whose prediction was in the loss.
+        seconds: wall time.
+    """
+
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    conversations: int = 0
+    counted_tokens: int = 0
+    seconds: float = 0.0
+
+
+def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, params: TrainingParams) -> Training:
+    """Train in place and return what was done."""
+    optimizer = optimizer_of(model, params)
+    stream = batches(tokenizer, params.seed, params.batch_tokens)
+    done = Training()
+    recent = 0.0
+    started_s = time.perf_counter()
+    model.train()
+    for step in range(params.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = params.rate(step)
+        done.conversations, rows = next(stream)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_gradient_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent += loss.item()
+        done.counted_tokens += int((rows.targets != -100).sum())
+        done.seconds = time.perf_counter() - started_s
+        if (step + 1) % 10 == 0:
+            done.curve.append((step + 1, recent / 10))
+            recent = 0.0
+            _show(done.curve[-1], params, done.seconds)
+    return done
+
+
+def _show(point: tuple[int, float], params: TrainingParams, spent_s: float) -> None:
+    step, loss = point
+    left_s = spent_s / step * (params.steps - step)
+    end = "\n" if step % 100 == 0 or step == params.steps else "\r"
+    sys.stderr.write(f"step {step}/{params.steps}  loss {loss:.4f}  {spent_s:.0f} s, {left_s:.0f} s left {end}")
+    sys.stderr.flush()
+
+
+def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write config.json, generation_config.json, model.safetensors (bfloat16) and the tokenizer."""
+    model.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    torch.nn.Module.to(model, torch.bfloat16)
+    model.save_pretrained(folder)
+    save(tokenizer, folder)
+
+
+def write_results(done: Training, model: LlamaForCausalLM, params: TrainingParams, folder: Path) -> None:
+    """Write loss.csv (the curve) and training.json (how it was trained)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "loss.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", "loss_nats"])
+        writer.writerows([step, f"{loss:.4f}"] for step, loss in done.curve)
+    summary = {
+        **asdict(params),
+        "conversations": done.conversations,
+        "counted_tokens": done.counted_tokens,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "seconds": round(done.seconds),
+        "threads": torch.get_num_threads(),
+    }
+    (folder / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def main() -> None:
+    """Train and write the model, its loss curve and how it was trained."""
+    parser = argparse.ArgumentParser(description="train the demo model")
+    parser.add_argument("--out", type=Path, default=Path("demo_model/model"))
+    parser.add_argument("--results", type=Path, default=Path("demo_model/results"))
+    parser.add_argument("--steps", type=int, default=TrainingParams.steps, help="optimiser steps")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    params = TrainingParams(steps=arguments.steps)
+    tokenizer = train_on_grammar()
+    model = build_model(tokenizer, params.seed)
+    done = train(model, tokenizer, params)
+    save_model(model, tokenizer, arguments.out)
+    write_results(done, model, params, arguments.results)
+
+
+if __name__ == "__main__":
+    main()
