@@ -55,23 +55,33 @@ def configure(
         format: auto (human on a terminal, else json), human or json.
         stream: instead of stderr.
     """
-    flush_log()
-    target = sys.stderr if stream is None else stream
-    sink = LogSink(target)
-    _Installed.sink = sink
-    human = format == "human" or (format == "auto" and _is_terminal(target))
+    human = format == "human" or (format == "auto" and _is_terminal(sys.stderr if stream is None else stream))
     pipeline = _Pipeline(service, instance_id, _human_line if human else _json_line)
-    structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, pipeline],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=lambda *_args: _LineLogger(sink),
-        cache_logger_on_first_use=False,
-    )
+    sink = _install(pipeline, _LEVELS[level], stream)
     _take_standard_logging(pipeline, sink, _LEVELS[level])
 
 
+def _install(pipeline: _Pipeline, level: int, stream: TextIO | None) -> LogSink:
+    flush_log()
+    sink = LogSink(stream)
+    _Installed.sink = sink
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, pipeline],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_args: _LineLogger(sink),
+        cache_logger_on_first_use=False,
+    )
+    return sink
+
+
 def get_logger(**fields: Any) -> structlog.typing.FilteringBoundLogger:
-    """Return a logger whose events carry these fields."""
+    """Return a logger whose events carry these fields.
+
+    Before `configure` (scripts, tests) events go to stderr as JSON from level info on; structlog's own default would
+    write to stdout, and print the local variables of a traceback.
+    """
+    if not structlog.is_configured():
+        _install(_Pipeline("sluice", "", _json_line), logging.INFO, None)
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(**fields))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 from collections import deque
 from typing import Final, TextIO
@@ -12,7 +13,7 @@ MAX_PENDING_LINES: Final = 10_000
 
 
 class LogSink:
-    """A bounded queue of lines in front of a stream.
+    """A bounded queue of lines in front of a stream; None stands for what `sys.stderr` is when a line is written.
 
     The thread starts with the first line and ends with the process. Lines of a process that is killed may be lost; one
     that exits flushes.
@@ -65,10 +66,11 @@ class LogSink:
                 self._changed.notify_all()
 
     def _write_out(self, text: str) -> None:
-        if self._stream is None:
+        stream = sys.stderr if self._stream is None else self._stream
+        if stream is None:  # a process may have no stderr at all
             return
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            stream.write(text)
+            stream.flush()
         except (OSError, ValueError):  # closed, or a pipe without a reader: there is nobody left to tell
             return
