@@ -67,18 +67,20 @@ def build_worker(
     worker_id = WorkerId(settings.instance_id)
     system = find_system(settings.system)
     capacity = executor.capacity
+    num_blocks = min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
+    max_model_len = min(model.max_model_len, num_blocks * capacity.block_size)
     engine = Engine(
         EngineConfig(
             max_sequences=settings.max_sequences,
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_rows=settings.max_batch_rows,
-            max_model_len=model.max_model_len,
+            max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             block_size=capacity.block_size,
         ),
         make_scheduler(system.scheduler),
-        capacity.num_blocks,
+        num_blocks,
     )
     now = asyncio.get_running_loop().time
     emitter = Emitter(worker_id, subjects, bus)
@@ -87,7 +89,7 @@ def build_worker(
         model=settings.model_name(),
         device=settings.device,
         system=system.name,
-        max_model_len=model.max_model_len,
+        max_model_len=max_model_len,
         block_size=capacity.block_size,
         max_sequences=settings.max_sequences,
         param_bytes=model.param_bytes,

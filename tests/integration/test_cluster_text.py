@@ -1,0 +1,100 @@
+"""Text through the whole cluster, over HTTP, against the reference implementation: alone, and under memory pressure."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.cluster import Cluster, cluster
+from tests.unit.test_model_oracle import NUM_TOKENS, SHAPES, reference_text
+
+NAMES = ("group of 2", "group of 1, tied", "group of 4, wide heads", "group of 8, three layers")
+LENGTHS = (3, 150, 40, 90, 17, 120, 64, 5, 33, 77, 101, 12)
+MAX_BLOCKS = 24
+"""12 sequences need up to 112 blocks of 16; with 24 only a few run at a time, and some are preempted."""
+
+
+def prompts(shape: CheckpointShape) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(3, shape.vocab_size) for _ in range(length)] for length in LENGTHS]
+
+
+def complete(running: Cluster, prompt: list[int]) -> str:
+    body = {
+        "model": "checkpoint",
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    answer = running.post("/v1/completions", body)
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    text: str = choice["text"]
+    return text
+
+
+def complete_all(running: Cluster, batch: list[list[int]]) -> list[str]:
+    """Send all prompts at once."""
+    with ThreadPoolExecutor(len(batch)) as pool:
+        return list(pool.map(lambda prompt: complete(running, prompt), batch))
+
+
+def expected(folder: Path, reference: PreTrainedModel, prompt: list[int]) -> str:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text: str = tokenizer.decode(reference_text(reference, prompt), skip_special_tokens=True)
+    return text
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_text_over_http_equals_the_references(name: str) -> None:
+    shape = SHAPES[name]
+    folder, reference = stored_checkpoint(shape)
+    texts = [expected(folder, reference, prompt) for prompt in prompts(shape)]
+    flags = ["--model", str(folder), "--served-model-name", "checkpoint", "--memory", "256MiB", "--workers", "1"]
+    with cluster(*flags, env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)}) as running:
+        alone = [complete(running, prompt) for prompt in prompts(shape)[:3]]
+        assert alone == texts[:3]
+        assert running.total("num_preemptions_total") == 0
+        assert complete_all(running, prompts(shape)) == texts
+        running.wait_until_idle()
+        assert running.total("num_preemptions_total") > 0
+
+
+@pytest.mark.timeout(180)
+def test_deterministic_text_does_not_depend_on_the_batch() -> None:
+    """Sampled text from a model with near-ties: byte-equal alone, in a full batch, and after preemptions."""
+    shape = CheckpointShape(seed=5, weight_std=0.03)
+    folder, _ = stored_checkpoint(shape)
+
+    def sample(running: Cluster, prompt: list[int]) -> str:
+        body = {
+            "model": "checkpoint",
+            "prompt": prompt,
+            "max_tokens": NUM_TOKENS,
+            "temperature": 1.0,
+            "seed": len(prompt),
+            "ignore_eos": True,
+        }
+        text: str = running.post("/v1/completions", body)["choices"][0]["text"]
+        return text
+
+    flags = ["--model", str(folder), "--served-model-name", "checkpoint", "--memory", "256MiB", "--workers", "1"]
+    with cluster(*flags, "--deterministic", env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)}) as running:
+        batch = prompts(shape)
+        alone = [sample(running, prompt) for prompt in batch]
+        with ThreadPoolExecutor(len(batch)) as pool:
+            together = list(pool.map(lambda prompt: sample(running, prompt), batch))
+        running.wait_until_idle()
+        assert running.total("num_preemptions_total") > 0
+        assert together == alone
+        assert len(set(alone)) == len(alone)
