@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import string
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,10 +87,23 @@ def build_model(shape: CheckpointShape) -> PreTrainedModel:
             if name.endswith("norm.weight") or "layernorm" in name:
                 parameter.copy_(1 + noise)
             elif name.endswith("embed_tokens.weight"):
-                parameter.copy_(noise / shape.weight_std)
+                parameter.copy_(2 * noise)  # small beside what the layers add: else a tied model repeats its input
             else:
                 parameter.copy_(noise)
     return model  # type: ignore[no-any-return]  # transformers is not annotated
+
+
+_STORED: dict[str, tuple[Path, PreTrainedModel]] = {}
+
+
+def stored_checkpoint(shape: CheckpointShape) -> tuple[Path, PreTrainedModel]:
+    """Return a checkpoint's folder, written once per process, and the reference model. Read only."""
+    key = repr(shape)
+    if key not in _STORED:
+        folder = tempfile.TemporaryDirectory(prefix="checkpoint-")
+        atexit.register(folder.cleanup)
+        _STORED[key] = Path(folder.name), save_checkpoint(Path(folder.name), shape)
+    return _STORED[key]
 
 
 def save_checkpoint(folder: Path, shape: CheckpointShape, *, max_shard_size: str = "5GB") -> PreTrainedModel:

@@ -34,7 +34,7 @@ class Runner(Protocol):
 class ThreadExecutor:
     """An `Executor` of depth 1 over a runner: batches run in the order in which they were submitted.
 
-    Must be created and used on `loop`; owns the runner and closes it.
+    May be created in any thread, is used on `loop`. Owns the runner and closes it.
     """
 
     def __init__(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:

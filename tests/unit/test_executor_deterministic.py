@@ -1,0 +1,124 @@
+"""Deterministic mode: logits and text of a sequence are equal to the bit, whatever it is batched with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.executor.runner import ModelRunner
+from services.worker.executor.selftest import prove_deterministic
+from services.worker.models.decoder import Decoder
+from shared.errors import StartupError
+from shared.types import SamplingParams
+from tests.support.checkpoints import CheckpointShape
+from tests.support.runner_driver import Driver
+from tests.support.runners import open_runner
+
+SHAPES = {
+    "group of 2": CheckpointShape(max_positions=768),
+    "group of 4, odd sizes": CheckpointShape(
+        hidden_size=72, intermediate_size=106, num_kv_heads=1, head_dim=18, vocab_size=391, max_positions=768
+    ),
+}
+DTYPES = ("float32", "bfloat16")
+LENGTH = 530
+"""More than two splits of 256 keys."""
+
+
+def bits(logits: torch.Tensor) -> bytes:
+    return logits.contiguous().numpy().tobytes()
+
+
+def tokens_of(seed: int, count: int, vocab_size: int = 384) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab_size) for _ in range(count)]
+
+
+def alone(runner: ModelRunner, tokens: list[int]) -> bytes:
+    """Logits of the last position, the prompt in the largest chunks that a batch takes."""
+    return in_chunks(runner, tokens, lambda: 96)
+
+
+def in_chunks(runner: ModelRunner, tokens: list[int], size: Callable[[], int]) -> bytes:
+    driver = Driver(runner)
+    sequence = driver.add(tokens)
+    while sequence.num_computed < len(tokens):
+        count = min(size(), len(tokens) - sequence.num_computed)
+        driver.step_logits([(sequence, count)], [None])
+    return bits(sequence.logits[-1])
+
+
+def among_others(runner: ModelRunner, tokens: list[int], seed: int) -> bytes:
+    """The same, in odd chunks, at changing places of ragged batches, and computed a second time from the start."""
+    rng = random.Random(seed)
+    driver = Driver(runner, seed=seed)
+    others = [driver.add(tokens_of(seed + i, rng.randint(400, 600))) for i in range(4)]
+    sequence = driver.add(tokens)
+    preempt_at = rng.randint(10, 200)
+    while sequence.num_computed < len(tokens):
+        if sequence.num_computed >= preempt_at:
+            driver.preempt(sequence)
+            preempt_at = len(tokens)
+        work = [(sequence, min(rng.choice((1, 2, 3, 7, 31, 33, 50)), len(tokens) - sequence.num_computed))]
+        for other in others:
+            left = len(other.tokens) - other.num_computed
+            if left and rng.random() < 0.7:
+                work.append((other, min(left, rng.randint(1, 11))))
+        rng.shuffle(work)
+        driver.step_logits(work, [None] * len(work))
+    return bits(sequence.logits[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_are_the_same_bits_alone_in_chunks_among_others_and_after_recompute(name: str, dtype: str) -> None:
+    runner = open_runner(SHAPES[name], deterministic=True, dtype=dtype)
+    tokens = tokens_of(1, LENGTH)
+    expected = alone(runner, tokens)
+    rng = random.Random(5)
+    assert in_chunks(runner, tokens, lambda: rng.choice((1, 3, 8, 37, 90))) == expected
+    for seed in (1, 2):
+        assert among_others(runner, tokens, seed) == expected
+
+
+def test_the_fast_path_does_not_promise_equal_bits() -> None:
+    """Shows that the test above can tell: the same procedure without fixed shapes gives other bits."""
+    runner = open_runner(SHAPES["group of 2"])
+    tokens = tokens_of(1, LENGTH)
+    assert any(among_others(runner, tokens, seed) != alone(runner, tokens) for seed in (1, 2, 3))
+
+
+def test_sampled_text_is_the_same_in_other_company_and_in_another_row() -> None:
+    runner = open_runner(SHAPES["group of 2"], deterministic=True)
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, top_p=0.95, top_k=50, seed=11)
+    lone = Driver(runner)
+    expected = lone.add(tokens_of(1, 60), sampling)
+    lone.run(40, chunk=60, max_tokens=96)
+    texts = []
+    for seed in (3, 4):
+        driver = Driver(runner, seed=seed)
+        for i in range(4):
+            driver.add(tokens_of(10 + i, 20 * i + 1), SamplingParams(max_tokens=40, temperature=0.5 * i, seed=i))
+        texts.append(driver.add(tokens_of(1, 60), sampling, row=2 + seed))
+        driver.run(40, chunk=17, max_tokens=96)
+    assert [sequence.output for sequence in texts] == [expected.output] * 2
+    assert len(set(expected.output)) > 10
+
+
+def test_a_platform_whose_products_depend_on_the_batch_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that lets the number of non-zero rows of its tile leak into the result stands for such a platform."""
+    runner = open_runner(SHAPES["group of 2"], deterministic=True)
+    prove_deterministic(runner, 96)
+    honest = Decoder._logits
+
+    def leaking(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        filled = int((hidden.abs().sum(dim=-1) > 0).sum())
+        return honest(self, hidden) * np.nextafter(np.float32(1), np.float32(2)) ** filled
+
+    monkeypatch.setattr(Decoder, "_logits", leaking)
+    with pytest.raises(StartupError, match="deterministic"):
+        prove_deterministic(runner, 96)

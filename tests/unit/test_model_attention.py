@@ -1,0 +1,162 @@
+"""Both attentions against attention written out, over random ragged rows; the joining of parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.attention.base import RaggedRows
+from services.worker.attention.fixed_splits import FixedSplitAttention
+from services.worker.attention.merge import merge_states
+from services.worker.attention.torch_paged import WASTE_KEYS, TorchPagedAttention, group_rows
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.spec import ModelSpec, RopeSpec
+
+BLOCK_SIZE = 8
+MAX_KEYS = 600
+
+
+def make_spec(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=MAX_KEYS,
+        norm_eps=1e-6,
+        rope=RopeSpec(),
+        tied_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        head_norm=False,
+        eos_token_ids=(),
+    )
+
+
+class Case:
+    """Rows of random lengths over a cache that is full of NaN wherever nothing was written."""
+
+    def __init__(self, lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.spec = make_spec(*heads)
+        blocks = [-(-(start + count) // BLOCK_SIZE) for start, count in lengths]
+        self.cache = KVCache(self.spec, sum(blocks) + 1, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.fill_(torch.nan)
+        order = torch.randperm(sum(blocks), generator=generator).to(torch.int32).numpy()
+        tables = np.full((len(lengths), max(blocks)), sum(blocks), dtype=np.int32)
+        self.keys, self.values = [], []
+        for row, (start, count) in enumerate(lengths):
+            tables[row, : blocks[row]], order = np.split(order, [blocks[row]])
+            slots = torch.from_numpy(tables[row, : blocks[row], None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).flatten()
+            shape = (start + count, self.spec.num_kv_heads, self.spec.head_dim)
+            self.keys.append(torch.randn(shape, generator=generator))
+            self.values.append(torch.randn(shape, generator=generator))
+            self.cache.write(1, slots[: start + count].long(), self.keys[-1], self.values[-1])
+        starts, counts = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
+        self.rows = RaggedRows(counts, starts, tables)
+        shape = (int(counts.sum()), self.spec.num_heads, self.spec.head_dim)
+        self.queries = torch.randn(shape, generator=generator)
+
+    def expected(self) -> torch.Tensor:
+        """One query at a time, one head at a time, in float64."""
+        out = []
+        first = self.rows.first_token
+        for row, (start, count) in enumerate(zip(self.rows.start, self.rows.num_tokens, strict=True)):
+            keys = self.keys[row].double().repeat_interleave(self.spec.group_size, dim=1)
+            values = self.values[row].double().repeat_interleave(self.spec.group_size, dim=1)
+            for offset in range(count):
+                query, seen = self.queries[first[row] + offset].double(), start + offset + 1
+                scores = torch.einsum("hd,khd->hk", query, keys[:seen]) / math.sqrt(self.spec.head_dim)
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[:seen]).flatten())
+        return torch.stack(out)
+
+
+def attend(attention: Any, case: Case) -> torch.Tensor:
+    result: torch.Tensor = attention.attend(attention.plan(case.rows), 1, case.queries)
+    return result
+
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(0, MAX_KEYS - 1), st.one_of(st.just(1), st.integers(1, 200))).filter(
+        lambda row: sum(row) <= MAX_KEYS
+    ),
+    min_size=1,
+    max_size=5,
+)
+HEADS = st.sampled_from([(4, 2, 8), (4, 4, 6), (8, 1, 4), (3, 1, 10)])
+
+
+@pytest.mark.parametrize("kind", [TorchPagedAttention, FixedSplitAttention])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(lengths=LENGTHS, heads=HEADS, seed=st.integers(0, 1000))
+def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
+    kind: type[Any], lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int
+) -> None:
+    case = Case(lengths, heads, seed)
+    torch.testing.assert_close(
+        attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("lengths", [[(0, 1)] * 3, [(9, 1), (300, 1), (2, 1)], [(0, 129)], [(255, 1), (256, 1)]])
+@pytest.mark.parametrize("kind", [TorchPagedAttention, FixedSplitAttention])
+def test_border_cases_of_groups_tiles_and_splits(kind: type[Any], lengths: list[tuple[int, int]]) -> None:
+    case = Case(lengths, (4, 2, 8), 3)
+    torch.testing.assert_close(
+        attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
+    )
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=0, max_size=60).map(lambda keys: np.array(keys, dtype=np.int32)),
+    st.integers(1, 20_000),
+)
+def test_groups_hold_every_row_once_and_keep_their_limits(num_keys: Any, max_keys: int) -> None:
+    rows = np.arange(len(num_keys), dtype=np.int64) * 3
+    groups = group_rows(rows, num_keys, max_keys)
+    assert sorted(int(row) for group in groups for row in group) == rows.tolist()
+    for group in groups:
+        keys = num_keys[group // 3]
+        assert len(group) == 1 or len(group) * keys.max() <= max_keys
+        assert (keys.max() - keys).sum() <= WASTE_KEYS
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 2**31))
+def test_merged_parts_equal_the_whole(num_first: int, num_second: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, num_first + num_second, generator=generator) * 5
+    values = torch.randn(3, num_first + num_second, 4, generator=generator)
+    merged, lse = merge_states(
+        *_part(scores[:, :num_first], values[:, :num_first]), *_part(scores[:, num_first:], values[:, num_first:])
+    )
+    expected, expected_lse = _part(scores, values)
+    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_an_empty_part_leaves_the_other_bit_by_bit() -> None:
+    part = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    lse = torch.tensor([-100.0, -1.0, 0.0, 3.3, 80.0])
+    empty, nothing = torch.zeros(5, 4), torch.full((5,), -torch.inf)
+    for merged in (merge_states(part, lse, empty, nothing), merge_states(empty, nothing, part, lse)):
+        assert torch.equal(merged[0], part)
+        assert torch.equal(merged[1], lse)
+
+
+def _part(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not scores.shape[1]:
+        return torch.zeros(3, 4), torch.full((3,), -torch.inf)
+    out = torch.einsum("nk,nkd->nd", scores.softmax(dim=-1), values)
+    return out, torch.logsumexp(scores, dim=-1) / math.log(2)

@@ -1,0 +1,103 @@
+"""The decoder against the reference implementation, through the runner, in ragged batches with chunked prompts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.runner_driver import Driver
+from tests.support.runners import open_runner
+
+NUM_TOKENS = 64
+PROMPT_LENGTHS = (1, 9, 47, 150)
+MIN_MARGIN = 1e-3
+"""Every choice along the reference's text is at least this clear, so that rounding cannot excuse a difference."""
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SHAPES = {
+    "group of 2": CheckpointShape(seed=7),
+    "group of 1, tied": CheckpointShape(num_kv_heads=4, tied=True, seed=0),
+    "group of 4, wide heads": CheckpointShape(num_kv_heads=1, head_dim=40, seed=7),
+    "group of 8, three layers": CheckpointShape(num_heads=8, num_kv_heads=1, head_dim=8, num_layers=3, seed=13),
+    "biases": CheckpointShape(extra=(("attention_bias", True), ("mlp_bias", True)), seed=3),
+    "linear rope": CheckpointShape(extra=(("rope_parameters", LINEAR),), seed=8),
+    "llama3 rope": CheckpointShape(extra=(("rope_parameters", LLAMA3),), seed=2),
+    "mistral": CheckpointShape(family="mistral", seed=7),
+    "qwen2": CheckpointShape(family="qwen2", seed=2),
+    "qwen3, tied": CheckpointShape(family="qwen3", tied=True, seed=0),
+}
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def reference_text(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """Greedy text by the reference's own `generate`, after checking that every choice in it is clear."""
+    tokens = reference.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        eos_token_id=None,
+        pad_token_id=2,
+    )
+    with torch.inference_mode():
+        top = reference(tokens).logits[0, len(prompt) - 1 : -1].topk(2).values
+    assert (top[:, 0] - top[:, 1]).min() > MIN_MARGIN, "choose another seed: the checkpoint has near-ties"
+    return [int(token) for token in tokens[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_greedy_text_equals_the_references(name: str, deterministic: bool) -> None:
+    shape = SHAPES[name]
+    reference = stored_checkpoint(shape)[1]
+    driver = Driver(open_runner(shape, deterministic=deterministic), seed=len(name))
+    sequences = [driver.add(prompt) for prompt in prompts(shape.vocab_size)]
+    driver.run(NUM_TOKENS, chunk=41, max_tokens=96)
+    for sequence in sequences:
+        assert sequence.output == reference_text(reference, sequence.tokens[: sequence.num_prompt])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_logits_agree_with_the_references_at_every_position(name: str) -> None:
+    shape = SHAPES[name]
+    reference = stored_checkpoint(shape)[1]
+    driver = Driver(open_runner(shape))
+    tokens = prompts(shape.vocab_size)[2]
+    sequence = driver.add(tokens[:1])
+    for following in (*tokens[1:], None):
+        driver.step_logits([(sequence, 1)], [following])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    difference = (torch.stack(sequence.logits) - expected).abs().amax() / expected.abs().amax()
+    assert difference < 1e-4
+
+
+def test_bfloat16_stays_near_the_float32_reference() -> None:
+    """bfloat16 keeps 8 bits of mantissa: 2^-8 is 0.4 % per rounding, a few per cent after two layers."""
+    shape = SHAPES["group of 2"]
+    reference = stored_checkpoint(shape)[1]
+    driver = Driver(open_runner(shape, dtype="bfloat16"))
+    tokens = prompts(shape.vocab_size)[3]
+    sequence = driver.add(tokens)
+    for count in (70, 79, 1):
+        driver.step_logits([(sequence, count)], [None])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0, -1]
+    difference = (sequence.logits[-1] - expected).abs().amax() / expected.abs().amax()
+    assert 1e-5 < difference < 5e-2
