@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice_client.answer import Answer, Reply
-    from sluice_client.client import ClientLimits, SluiceClient
+    from sluice_client.client import SluiceClient
     from sluice_client.errors import (
         APIConnectionError,
         APIResponseError,
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sluice_client.paced_stream import PacedStream
     from sluice_client.pacer import HumanPacing, PacerStats, Piece, make_pacer
     from sluice_client.qoe import QoeState, QoeTarget
+    from sluice_client.retry import RetryPolicy
+    from sluice_client.transport import ClientLimits
 
 __all__ = [
     "APIConnectionError",
@@ -43,6 +45,7 @@ __all__ = [
     "QoeState",
     "QoeTarget",
     "Reply",
+    "RetryPolicy",
     "SluiceClient",
     "SluiceClientError",
     "make_pacer",
@@ -50,11 +53,13 @@ __all__ = [
 
 _MODULES = {
     "answer": ("Answer", "Reply"),
-    "client": ("ClientLimits", "SluiceClient"),
+    "client": ("SluiceClient",),
     "errors": tuple(name for name in __all__ if name.endswith("Error")),
     "paced_stream": ("PacedStream",),
     "pacer": ("HumanPacing", "PacerStats", "Piece", "make_pacer"),
     "qoe": ("QoeState", "QoeTarget"),
+    "retry": ("RetryPolicy",),
+    "transport": ("ClientLimits",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

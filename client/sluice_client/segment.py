@@ -161,13 +161,13 @@ class _Markup:
         """Take the next character; True if it is to be paced."""
         if self._json is None:
             self._json = self._decide_json(char)
-        paced = not self._json and not self._opened_by_bracket
+        is_prose = not self._json and not self._opened_by_bracket
+        if char != "\n":
+            self._scan(char)
+        paced = is_prose and not self._in_fence and not self._opens_fence
         if char == "\n":
-            paced = paced and not self._in_fence
             self._end_line()
-            return paced
-        self._scan(char)
-        return paced and not self._in_fence and not self._opens_fence
+        return paced
 
     def _decide_json(self, char: str) -> bool | None:
         """An answer that begins with { or [{ or [[ or [" is JSON; blanks before and between do not matter."""
