@@ -15,7 +15,7 @@ Rows = NDArray[np.intp]
 def decodes_first(rows: Rows, num_tokens: I32, remaining: I32) -> tuple[Rows, I32]:
     """Return the choice with the rows that compute their last known token before all others, order kept."""
     chunk = remaining > 1
-    if not chunk.any() or not (chunk[:-1] & ~chunk[1:]).any():
+    if not np.count_nonzero(chunk) or not np.count_nonzero(chunk[:-1] & ~chunk[1:]):
         return rows, num_tokens
     order = np.argsort(chunk, kind="stable")
     return rows[order], num_tokens[order]
@@ -31,7 +31,7 @@ def input_tokens(table: SequenceTable, log: TokenLog, rows: Rows, num_tokens: I3
         num_tokens: [n] tokens that each computes.
     """
     last = table.last_token[rows]
-    chunks = np.flatnonzero(table.num_known[rows] - table.num_computed[rows] > 1)
+    chunks = (table.num_known[rows] - table.num_computed[rows] > 1).nonzero()[0]
     if not chunks.size:
         return last
     parts = [last[: chunks[0]]]

@@ -66,7 +66,7 @@ class BlockManager:
         """
         held = self.held[rows]
         short = ends > held * self.block_size
-        if not short.any():
+        if not np.count_nonzero(short):
             return NO_TABLE_DELTA
         rows, held = rows[short], held[short]
         more = -(-ends[short] // self.block_size) - held

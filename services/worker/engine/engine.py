@@ -32,6 +32,7 @@ from shared.ids import RequestId
 from shared.types import FinishReason
 
 Rows = NDArray[np.intp]
+_RUNNING = np.uint8(Status.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +147,14 @@ class Engine:
         """
         assert output.step_id == batch.step_id, f"output of step {output.step_id} for step {batch.step_id}"
         flight = self._land(batch)
+        self._totals.busy_s += output.duration_s
         self.table.num_computed[flight.rows] = flight.end
         self.retry.succeeded(batch.rows)
         rows, tokens = flight.rows, output.tokens
         wanted = batch.sample
         if self._num_cancelled:
             wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
-        if not wanted.all():
+        if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
         events = self._deliver(rows, tokens, now_s) if rows.size else NO_EVENTS
         return self._with_cancelled(flight, events)
@@ -240,7 +242,7 @@ class Engine:
     def _view(self, now_s: float) -> SchedulerView:
         table = self.table
         waiting, running, preempted = table.waiting.view, table.running.view, table.preempted.view
-        if table.hold.any():
+        if np.count_nonzero(table.hold):
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
         columns = table.columns
@@ -264,13 +266,14 @@ class Engine:
         for row in output.preempt.tolist():
             self._preempt(row)
         rows = output.rows.astype(np.intp)
-        assert not table.hold[rows].any(), "the scheduler chose a row that is held"
+        assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
         assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
-        for row in rows[table.status[rows] != Status.RUNNING].tolist():
+        parked = table.status[rows] != _RUNNING
+        for row in rows[parked].tolist() if np.count_nonzero(parked) else ():
             self._admit(row)
         remaining = table.num_known[rows] - table.num_computed[rows]
-        assert (output.num_tokens >= 1).all(), "each row of a step computes at least one token"
-        assert (output.num_tokens <= remaining).all(), "a row cannot compute tokens that are not known"
+        impossible = (output.num_tokens < 1) | (output.num_tokens > remaining)
+        assert not np.count_nonzero(impossible), "a row computes at least one token, and none that is not known"
         return decodes_first(rows, output.num_tokens, remaining)
 
     def _launch(self, rows: Rows, num_tokens: I32) -> Batch:
@@ -322,7 +325,7 @@ class Engine:
             tokens=tokens,
             finish=finish,
         )
-        for i in np.flatnonzero(finish).tolist():
+        for i in finish.nonzero()[0].tolist():
             self._forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
 

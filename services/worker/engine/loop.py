@@ -6,6 +6,7 @@ import asyncio
 from asyncio import Future
 from collections import deque
 from collections.abc import Callable
+from math import isinf
 
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import NO_EVENTS, StepEvents
@@ -136,9 +137,9 @@ class StepLoop:
 
     def _expiry_timer(self) -> asyncio.TimerHandle | None:
         """Wake when a sequence that cannot run now expires."""
-        delay_s = self._engine.next_expiry_s - self._now()
-        if delay_s == float("inf"):
+        if not self._engine.has_work or isinf(self._engine.next_expiry_s):
             return None
+        delay_s = self._engine.next_expiry_s - self._now()
         return asyncio.get_running_loop().call_later(max(delay_s, _MIN_TIMER_S), self.wake)
 
     def _on_done(self, _future: Future[BatchOutput]) -> None:

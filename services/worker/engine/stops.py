@@ -52,7 +52,7 @@ class StopRules:
         finish = (num_output >= max_output).astype(np.uint8)
         finish *= _LENGTH
         stopped = self._is_eos[tokens]
-        if stopped.any():
+        if np.count_nonzero(stopped):
             stopped &= ~self._ignore_eos[rows]
         if self._num_with_stop_ids:
             stopped |= (self._stop_ids[rows] == tokens[:, None]).any(axis=1)

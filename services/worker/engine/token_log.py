@@ -38,8 +38,8 @@ class TokenLog:
             tokens: [n] ids.
         """
         offsets = lengths & _MASK
-        if not offsets.all():
-            for i in np.flatnonzero(offsets == 0).tolist():
+        if np.count_nonzero(offsets) < offsets.size:
+            for i in (offsets == 0).nonzero()[0].tolist():
                 self._begin_chunk(int(rows[i]), int(lengths[i]) >> _SHIFT)
         self._pool[self._base[rows] + offsets] = tokens
 

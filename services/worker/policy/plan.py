@@ -19,6 +19,8 @@ import numpy as np
 from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_kept, num_known
 from services.worker.policy.view import I32, PreemptHow, SchedulerOutput, SchedulerView
 
+_RECOMPUTE = np.uint8(PreemptHow.RECOMPUTE)
+
 
 class StepPlan:
     """Rows chosen so far, and the tokens, rows and blocks that are left for more."""
@@ -50,12 +52,13 @@ class StepPlan:
     def decode(self) -> None:
         """Choose the running rows with one token to compute, as many as the limits allow, and make room for them."""
         view = self._view
-        decodes = np.flatnonzero(self._remaining == 1)[: min(self._tokens_left, self._rows_left)]
+        decodes = (self._remaining == 1).nonzero()[0][: min(self._tokens_left, self._rows_left)]
         if not decodes.size:
             return
         rows = self._running[decodes]
         missing = missing_blocks(view, rows, self._computed[decodes] + 1)
-        if int(missing.sum()) > self._free_blocks:
+        total = int(missing.sum())
+        if total > self._free_blocks:
             needs = np.zeros_like(self._running)
             needs[decodes] = missing
             kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
@@ -63,15 +66,15 @@ class StepPlan:
                 return
             self._give_way(kept)
             still = decodes < kept
-            rows, missing = rows[still], missing[still]
+            rows, total = rows[still], int(missing[still].sum())
         self._decodes = rows
-        self._free_blocks -= int(missing.sum())
+        self._free_blocks -= total
         self._tokens_left -= int(rows.size)
         self._rows_left -= int(rows.size)
 
     def continue_prefills(self) -> None:
         """Choose the running rows with more than one token to compute, each with what the limits and blocks allow."""
-        for i in np.flatnonzero(self._remaining > 1).tolist():
+        for i in (self._remaining > 1).nonzero()[0].tolist():
             if self._tokens_left == 0 or self._rows_left == 0:
                 return
             self._continue_prefill(i)
@@ -121,7 +124,7 @@ class StepPlan:
             rows=rows,
             num_tokens=num_tokens,
             preempt=self._preempt,
-            preempt_how=np.full(self._preempt.size, PreemptHow.RECOMPUTE, dtype=np.uint8),
+            preempt_how=np.full(self._preempt.size, _RECOMPUTE),
             reason=self._reason(),
         )
 
@@ -160,7 +163,7 @@ class StepPlan:
         One more for each of them, and for a prefill under way the rest of its known tokens.
         """
         view = self._view
-        prefills = np.flatnonzero(self._remaining > 1)
+        prefills = (self._remaining > 1).nonzero()[0]
         if not prefills.size:
             return int(self._running.size)
         rows, ends = self._running[prefills], (self._computed + self._remaining)[prefills]

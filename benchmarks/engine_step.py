@@ -1,0 +1,97 @@
+"""Time that the engine itself takes per step of decodes: `python -m benchmarks.engine_step`.
+
+The executor is left out: its output is the same array each time. `next_batch` includes the scheduler and the blocks,
+`absorb` the stop rules, the QoE columns and the events. Numbers are microseconds, median and 99th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.engine.types import BatchOutput
+from services.worker.policy.registry import SCHEDULERS, make_scheduler
+from shared.ids import RequestId, StreamId
+from shared.types import QoeTarget, SamplingParams
+
+ROWS = (1, 64, 1024)
+WARM_UP = 200
+PROMPT = 64
+BLOCK_SIZE = 16
+
+
+def decoding_engine(scheduler: str, num_rows: int, num_steps: int) -> Engine:
+    """Return an engine whose sequences have all been prefilled and decode for at least `num_steps` more steps."""
+    max_len = PROMPT + num_steps + 8
+    config = EngineConfig(
+        max_sequences=num_rows,
+        max_batch_tokens=max(num_rows, 2048),
+        max_batch_rows=num_rows,
+        max_model_len=max_len,
+        vocab_size=32_000,
+        eos_token_ids=(2,),
+        block_size=BLOCK_SIZE,
+    )
+    engine = Engine(config, make_scheduler(scheduler), num_rows * (max_len // BLOCK_SIZE + 2))
+    for i in range(num_rows):
+        prompt = np.arange(3, 3 + PROMPT - i % BLOCK_SIZE, dtype=np.uint32)  # block borders spread over the steps
+        new = NewSequence(
+            RequestId(f"r{i}"), StreamId(i), 1, 0, prompt, SamplingParams(max_tokens=max_len), 0.0, 1e9, qoe=QoeTarget()
+        )
+        assert not isinstance(engine.add(new), AddRefusal)
+    while engine.stats.num_waiting or (engine.table.num_known - engine.table.num_computed > 1).any():
+        step(engine, 0.0)
+    return engine
+
+
+def step(engine: Engine, now_s: float) -> tuple[float, float]:
+    """Do one step and return the seconds of its two halves."""
+    began_s = time.perf_counter()
+    batch = engine.next_batch(now_s)
+    made_s = time.perf_counter()
+    assert batch is not None
+    tokens = np.where(batch.sample, np.int32(7), np.int32(-1))
+    output = BatchOutput(batch.step_id, tokens, 0.0)
+    back_s = time.perf_counter()
+    engine.absorb(batch, output, now_s)
+    return made_s - began_s, time.perf_counter() - back_s
+
+
+def measure(scheduler: str, num_rows: int, num_steps: int) -> NDArray[np.float64]:
+    """Return [num_steps, 2] seconds of `next_batch` and `absorb`."""
+    engine = decoding_engine(scheduler, num_rows, num_steps + WARM_UP)
+    for i in range(WARM_UP):
+        step(engine, i * 0.02)
+    gc.collect()
+    gc.disable()
+    times = np.array([step(engine, (WARM_UP + i) * 0.02) for i in range(num_steps)])
+    gc.enable()
+    return times
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description="Time of the engine per step of decodes.")
+    parser.add_argument("--steps", type=int, default=3000, help="measured steps per line")
+    arguments = parser.parse_args()
+    print("| scheduler | rows | next_batch p50 | absorb p50 | together p50 | together p99 |")
+    print("|---|---|---|---|---|---|")
+    for scheduler in SCHEDULERS:
+        for num_rows in ROWS:
+            times = measure(scheduler, num_rows, arguments.steps) * 1e6
+            made, absorbed = np.median(times, axis=0)
+            both = times.sum(axis=1)
+            print(
+                f"| {scheduler} | {num_rows} | {made:.1f} | {absorbed:.1f} "
+                f"| {np.median(both):.1f} | {np.percentile(both, 99):.1f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()
