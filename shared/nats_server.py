@@ -134,6 +134,21 @@ def find_binary() -> str:
     return found
 
 
+def server_command(store_dir: Path, port: int) -> list[str]:
+    """Write the configuration, and return the command line of a broker on this port, for a supervisor that runs it.
+
+    Raises:
+        StartupError: there is no binary.
+        OSError: the folder cannot be used.
+    """
+    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, None))]
+
+
+def accepts_connections(url: str) -> bool:
+    """Return whether a broker greets there now; blocks for up to a second."""
+    return _accepts(url)
+
+
 def _write_config(directory: Path, port: int, monitoring_port: int | None) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("nats-server_*.ports"):

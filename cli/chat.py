@@ -1,0 +1,126 @@
+"""`sluice chat`: a conversation in the terminal, at reading speed. Also reads messages from a pipe, one per line."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from contextlib import suppress
+from typing import Any
+
+from cli.answer import describe_answer, show_answer, start_answer
+from cli.console import Console
+from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
+from sluice_client.client import SluiceClient
+from sluice_client.errors import SluiceClientError
+
+MAX_MESSAGES = 100
+"""Messages of the conversation that are sent along; older ones are left out."""
+
+
+class Chat:
+    """One conversation with one server.
+
+    Args:
+        runner: of the event loop; its Ctrl-C cancels what runs.
+        console: for prompts and figures; answers go to stdout.
+        url: of the API.
+        model: empty for the first one of the server.
+        paced: at reading speed.
+    """
+
+    def __init__(self, runner: asyncio.Runner, console: Console, url: str, model: str, *, paced: bool) -> None:
+        self._runner = runner
+        self._console = console
+        self._url = url
+        self._model = model
+        self._paced = paced
+        self._history: list[dict[str, Any]] = []
+        self._client: SluiceClient | None = None
+
+    def connect(self) -> str:
+        """Return the model's name.
+
+        Raises:
+            CommandError: nothing answers there, or it serves no such model.
+        """
+        return self._runner.run(self._connect())
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            self._runner.run(self._client.aclose())
+
+    def say(self, text: str) -> None:
+        """Send a message and show the answer; both become part of the conversation.
+
+        Raises:
+            CommandError: the answer broke off.
+            KeyboardInterrupt: the person stopped it; the server was told, and the text so far is kept.
+        """
+        self._history.append({"role": "user", "content": text})
+        assert self._client is not None, "connected"
+        answer = start_answer(self._client, self._history[-MAX_MESSAGES:], paced=self._paced)
+        try:
+            self._runner.run(show_answer(answer, sys.stdout))
+        finally:
+            self._history.append({"role": "assistant", "content": answer.text})
+        self._console.line(self._console.style(describe_answer(answer), "dim"))
+
+    async def _connect(self) -> str:
+        self._client = SluiceClient(self._url, model=self._model or None)
+        await self._client.__aenter__()
+        try:
+            models = await self._client.models()
+        except SluiceClientError as error:
+            hint = "Start a cluster with `sluice up`, or name another with --url"
+            raise CommandError(f"nothing to talk to at {self._url}: {error}", hint, UNREACHABLE) from error
+        if self._model and self._model not in models:
+            raise CommandError(f"{self._url} does not serve '{self._model}'", f"It serves: {', '.join(models)}", FAILED)
+        return self._model or (models[0] if models else "")
+
+
+def run_chat(url: str, model: str, console: Console, *, paced: bool) -> int:
+    """Talk until the end of input; return the exit code.
+
+    Raises:
+        CommandError: nothing answers there; with input from a pipe, also when an answer breaks off.
+    """
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        with suppress(ImportError):  # line editing and history of what was typed
+            importlib.import_module("readline")
+    with asyncio.Runner() as runner:
+        chat = Chat(runner, console, url, model, paced=paced)
+        try:
+            name = chat.connect()
+            if is_interactive:
+                console.line(f"{name} at {url}; Ctrl-C stops an answer, Ctrl-D leaves")
+            _converse(chat, console, is_interactive=is_interactive)
+        finally:
+            chat.close()
+    return DONE
+
+
+def _converse(chat: Chat, console: Console, *, is_interactive: bool) -> None:
+    while (text := _read(console, is_interactive=is_interactive)) is not None:
+        if not text:
+            continue
+        try:
+            chat.say(text)
+        except KeyboardInterrupt:
+            console.line(console.style("stopped; Ctrl-C again leaves", "dim"))
+        except CommandError as error:
+            if not is_interactive:
+                raise
+            console.line(str(error))
+
+
+def _read(console: Console, *, is_interactive: bool) -> str | None:
+    """Return the next message, or None at the end of input or on Ctrl-C."""
+    try:
+        return input("> " if is_interactive else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        if is_interactive:
+            console.line()
+        return None

@@ -1,0 +1,89 @@
+"""Which processes a cluster on one machine has, and with which flags each is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cli.model import Model
+from cli.settings import UpSettings
+from cli.supervisor import ChildSpec
+
+DISPATCHER = "dispatcher"
+MONITOR = "monitor"
+PLANNER = "planner"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Everything the children are told."""
+
+    settings: UpSettings
+    model: Model
+    nats_url: str
+    port: int
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        return self.settings.served_model_name or self.model.name
+
+    @property
+    def url(self) -> str:
+        """Where the API is, as seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104  compared
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def worker_names(self) -> list[str]:
+        """Return the names, and ids, of the workers."""
+        return [f"worker-{index}" for index in range(self.settings.workers)]
+
+    def specs(self) -> list[ChildSpec]:
+        """Return every child, in the order of their start."""
+        workers = [self._worker(index, name) for index, name in enumerate(self.worker_names())]
+        return [self._service(MONITOR), self._service(PLANNER), *workers, self._dispatcher()]
+
+    def _service(self, name: str, *flags: str, instance_id: str = "") -> ChildSpec:
+        settings = self.settings
+        common = ("--instance-id", instance_id or name, "--nats-url", self.nats_url, "--cluster", settings.cluster)
+        logs = ("--log-level", settings.log_level, "--log-format", "json")
+        module = f"services.{name.split('-')[0]}"
+        return ChildSpec(name, (sys.executable, "-m", module, *common, *logs, *flags))
+
+    def _worker(self, index: int, name: str) -> ChildSpec:
+        settings = self.settings
+        flags = ["--model", str(self.model.folder), "--served-model-name", self.model_name]
+        flags += [
+            "--device",
+            device_of(settings.device, index, num_devices()),
+            "--dtype",
+            settings.dtype,
+            "--memory",
+            str(settings.memory),
+        ]
+        flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
+        flags += ["--threads", str(settings.threads_per_worker())]
+        flags += ["--deterministic"] if settings.deterministic else []
+        return self._service(name, *flags)
+
+    def _dispatcher(self) -> ChildSpec:
+        settings = self.settings
+        flags = ["--host", settings.host, "--port", str(self.port), "--model", str(self.model.folder)]
+        flags += ["--served-model-name", self.model_name, "--system", settings.system]
+        return self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+
+
+def num_devices() -> int:
+    """Return how many CUDA devices the workers may use, without loading a CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip()])
+    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
+def device_of(device: str, index: int, count: int) -> str:
+    """Return the device of the worker of this index: `cuda` means the devices in turn."""
+    return f"cuda:{index % count}" if device == "cuda" and count > 1 else device

@@ -1,0 +1,34 @@
+"""Exit codes of `sluice`, and how a failure becomes one line.
+
+0    done, or stopped as asked
+1    something failed while it ran; the line says what, and where its log is
+2    refused: bad usage, a wrong setting, a taken port, a missing model …; nothing was left running
+3    nothing answers at the URL (`status`, `chat`)
+130  a second Ctrl-C: stopped at once, without finishing running answers
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+DONE: Final = 0
+FAILED: Final = 1
+REFUSED: Final = 2
+UNREACHABLE: Final = 3
+KILLED: Final = 130
+
+
+class CommandError(Exception):
+    """A command cannot go on.
+
+    Args:
+        message: what is wrong, without its full stop.
+        hint: what to do next.
+        code: of the table above.
+    """
+
+    def __init__(self, message: str, hint: str = "", code: int = FAILED) -> None:
+        message, hint = message.rstrip("."), hint.rstrip(".")
+        text = f"{message}{'' if message.endswith('?') else '.'} {hint}" if hint else message
+        super().__init__("sluice: " + " ".join(text.split()))
+        self.code = code

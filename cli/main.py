@@ -1,0 +1,191 @@
+"""The `sluice` command: what it offers, and the one place where a failure becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
+from shared.errors import SluiceError, StartupError
+from shared.version import VERSION
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EPILOG = """\b
+Examples:
+  sluice demo                                  a cluster and one answer, nothing needed
+  sluice up                                    serve the model that ships on port 8000
+  sluice up --model ./llama --workers 2        serve a folder, two copies
+  sluice up --model owner/name --device cuda   fetch from the Hugging Face hub, serve on GPUs
+  sluice chat                                  talk with it
+  sluice status                                what the workers do
+
+\b
+Exit codes:
+  0    done, or stopped as asked
+  1    something failed while it ran
+  2    refused: bad usage, a wrong setting, a taken port, a missing model
+  3    nothing answers at the URL (status, chat)
+  130  stopped at once by a second Ctrl-C
+
+Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
+NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting one.
+"""
+
+UP_EPILOG = """\b
+Examples:
+  sluice up --port 0 --json                    for scripts: one line of JSON once ready
+  sluice up --memory 4GiB --dtype bfloat16     a larger budget, half the bytes per value
+  NATS_URL=nats://broker:4222 sluice up        use a broker that runs already
+
+Ctrl-C finishes running answers (up to --drain-limit-s) and stops; a second Ctrl-C stops at once.
+"""
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+# name, metavar, help; the meaning and the check of each value are in cli.settings
+_CLUSTER_OPTIONS = (
+    ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
+    ("served-model-name", "NAME", "Name under which it is served. [the id, or the folder's name]"),
+    ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
+    ("device", "cpu|cuda", "Where the workers run; cuda:<index> names one device. [cpu]"),
+    ("dtype", "float32|bfloat16", "Type of parameters and KV. [float32]"),
+    ("memory", "SIZE", "Hard budget of each worker, e.g. 512MiB, 4GiB: parameters, KV, workspace. [1GiB]"),
+    ("system", "NAME", "Named set of policies. [fcfs-chunked]"),
+    ("host", "ADDR", "Address to listen on. [127.0.0.1]"),
+    ("port", "P", "Port of the API; 0 picks a free one. [up: 8000, demo: 0]"),
+    ("max-model-len", "N", "Most tokens of one request. [what the model and the memory allow]"),
+    ("threads", "N", "CPU threads of each worker. [cores / workers]"),
+    ("cluster", "NAME", "Name of the cluster on a shared broker. [default]"),
+    ("nats-url", "URL", "Broker to use. [NATS_URL, else one is started]"),
+    ("log-dir", "DIR", "Keep the logs of every process here. [a temporary folder]"),
+    ("log-level", "LEVEL", "debug, info, warning or error. [info]"),
+    ("start-limit-s", "S", "Seconds that loading may take. [1800]"),
+    ("drain-limit-s", "S", "Seconds that running answers get at the end. [120]"),
+)
+_CLUSTER_SWITCHES = (
+    ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
+    ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),
+)
+
+
+def cluster_options(command: F) -> F:
+    """Add the options of `up` and `demo`; one that is not given arrives as None."""
+    for name, text in reversed(_CLUSTER_SWITCHES):
+        command = click.option(f"--{name}/--no-{name}", default=None, help=text)(command)
+    for name, metavar, text in reversed(_CLUSTER_OPTIONS):
+        command = click.option(f"--{name}", metavar=metavar, default=None, help=text)(command)
+    return command
+
+
+@click.group(
+    invoke_without_command=True,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(VERSION, "--version", message="sluice %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Serve LLMs so that every reader's stream stays smooth."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@cli.command(epilog=UP_EPILOG)
+@cluster_options
+@click.option("--json", "as_json", is_flag=True, help='One line {"url", "nats_url", "pids"} on stdout once ready.')
+def up(*, as_json: bool, **flags: Any) -> int:
+    """Serve a model on this machine: broker, monitor, planner, workers, dispatcher."""
+    from cli.console import Console
+    from cli.settings import load_up_settings
+    from cli.up import run_up
+
+    return asyncio.run(run_up(load_up_settings(flags), Console(), as_json=as_json))
+
+
+@cli.command()
+@cluster_options
+@click.option("--prompt", metavar="TEXT", default=None, help="The question. [a story]")
+def demo(*, prompt: str | None, **flags: Any) -> int:
+    """Start a cluster and stream one answer at reading speed.
+
+    In a terminal the cluster then stays up until Ctrl-C; otherwise the command ends after the answer.
+    """
+    from cli.console import Console
+    from cli.demo import DEFAULTS, run_demo
+    from cli.hints import EXAMPLE_PROMPT
+    from cli.settings import load_up_settings
+
+    settings = load_up_settings(flags, DEFAULTS)
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    return asyncio.run(run_demo(settings, Console(), prompt or EXAMPLE_PROMPT, is_interactive=is_interactive))
+
+
+@cli.command()
+@click.option("--url", metavar="URL", default=DEFAULT_URL, show_default=True, help="The API to talk to.")
+@click.option("--model", metavar="NAME", default="", help="Model to talk to. [the first that is served]")
+@click.option("--no-pace", is_flag=True, help="Show the text as it arrives, not at reading speed.")
+def chat(*, url: str, model: str, no_pace: bool) -> int:
+    """Talk with a model at reading speed.
+
+    Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
+    """
+    from cli.chat import run_chat
+    from cli.console import Console
+
+    return run_chat(url, model, Console(), paced=not no_pace)
+
+
+@cli.command()
+@click.option("--url", metavar="URL", default=DEFAULT_URL, show_default=True, help="The API to ask.")
+@click.option("--json", "as_json", is_flag=True, help="The cluster view as one line of JSON.")
+def status(*, url: str, as_json: bool) -> int:
+    """Show the workers: phase, KV memory, requests, speed."""
+    from cli.status import run_status
+
+    click.echo(asyncio.run(run_status(url, as_json=as_json)))
+    return 0
+
+
+@cli.command()
+def version() -> int:
+    """Print the version."""
+    click.echo(f"sluice {VERSION}")
+    return 0
+
+
+def run_command(argv: list[str] | None = None) -> int:
+    """Run one command line and return its exit code; every failure is one line on stderr."""
+    try:
+        return int(cli.main(args=argv, prog_name="sluice", standalone_mode=False) or 0)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "sluice"
+        return _fail(CommandError(error.format_message(), f"See `{command} --help`", REFUSED), REFUSED)
+    except click.ClickException as error:
+        return _fail(CommandError(error.format_message()), FAILED)
+    except StartupError as error:
+        return _fail(error, REFUSED)
+    except CommandError as error:
+        return _fail(error, error.code)
+    except SluiceError as error:
+        return _fail(CommandError(str(error)), FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        return KILLED
+
+
+def _fail(error: Exception, code: int) -> int:
+    sys.stderr.write(f"{error}\n")
+    return code
+
+
+def main() -> None:
+    """Entry point."""
+    sys.exit(run_command())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Settings of `sluice up` and `sluice demo`: flag > `SLUICE_<FIELD>` > sluice.toml > default (`shared.config`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from shared.config import ServiceSettings, Size, load
+from shared.systems import DEFAULT_SYSTEM
+
+
+class UpSettings(ServiceSettings):
+    """A cluster on this machine."""
+
+    model: str = ""
+    """Folder of a checkpoint in Hugging Face format, or its id there (`owner/name`); empty: the model that ships."""
+    served_model_name: str = ""
+    """Name under which the model is served; empty: the id, or the folder's name."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker processes; each holds a whole copy of the model."""
+    device: str = "cpu"
+    """`cpu`, `cuda` (the workers share out the devices in turn) or `cuda:<index>`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and KV; bfloat16 halves both."""
+    memory: Size = 1024**3
+    """Hard memory budget of each worker, for parameters, KV and workspace; what the first and last leave becomes KV."""
+    system: str = DEFAULT_SYSTEM
+    """Named set of policies."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    """Port of the API; 0 picks a free one."""
+    deterministic: bool = False
+    """The same text whatever else is in the batch; somewhat slower."""
+    max_model_len: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """CPU threads of each worker; 0 shares this machine's cores out evenly."""
+    allow_no_key: bool = False
+    """Listen on another address than this machine's own although the API asks for no key."""
+    log_dir: str = ""
+    """Folder for the logs of every process; empty: a temporary one, removed at the end."""
+    start_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Seconds that the cluster may take to load its models."""
+    drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
+    """Seconds that running answers get to finish after the first Ctrl-C or SIGTERM."""
+
+    @property
+    def has_own_broker(self) -> bool:
+        """Whether the cluster starts a broker: yes, unless one is named (`--nats-url`, `NATS_URL`, sluice.toml)."""
+        return "nats_url" not in self.model_fields_set
+
+    def threads_per_worker(self, num_cores: int | None = None) -> int:
+        """Return the CPU threads of each worker."""
+        cores = num_cores or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.threads or max(1, cores // self.workers)
+
+
+def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> UpSettings:
+    """Return the settings; flags that are None were not given.
+
+    Args:
+        flags: by field name.
+        defaults: of the command, weaker than environment and file (`demo` has two workers).
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+    """
+    argv: list[str] = []
+    for name, value in flags.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(flag if value else f"--no-{flag[2:]}")
+        elif value is not None:
+            argv.append(f"{flag}={value}")
+    settings = load(UpSettings, "", argv)
+    missing = {name: value for name, value in (defaults or {}).items() if name not in settings.model_fields_set}
+    return settings.model_copy(update=missing)
+
+
+def log_dir_of(settings: UpSettings, run_dir: Path) -> Path:
+    """Return where the logs go, made if it does not exist."""
+    folder = Path(settings.log_dir) if settings.log_dir else run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

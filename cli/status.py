@@ -1,0 +1,78 @@
+"""`sluice status`: the cluster view as a table, or as JSON."""
+
+from __future__ import annotations
+
+from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from cli.http import ask
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from shared.wire import WireError, decode_json
+
+_HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
+
+
+async def run_status(url: str, *, as_json: bool) -> str:
+    """Return what to print.
+
+    Raises:
+        CommandError: nothing answers there, or it is no dispatcher.
+    """
+    answer = await ask(f"{url.rstrip('/')}/v1/cluster")
+    if answer.status == 503:
+        hint = "The monitor has written no view yet; try again in a second"
+        raise CommandError(f"{url} does not know its cluster now", hint, UNREACHABLE)
+    if answer.status != 200:
+        hint = "Name a sluice API with --url"
+        raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)
+    try:
+        view = decode_json(answer.body, ClusterView)
+    except WireError as error:
+        hint = "Use the `sluice` of the same version"
+        raise CommandError(f"{url} describes its cluster in an unknown way: {error}", hint, FAILED) from error
+    return view.model_dump_json() if as_json else render(view)
+
+
+def render(view: ClusterView) -> str:
+    """Return the table."""
+    if not view.workers:
+        return "no worker reports to this cluster; start one with `sluice up`"
+    rows = [_HEAD, *(_row(status) for status in view.workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*lines, "", _summary(view)])
+
+
+def _row(status: WorkerStatus) -> tuple[str, ...]:
+    report = status.report
+    phase = report.phase.value
+    if report.phase is WorkerPhase.LOADING:
+        phase = f"loading {report.progress_ratio:.0%}"
+    liveness = status.liveness.value
+    if status.liveness is not Liveness.ALIVE:
+        liveness = f"{liveness} ({status.age_s:.0f} s)"
+    return (
+        report.worker_id,
+        phase,
+        liveness,
+        report.model or "-",
+        report.device or "-",
+        f"{report.num_used_blocks}/{report.num_blocks} ({_share(report.num_used_blocks, report.num_blocks)})",
+        str(report.num_running),
+        str(report.num_waiting + report.num_preempted),
+        f"{report.tokens_per_s:.1f}",
+        str(report.num_steps),
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _summary(view: ClusterView) -> str:
+    usable = [
+        status.report
+        for status in view.workers
+        if status.liveness is Liveness.ALIVE and status.report.phase is WorkerPhase.READY
+    ]
+    rate = sum(report.tokens_per_s for report in usable)
+    running = sum(report.num_running for report in usable)
+    return f"{len(usable)} of {len(view.workers)} workers can take requests; {running} running, {rate:.1f} tokens/s"

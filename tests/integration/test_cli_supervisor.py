@@ -1,0 +1,212 @@
+"""Real child processes: restarts, refusals, the order of the end, and nothing left when the parent is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.restart import RestartParams
+from cli.run_dir import RunDir
+from cli.supervisor import ChildSpec, Supervisor
+from tests.support.processes import is_running, wait_until
+
+ROOT = Path(__file__).parents[2]
+FAST = RestartParams(first_delay_s=0.01, max_delay_s=0.02, max_exits=3, window_s=60.0)
+LIMIT_S = 10.0
+
+SERVE = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); signal.pause()"
+)
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\nwhile True: signal.pause()"
+)
+REFUSE = "import sys; sys.stderr.write('sluice: no such model. Use another\\n'); sys.exit(2)"
+CRASH = "raise RuntimeError('boom')"
+
+
+def python(name: str, code: str, *args: str) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-I", "-S", "-c", code, *args))
+
+
+def make_supervisor(folder: Path, shown: list[str] | None = None, group: int | None = None) -> Supervisor:
+    return Supervisor(folder, (shown if shown is not None else []).append, group=group, params=FAST)
+
+
+async def wait_for_output(folder: Path, name: str, text: str) -> None:
+    log = folder / f"{name}.log"
+    async with asyncio.timeout(LIMIT_S):
+        while not log.is_file() or text not in log.read_text():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_child_that_dies_is_started_again_with_another_pid(tmp_path: Path) -> None:
+    shown: list[str] = []
+    supervisor = make_supervisor(tmp_path, shown)
+    await supervisor.start(python("w", SERVE))
+    await wait_for_output(tmp_path, "w", "up")
+    first = supervisor.pids()["w"]
+    os.kill(first, signal.SIGKILL)
+    await wait_for_output(tmp_path, "w", "up\nup")
+    assert supervisor.pids()["w"] != first
+    assert shown == ["w ended by SIGKILL; it starts again in 0.0 s"]
+    assert supervisor.failure is None
+    await supervisor.close()
+
+
+async def test_the_supervisor_gives_up_with_one_line_that_names_the_cause(tmp_path: Path) -> None:
+    shown: list[str] = []
+    supervisor = make_supervisor(tmp_path, shown)
+    await supervisor.start(python("w", CRASH))
+    async with asyncio.timeout(LIMIT_S):
+        failure = await supervisor.wait_failed()
+    assert failure.code == 1
+    assert failure.line == (
+        "sluice: w ended 3 times within 60 s, the last time with exit code 1: RuntimeError: boom. "
+        "Use --log-dir DIR to keep the logs of a run"
+    )
+    assert len(shown) == 2
+    assert supervisor.pids() == {}
+    await supervisor.close()
+
+
+async def test_a_refused_start_is_final_and_its_line_is_the_childs_own(tmp_path: Path) -> None:
+    supervisor = make_supervisor(tmp_path)
+    await supervisor.start(python("w", REFUSE))
+    async with asyncio.timeout(LIMIT_S):
+        failure = await supervisor.wait_failed()
+    assert (failure.line, failure.code) == ("sluice: no such model. Use another", 2)
+    assert (tmp_path / "w.log").read_text().count("sluice:") == 1
+    await supervisor.close()
+
+
+async def test_a_child_that_once_served_is_restarted_although_it_refuses(tmp_path: Path) -> None:
+    """Memory may be short for a moment when a worker comes back; that must not end the whole cluster at once."""
+    supervisor = make_supervisor(tmp_path)
+    await supervisor.start(python("w", REFUSE))
+    supervisor.mark_ready()
+    async with asyncio.timeout(LIMIT_S):
+        failure = await supervisor.wait_failed()
+    assert failure.code == 1
+    assert (tmp_path / "w.log").read_text().count("sluice:") == 3
+    await supervisor.close()
+
+
+async def test_groups_stop_one_after_the_other_in_the_order_asked(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    code = (
+        "import signal, sys, time\n"
+        "def end(*_):\n"
+        "    with open(sys.argv[1], 'a') as file: file.write(sys.argv[2] + ' asked\\n')\n"
+        "    time.sleep(float(sys.argv[3]))\n"
+        "    with open(sys.argv[1], 'a') as file: file.write(sys.argv[2] + ' ended\\n')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('up', flush=True)\n"
+        "signal.pause()"
+    )
+    supervisor = make_supervisor(tmp_path)
+    for name, delay_s in (("last", 0.0), ("middle", 0.05), ("first", 0.2)):
+        await supervisor.start(python(name, code, str(trace), name, str(delay_s)))
+        await wait_for_output(tmp_path, name, "up")
+    for name in ("first", "middle", "last"):
+        assert await supervisor.stop([name], LIMIT_S) == []
+    order = ["first asked", "first ended", "middle asked", "middle ended", "last asked", "last ended"]
+    assert trace.read_text().splitlines() == order
+    await supervisor.close()
+
+
+async def test_a_child_that_ignores_the_request_is_killed_after_the_limit(tmp_path: Path) -> None:
+    supervisor = make_supervisor(tmp_path)
+    await supervisor.start(python("w", STUBBORN))
+    await wait_for_output(tmp_path, "w", "up")
+    pid = supervisor.pids()["w"]
+    assert await supervisor.stop(["w"], 0.1) == ["w"]
+    assert not is_running(pid)
+    await supervisor.close()
+
+
+async def test_stopping_ends_a_pending_restart(tmp_path: Path) -> None:
+    slow = RestartParams(first_delay_s=60.0, max_delay_s=60.0)
+    shown: list[str] = []
+    supervisor = Supervisor(tmp_path, shown.append, params=slow)
+    await supervisor.start(python("w", CRASH))
+    async with asyncio.timeout(LIMIT_S):
+        while not shown:
+            await asyncio.sleep(0.01)
+        assert await supervisor.stop(["w"], LIMIT_S) == []
+    await supervisor.close()
+
+
+async def test_a_grandchild_that_keeps_the_pipe_does_not_hold_up_the_restart(tmp_path: Path) -> None:
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-S', '-c', {STUBBORN!r}])"
+    with RunDir() as run_dir:
+        supervisor = make_supervisor(tmp_path, group=run_dir.group)
+        await supervisor.start(python("w", code))
+        async with asyncio.timeout(LIMIT_S):
+            failure = await supervisor.wait_failed()
+        assert "ended 3 times" in failure.line
+        await supervisor.close()
+
+
+PARENT = """
+import asyncio, json, sys
+from pathlib import Path
+from cli.run_dir import RunDir
+from cli.supervisor import ChildSpec, Supervisor
+
+async def main():
+    with RunDir() as run_dir:
+        supervisor = Supervisor(run_dir.path, print, group=run_dir.group)
+        for name, code in json.loads(sys.argv[1]).items():
+            await supervisor.start(ChildSpec(name, (sys.executable, "-I", "-S", "-c", code)))
+        while any("up" not in (run_dir.path / f"{name}.log").read_text() for name in supervisor.pids()):
+            await asyncio.sleep(0.01)
+        pids = [*supervisor.pids().values(), *map(int, (run_dir.path / "with-child.log").read_text().split()[1:])]
+        print(json.dumps({"pids": pids, "guardian": run_dir.group, "folder": str(run_dir.path)}), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+WITH_CHILD = (
+    "import signal, subprocess, sys\n"
+    f"child = subprocess.Popen([sys.executable, '-I', '-S', '-c', {STUBBORN!r}], stdout=subprocess.DEVNULL)\n"
+    "print('up', child.pid, flush=True)\n"
+    "signal.pause()"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_process_and_no_file_is_left_when_the_parent_is_killed(number: signal.Signals) -> None:
+    """One child serves, one ignores SIGTERM, one has a child of its own; the parent has no chance to tidy up."""
+    children = json.dumps({"plain": SERVE, "stubborn": STUBBORN, "with-child": WITH_CHILD})
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, children], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        state = json.loads(parent.stdout.readline())
+        assert len(state["pids"]) == 4
+        assert all(is_running(pid) for pid in [*state["pids"], state["guardian"]])
+        parent.send_signal(number)
+        parent.wait(LIMIT_S)
+    pids = [*state["pids"], state["guardian"]]
+    wait_until(lambda: not any(is_running(pid) for pid in pids), "every process is gone")
+    wait_until(lambda: not Path(state["folder"]).exists(), "the folder is gone")
+
+
+def test_an_orderly_end_leaves_nothing_and_kills_what_was_forgotten() -> None:
+    with RunDir() as run_dir:
+        folder = run_dir.path
+        (folder / "file").write_text("x")
+        forgotten = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", STUBBORN], stdout=subprocess.DEVNULL, process_group=run_dir.group
+        )
+        assert is_running(forgotten.pid)
+    assert not folder.exists()
+    assert forgotten.wait(LIMIT_S) == -signal.SIGKILL
