@@ -64,11 +64,11 @@ async def broker() -> AsyncIterator[str]:
     """Run a nats-server of its own; gives its URL."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedNats()
-        url = await server.start(port=0, store_dir=Path(folder))
+        url = await asyncio.to_thread(server.start, Path(folder))
         try:
             yield url
         finally:
-            await server.stop()
+            await asyncio.to_thread(server.stop)
 
 
 async def wait_ready(base_url: str, *, limit_s: float = 60.0) -> None:

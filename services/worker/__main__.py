@@ -30,7 +30,7 @@ class Worker:
         self._failure: BaseException | None = None
 
     def _fail(self, name: str, error: BaseException) -> None:
-        _log.error("task_died", task=name, error=repr(error))
+        del name  # the task's owner has logged it
         self._failure = self._failure or error
         self._stop.set()
 
