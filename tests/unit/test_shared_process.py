@@ -50,6 +50,16 @@ run_service("probe", main)
 """
 
 
+STUCK = """
+    while True:
+        try:
+            print("stuck", flush=True)
+            time.sleep(60)
+        except BaseException:
+            pass
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_lets_the_service_drain_and_exit_with_0(number: signal.Signals) -> None:
     process = start(WAITING.format(after="    await asyncio.sleep(0)\n    print('done')"))
@@ -60,10 +70,10 @@ def test_the_first_signal_lets_the_service_drain_and_exit_with_0(number: signal.
 
 
 def test_the_second_interrupt_kills_even_a_stuck_loop() -> None:
-    process = start(WAITING.format(after="    time.sleep(60)"))
+    process = start(WAITING.format(after=STUCK))
     first_line(process)
     process.send_signal(signal.SIGINT)
-    assert first_line(process) == "draining"
+    assert [first_line(process), first_line(process)] == ["draining", "stuck"]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == -signal.SIGINT

@@ -132,8 +132,10 @@ def test_a_burst_counts_like_its_tokens_one_by_one() -> None:
 
 
 def test_a_row_without_a_reader_stays_without_qoe_and_disturbs_no_other() -> None:
-    columns = fresh([1.0, math.nan, 1.0], [5.0, math.nan, 5.0]).deliver(np.array([3.0, 3.0, 0.5]), 2)
-    for found in (columns.qoe_at(4.0), columns.final(), columns.qoe_at(4.0, np.array([True, True, True]))):
+    empty = fresh([1.0, math.nan, 1.0], [5.0, math.nan, 5.0])
+    columns = empty.deliver(np.array([3.0, 3.0, 0.5]), 2)
+    finished = np.array([True, True, True])
+    for found in (empty.final(), columns.qoe_at(4.0), columns.final(), columns.qoe_at(4.0, finished)):
         assert np.isnan(found).tolist() == [False, True, False]
     alone = fresh([1.0], [5.0]).deliver(3.0, 2)
     assert columns.qoe_at(4.0)[0] == alone.qoe_at(4.0)[0]

@@ -221,6 +221,12 @@ def test_parts_of_a_split_fit_and_join_to_the_whole(counts: list[int], spare: in
         assert left.packed_bytes + 12 + 4 * int(right.count[0]) > max_bytes, "no part could take one more row"
 
 
+def test_a_part_is_filled_to_the_last_byte() -> None:
+    """Header 28, two rows of 16: 60 bytes."""
+    assert [len(part) for part in batch_of([1] * 5).split(60)] == [2, 2, 1]
+    assert [len(part) for part in batch_of([1] * 5).split(59)] == [1, 1, 1, 1, 1]
+
+
 def test_a_batch_that_fits_is_not_copied() -> None:
     assert BATCH.split() == [BATCH]
     assert BATCH.split()[0] is BATCH
