@@ -124,26 +124,29 @@ class EndpointRunner:
         """Return what names this endpoint."""
         return {"name": self.endpoint.name, "subject": self.endpoint.subject, "queue_group": QUEUE_GROUP}
 
-    async def close(self) -> None:
-        """Refuse what waits, let running responders end within the grace, then cancel them. Idempotent."""
+    async def close(self, caller: asyncio.Task[Any] | None) -> None:
+        """Refuse what waits, let running responders end within the grace, then cancel them. Idempotent.
+
+        Args:
+            caller: the task that wants this; if it is a responder of ours, it is not waited for.
+        """
         self._closing = True
         while self._waiting:
             self._refuse(self._waiting.popleft(), "closing")
-        await self._wait(CLOSE_GRACE_S)
-        late = {task: message for task, message in self._running.items() if task is not asyncio.current_task()}
-        for task, message in late.items():
-            task.cancel()
-            self._refuse(message, "closing")
-        await self._wait(CLOSE_GRACE_S)
+        await self._wait(caller)
+        for task, message in list(self._running.items()):
+            if task is not caller:
+                task.cancel()
+                self._refuse(message, "closing")
+        await self._wait(caller)
         for task in self._running:
-            if task is not asyncio.current_task():
+            if task is not caller:
                 get_logger().error("responder ignores its cancellation", task=task.get_name())
 
-    async def _wait(self, timeout_s: float) -> None:
-        """Wait for every task but the caller's own: a responder may close its bus."""
-        tasks = [task for task in (*self._running, *self._refusing) if task is not asyncio.current_task()]
+    async def _wait(self, caller: asyncio.Task[Any] | None) -> None:
+        tasks = [task for task in (*self._running, *self._refusing) if task is not caller]
         if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+            await asyncio.wait(tasks, timeout=CLOSE_GRACE_S)
             await asyncio.sleep(0)  # their callbacks
 
     def _start(self, message: Message) -> None:
@@ -236,8 +239,8 @@ class RunningService:
         for subscription in reversed(self._subscriptions):
             await subscription.close()
         self._subscriptions.clear()
-        runners = (*self._control, *self._runners)
-        await asyncio.gather(*(runner.close() for runner in runners))
+        caller = asyncio.current_task()
+        await asyncio.gather(*(runner.close(caller) for runner in (*self._control, *self._runners)))
 
     def _identity(self, kind: str) -> dict[str, Any]:
         return {

@@ -1,0 +1,503 @@
+"""What every bus promises about messages, requests and closing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared import nats_service
+from shared.bus import (
+    Bus,
+    BusClosedError,
+    BusTimeoutError,
+    Endpoint,
+    Message,
+    MessageTooLargeError,
+    NoRespondersError,
+    Responder,
+    ServiceInfo,
+)
+from shared.nats_service import ServiceError
+from tests.support.broker import WAIT_S, Net, Seen, contract, listen
+
+INFO = ServiceInfo("sluice-test", "1.2.3", "A service for tests", {"role": "test"}, "t1")
+
+
+async def serve(bus: Bus, responder: Responder, subject: str = "svc.do", max_in_flight: int = 64) -> None:
+    await bus.serve(INFO, [Endpoint("do", subject, responder, max_in_flight)])
+    await bus.flush()
+
+
+async def echo(message: Message) -> bytes:
+    return message.data
+
+
+# --- publish and subscribe ---
+
+
+@contract
+async def test_messages_of_one_publisher_arrive_in_order(net: Net) -> None:
+    first, second, reader = await net.connect("p1"), await net.connect("p2"), await net.connect("r")
+    seen: Seen[Message] = Seen()
+    await listen(reader, "order.>", seen)
+    for number in range(300):
+        await first.publish("order.first", b"%d" % number)
+        await second.publish("order.second", b"%d" % number)
+    await seen.wait(600)
+    for subject in ("order.first", "order.second"):
+        assert [int(m.data) for m in seen.items if m.subject == subject] == list(range(300))
+
+
+@contract
+async def test_wildcards_match_one_token_or_the_rest(net: Net) -> None:
+    expected = {
+        "w.a": ["w.a"],
+        "w.*": ["w.a", "w.b"],
+        "w.*.x": ["w.a.x"],
+        "w.a.>": ["w.a.x", "w.a.x.y"],
+        "w.>": ["w.a", "w.b", "w.a.x", "w.a.x.y"],
+        "*.a": ["w.a"],
+        "*.*.*": ["w.a.x"],
+    }
+    bus, marks = await net.connect(), Seen[Message]()
+    seen: dict[str, Seen[Message]] = {pattern: Seen() for pattern in expected}
+    for pattern, handler in seen.items():
+        await bus.subscribe(pattern, handler)
+    await listen(bus, "mark", marks)
+    for subject in ("w.a", "w.b", "w.a.x", "w.a.x.y", "v", "mark"):
+        await bus.publish(subject, b"")
+    await marks.wait(1)
+    assert {pattern: [m.subject for m in handler.items] for pattern, handler in seen.items()} == expected
+
+
+@contract
+async def test_every_subscriber_gets_the_message_the_publisher_too(net: Net) -> None:
+    one, two = await net.connect("one"), await net.connect("two")
+    mine, other, again = Seen[Message](), Seen[Message](), Seen[Message]()
+    await listen(one, "news", mine)
+    await listen(two, "news", other)
+    await listen(two, "news", again)
+    await one.publish("news", b"x", reply="answers.here")
+    for seen in (mine, other, again):
+        assert await seen.wait(1) == [Message("news", b"x", "answers.here")]
+
+
+@contract
+async def test_one_member_of_each_queue_group_gets_the_message(net: Net) -> None:
+    publisher, reader = await net.connect("p"), await net.connect("r")
+    group_a, group_b, plain, marks = (
+        [Seen[Message](), Seen[Message]()],
+        Seen[Message](),
+        Seen[Message](),
+        Seen[Message](),
+    )
+    for member in group_a:
+        await reader.subscribe("jobs", member, queue="a")
+    await reader.subscribe("jobs", group_b, queue="b")
+    await reader.subscribe("jobs", plain)
+    await listen(reader, "mark", marks)
+    for number in range(100):
+        await publisher.publish("jobs", b"%d" % number)
+    await publisher.publish("mark", b"")
+    await marks.wait(1)
+    everything = list(range(100))
+    assert sorted(int(m.data) for member in group_a for m in member.items) == everything
+    assert all(member.items for member in group_a)
+    assert [int(m.data) for m in group_b.items] == everything
+    assert [int(m.data) for m in plain.items] == everything
+
+
+@contract
+async def test_a_raising_handler_is_counted_and_gets_the_next_message(net: Net) -> None:
+    bus, seen = await net.connect(), Seen[Message]()
+
+    def handler(message: Message) -> None:
+        seen(message)
+        if message.data == b"bad":
+            raise ValueError("not good")
+
+    await listen(bus, "raise", handler)
+    for data in (b"bad", b"good"):
+        await bus.publish("raise", data)
+    assert [m.data for m in await seen.wait(2)] == [b"bad", b"good"]
+    assert bus.stats.handler_errors == 1
+
+
+@contract
+async def test_messages_over_the_pending_limit_are_dropped_and_counted(net: Net) -> None:
+    """A burst of 500 into a queue of 10: the first ones arrive, the rest is counted, the subscription goes on."""
+    bus, writer, seen, marks = await net.connect(), await net.connect("w"), Seen[Message](), Seen[Message]()
+    await bus.subscribe("flood", seen, max_pending=10)
+    await listen(bus, "mark", marks)
+    for number in range(500):
+        await writer.publish("flood", b"%d" % number)
+    await writer.publish("mark", b"")
+    await marks.wait(1)
+    assert bus.stats.dropped_in > 0
+    assert len(seen.items) + bus.stats.dropped_in == 500
+    assert [int(m.data) for m in seen.items][:10] == list(range(10))
+    before = len(seen.items)
+    await writer.publish("flood", b"after")
+    assert (await seen.wait(before + 1))[-1].data == b"after"
+
+
+@contract
+async def test_a_closed_subscription_gets_nothing_more(net: Net) -> None:
+    bus, seen, marks = await net.connect(), Seen[Message](), Seen[Message]()
+    subscription = await listen(bus, "stop", seen)
+    await listen(bus, "mark", marks)
+    await bus.publish("stop", b"1")
+    await seen.wait(1)
+    await subscription.close()
+    await subscription.close()
+    await bus.publish("stop", b"2")
+    await bus.publish("mark", b"")
+    await marks.wait(1)
+    assert len(seen.items) == 1
+
+
+@contract
+async def test_subjects_that_are_none_are_refused(net: Net) -> None:
+    bus = await net.connect()
+    for subject in ("", "a..b", ".a", "a.", "a b", "a.*", "a.>", "a\r\nPUB b 0", "a.b*"):
+        with pytest.raises(ValueError, match="subject"):
+            await bus.publish(subject, b"")
+        with pytest.raises(ValueError, match="subject"):
+            await bus.request(subject, b"", timeout_s=1.0)
+    for pattern in ("", "a..b", "a.>.b", "a b", "a.b*", "a.x>"):
+        with pytest.raises(ValueError, match="subscribed"):
+            await bus.subscribe(pattern, lambda _message: None)
+
+
+@contract
+async def test_flush_returns_when_the_broker_has_everything(net: Net) -> None:
+    """A megabyte waits in the buffer; after the flush, a subscription of another connection sees none of it."""
+    writer, late, seen, marks = await net.connect("w"), await net.connect("l"), Seen[Message](), Seen[Message]()
+    for _ in range(20):
+        await writer.publish("early", bytes(50_000))
+    await writer.flush()
+    await listen(late, "early", seen)
+    await listen(late, "mark", marks)
+    await writer.publish("mark", b"")
+    await marks.wait(1)
+    assert seen.items == []
+
+
+# --- payloads ---
+
+
+@contract
+async def test_a_payload_at_the_limit_arrives_and_one_over_it_is_refused(net: Net) -> None:
+    bus, seen = await net.connect(), Seen[Message]()
+    await listen(bus, "big", seen)
+    await bus.publish("big", bytes(bus.max_payload_bytes))
+    assert len((await seen.wait(1))[0].data) == bus.max_payload_bytes == 1024 * 1024
+    too_large = bytes(bus.max_payload_bytes + 1)
+    with pytest.raises(MessageTooLargeError) as caught:
+        await bus.publish("big", too_large)
+    assert (caught.value.size_bytes, caught.value.max_bytes) == (1_048_577, 1_048_576)
+    with pytest.raises(MessageTooLargeError):
+        await bus.request("big", too_large, timeout_s=1.0)
+
+
+@contract
+async def test_an_answer_over_the_limit_reaches_the_requester_as_an_error(net: Net) -> None:
+    bus = await net.connect()
+
+    async def responder(_message: Message) -> bytes:
+        return bytes(bus.max_payload_bytes + 1)
+
+    await serve(bus, responder)
+    with pytest.raises(ServiceError, match="over the limit"):
+        await bus.request("svc.do", b"", timeout_s=WAIT_S)
+
+
+# --- requests ---
+
+
+@contract
+async def test_each_requester_gets_its_own_answer(net: Net) -> None:
+    server, client = await net.connect("s"), await net.connect("c")
+    await serve(server, echo)
+    asked = [b"%d" % number for number in range(100)]
+    answers = await asyncio.gather(*(client.request("svc.do", data, timeout_s=WAIT_S) for data in asked))
+    assert answers == asked
+
+
+@contract
+async def test_a_handler_may_answer_on_the_reply_subject(net: Net) -> None:
+    server, client, asked = await net.connect("s"), await net.connect("c"), Seen[Message]()
+    await listen(server, "plain", asked)
+    waiting = asyncio.create_task(client.request("plain", b"?", timeout_s=WAIT_S))
+    await server.publish((await asked.wait(1))[0].reply, b"!")
+    await server.publish(asked.items[0].reply, b"a second answer goes nowhere")
+    assert await waiting == b"!"
+
+
+@contract
+async def test_nobody_serving_is_an_error_at_once(net: Net) -> None:
+    """The timeout is far longer than the suite's limit for one wait."""
+    bus = await net.connect()
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(NoRespondersError) as caught:
+            await bus.request("nobody.here", b"", timeout_s=1000.0)
+    assert caught.value.subject == "nobody.here"
+
+
+@contract
+async def test_no_responders_do_not_call_the_handler_of_a_reply_subject(net: Net) -> None:
+    bus, answers, marks = await net.connect(), Seen[Message](), Seen[Message]()
+    await bus.subscribe("my.answers", answers)
+    await listen(bus, "mark", marks)
+    await bus.publish("nobody.here", b"", reply="my.answers")
+    await bus.flush()
+    await bus.publish("mark", b"")
+    await marks.wait(1)
+    assert answers.items == []
+
+
+@contract
+async def test_no_answer_in_time_is_a_timeout_and_the_late_answer_is_lost(net: Net) -> None:
+    server, client = await net.connect("s"), await net.connect("c")
+    release = asyncio.Event()
+
+    async def responder(message: Message) -> bytes:
+        if message.data == b"slow":
+            await release.wait()
+        return message.data
+
+    await serve(server, responder)
+    with pytest.raises(BusTimeoutError) as caught:
+        await client.request("svc.do", b"slow", timeout_s=0.05)
+    assert (caught.value.subject, caught.value.timeout_s) == ("svc.do", 0.05)
+    release.set()
+    assert await client.request("svc.do", b"next", timeout_s=WAIT_S) == b"next"
+
+
+@contract
+async def test_a_cancelled_request_leaves_the_bus_usable(net: Net) -> None:
+    server, client, started = await net.connect("s"), await net.connect("c"), asyncio.Event()
+
+    async def responder(message: Message) -> bytes:
+        started.set()
+        if message.data == b"hang":
+            await asyncio.sleep(0.05)
+        return message.data
+
+    await serve(server, responder)
+    waiting = asyncio.create_task(client.request("svc.do", b"hang", timeout_s=WAIT_S))
+    await started.wait()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await client.request("svc.do", b"next", timeout_s=WAIT_S) == b"next"
+
+
+# --- responders ---
+
+
+@contract
+async def test_no_more_responders_run_than_allowed_and_the_rest_wait_in_order(net: Net) -> None:
+    server, client = await net.connect("s"), await net.connect("c")
+    begun: list[bytes] = []
+    running = peak = 0
+
+    async def responder(message: Message) -> bytes:
+        nonlocal running, peak
+        begun.append(message.data)
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return message.data
+
+    await serve(server, responder, max_in_flight=3)
+    asked = [b"%d" % number for number in range(10)]
+    answers = await asyncio.gather(*(client.request("svc.do", data, timeout_s=WAIT_S) for data in asked))
+    assert answers == asked
+    assert begun == asked
+    assert peak == 3
+
+
+@contract
+async def test_a_slow_answer_holds_up_no_other(net: Net) -> None:
+    server, client, release = await net.connect("s"), await net.connect("c"), asyncio.Event()
+
+    async def responder(message: Message) -> bytes:
+        if message.data == b"slow":
+            await release.wait()
+        return message.data
+
+    await serve(server, responder)
+    slow = asyncio.create_task(client.request("svc.do", b"slow", timeout_s=WAIT_S))
+    assert await client.request("svc.do", b"quick", timeout_s=WAIT_S) == b"quick"
+    assert not slow.done()
+    release.set()
+    assert await slow == b"slow"
+
+
+@contract
+async def test_too_many_waiting_requests_are_refused_at_once(net: Net) -> None:
+    """One may run and two may wait: of five, two are refused, whatever the timeout."""
+    server, client, release = await net.connect("s"), await net.connect("c"), asyncio.Event()
+
+    async def responder(message: Message) -> bytes:
+        await release.wait()
+        return message.data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nats_service, "MAX_WAITING", 2)
+        await serve(server, responder, max_in_flight=1)
+        asked = [asyncio.create_task(client.request("svc.do", b"", timeout_s=1000.0)) for _ in range(5)]
+        async with asyncio.timeout(WAIT_S):
+            while sum(task.done() for task in asked) < 2:
+                await asyncio.wait([task for task in asked if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+    release.set()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    refusals = [answer for answer in answers if isinstance(answer, ServiceError)]
+    assert [refusal.code for refusal in refusals] == ["503", "503"]
+    assert answers.count(b"") == 3
+
+
+@contract
+async def test_a_raising_responder_is_an_error_at_the_requester(net: Net) -> None:
+    server, client = await net.connect("s"), await net.connect("c")
+
+    async def responder(message: Message) -> bytes:
+        if message.data == b"bug":
+            raise KeyError("no such thing\r\nX: y")
+        if message.data == b"refuse":
+            raise ServiceError("409", "older epoch")
+        return b"fine"
+
+    await serve(server, responder)
+    with pytest.raises(ServiceError) as caught:
+        await client.request("svc.do", b"bug", timeout_s=WAIT_S)
+    assert caught.value.code == "500"
+    assert caught.value.description.startswith("KeyError: 'no such thing")
+    with pytest.raises(ServiceError) as caught:
+        await client.request("svc.do", b"refuse", timeout_s=WAIT_S)
+    assert (caught.value.code, caught.value.description) == ("409", "older epoch")
+    assert await client.request("svc.do", b"", timeout_s=WAIT_S) == b"fine"
+    assert server.stats.handler_errors == 1, "a refusal by intent is no error of the handler"
+
+
+@contract
+async def test_a_closed_service_is_gone_and_its_running_answer_arrives(net: Net) -> None:
+    server, client, started = await net.connect("s"), await net.connect("c"), asyncio.Event()
+
+    async def responder(_message: Message) -> bytes:
+        started.set()
+        await asyncio.sleep(0.02)
+        return b"done"
+
+    service = await server.serve(INFO, [Endpoint("do", "svc.do", responder)])
+    await server.flush()
+    waiting = asyncio.create_task(client.request("svc.do", b"", timeout_s=WAIT_S))
+    await started.wait()
+    await service.close()
+    await service.close()
+    assert await waiting == b"done"
+    await server.flush()
+    for subject in ("svc.do", "$SRV.PING.sluice-test.t1"):
+        with pytest.raises(NoRespondersError):
+            await client.request(subject, b"", timeout_s=WAIT_S)
+
+
+# --- closing ---
+
+
+@contract
+async def test_a_closed_bus_refuses_everything(net: Net) -> None:
+    bus = await net.connect()
+    bucket = await bus.key_value(net.unique("closed"))
+    assert bus.connected
+    await bus.close()
+    await bus.close()
+    assert not bus.connected
+    attempts = [
+        lambda: bus.publish("a", b""),
+        lambda: bus.request("a", b"", timeout_s=1.0),
+        lambda: bus.subscribe("a", lambda _message: None),
+        lambda: bus.serve(INFO, []),
+        lambda: bus.key_value("a"),
+        lambda: bus.flush(),
+        lambda: bucket.put("a", b""),
+    ]
+    for attempt in attempts:
+        with pytest.raises(BusClosedError):
+            await attempt()
+
+
+@contract
+async def test_closing_ends_requests_that_wait(net: Net) -> None:
+    server, client, asked = await net.connect("s"), await net.connect("c"), Seen[Message]()
+    await listen(server, "silent", asked)
+    waiting = asyncio.create_task(client.request("silent", b"", timeout_s=1000.0))
+    await asked.wait(1)
+    await client.close()
+    with pytest.raises(BusClosedError):
+        await waiting
+
+
+@contract
+async def test_closing_sends_what_was_published_and_finishes_what_runs(net: Net) -> None:
+    server, client, seen, started = await net.connect("s"), await net.connect("c"), Seen[Message](), asyncio.Event()
+
+    async def responder(_message: Message) -> bytes:
+        started.set()
+        await asyncio.sleep(0.02)
+        return b"done"
+
+    await serve(server, responder)
+    await listen(client, "last", seen)
+    waiting = asyncio.create_task(client.request("svc.do", b"", timeout_s=WAIT_S))
+    await started.wait()
+    for number in range(50):
+        await server.publish("last", b"%d" % number)
+    await server.close()
+    assert await waiting == b"done"
+    assert [int(m.data) for m in await seen.wait(50)] == list(range(50))
+
+
+@contract
+async def test_closing_cancels_a_responder_that_does_not_end(net: Net) -> None:
+    server, client, started, cancelled = (
+        await net.connect("s"),
+        await net.connect("c"),
+        asyncio.Event(),
+        asyncio.Event(),
+    )
+
+    async def responder(_message: Message) -> bytes:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return b""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nats_service, "CLOSE_GRACE_S", 0.02)
+        await serve(server, responder)
+        waiting = asyncio.create_task(client.request("svc.do", b"", timeout_s=1000.0))
+        await started.wait()
+        await server.close()
+    assert cancelled.is_set()
+    with pytest.raises(ServiceError, match="closing"):
+        await waiting
+
+
+@contract
+async def test_a_responder_may_close_its_own_bus(net: Net) -> None:
+    server, client = await net.connect("s"), await net.connect("c")
+
+    async def responder(_message: Message) -> bytes:
+        await server.close()
+        return b""
+
+    await serve(server, responder)
+    with pytest.raises(BusTimeoutError):
+        await client.request("svc.do", b"", timeout_s=0.1)
+    assert not server.connected
