@@ -140,6 +140,7 @@ class KeyValue(Protocol):
 
         Args:
             key: one key, or `>` for every key.
+            handler: called on the event loop, one entry at a time.
         """
         ...
 
@@ -210,6 +211,8 @@ class Bus(Protocol):
         A handler that raises is logged and counted; the subscription goes on.
 
         Args:
+            subject: literal, or with wildcards.
+            handler: called on the event loop; must not block.
             queue: members of one queue group share the messages; empty = everyone gets each.
             max_pending: messages that may wait for the handler; beyond it new ones are dropped, logged and counted.
         """
