@@ -182,6 +182,26 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         failure, self._failure = self._failure, None
         return failure
 
+    def wind_up(self) -> list[str]:
+        """Cancel the tasks that are left, close async generators, and return what the left tasks were. Idempotent.
+
+        A task that failed and that nobody awaited is kept for `take_failure`.
+        """
+        self._failure = None
+        self._rounds = 0
+        left = self.pending_tasks()
+        leaked = [describe(task) for task in left]
+        for task in left:
+            task.cancel("the run is over")
+        if left:
+            self.run_until_complete(asyncio.wait(left))
+        for task in left:
+            if not task.cancelled():
+                task.exception()  # seen: it ended after the run, whose own outcome is what is raised
+        self.run_until_complete(self.shutdown_asyncgens())
+        self.forget_done_tasks()
+        return leaked
+
     def close(self) -> None:
         """Drop what is left. Idempotent."""
         super().close()
@@ -311,9 +331,10 @@ def run(main: Coroutine[Any, Any, _T], *, start_s: float = 0.0, allow_leaks: boo
     try:
         try:
             result = loop.run_until_complete(main)
-        finally:
-            leaked = _wind_up(loop)
-        loop.forget_done_tasks()
+        except BaseException as error:
+            _wind_up_after(error, loop)
+            raise
+        leaked = loop.wind_up()
         if leaked and not allow_leaks:
             raise LeakedTasksError(leaked)
         if (failure := loop.take_failure()) is not None:
@@ -323,25 +344,16 @@ def run(main: Coroutine[Any, Any, _T], *, start_s: float = 0.0, allow_leaks: boo
         loop.close()
 
 
+def _wind_up_after(error: BaseException, loop: VirtualTimeLoop) -> None:
+    try:
+        loop.wind_up()
+    except VirtualTimeError as another:  # a task that ignores its cancellation; the first error matters more
+        error.add_note(f"while ending the run: {another}")
+
+
 def _loop_is_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
-
-
-def _wind_up(loop: VirtualTimeLoop) -> list[str]:
-    """Cancel what is left, close async generators, and return what the left tasks were."""
-    left = loop.pending_tasks()
-    leaked = [describe(task) for task in left]
-    loop.take_failure()
-    for task in left:
-        task.cancel("the run is over")
-    if left:
-        loop.run_until_complete(asyncio.wait(left))
-    for task in left:
-        if not task.cancelled():
-            task.exception()  # seen, so that no "never retrieved" follows; main's own outcome is what is raised
-    loop.run_until_complete(loop.shutdown_asyncgens())
-    return leaked
