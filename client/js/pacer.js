@@ -25,6 +25,7 @@ export const HUMAN_FRAME_S = 1 / 60;
 export const HUMAN_PACING = Object.freeze({
   reserveS: 0.25,
   reserveGrowthRatio: 0.25,
+  catchUpRatio: 0.25,
   drainS: 0.3,
   maxBacklogS: 1.0,
   tokensPerWord: 1.3,
@@ -36,7 +37,7 @@ export const HUMAN_PACING = Object.freeze({
   minStallS: 0.1,
 });
 
-const ZERO_ALLOWED = new Set(["reserveS", "reserveGrowthRatio", "minStallS"]);
+const ZERO_ALLOWED = new Set(["reserveS", "reserveGrowthRatio", "catchUpRatio", "minStallS"]);
 
 /** What the reader expects; throws RangeError if a number is not finite and above 0. */
 export function qoeTarget({ ttftS = 1.0, speedTokensPerS = 4.8 } = {}) {
@@ -528,6 +529,7 @@ export class HumanPacer extends Pacer {
 
   _addTokens(numTokens) {
     if (this._waiting.length > 0) this._waiting.last.numTokens += numTokens;
+    else if (this._ready.at(-1)?.atS === this._nowS) this._ready.at(-1).numTokens += numTokens;
     else if (numTokens > 0) this._ready.push({ text: "", atS: this._nowS, numTokens });
   }
 
@@ -550,7 +552,7 @@ export class HumanPacer extends Pacer {
   _pacedDueS(head, lastS) {
     const pacePerS = Math.max(this._readingPerS, this._rate.wordsPerS(this._readingPerS));
     const floorPerS = this._floors.length > 0 ? this._floors[0][1] : 0;
-    const fastS = lastS + 1 / Math.max(pacePerS, floorPerS);
+    const fastS = lastS + 1 / Math.max(pacePerS * (1 + this.pacing.catchUpRatio), floorPerS);
     const growthS = lastS + (1 + this.pacing.reserveGrowthRatio) / pacePerS;
     const dueS = Math.max(fastS, Math.min(growthS, head.arrivedS + this.pacing.reserveS));
     return this._finishS === null ? dueS : Math.min(dueS, this._drainDueS(this._finishS, lastS));
