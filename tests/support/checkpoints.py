@@ -117,6 +117,19 @@ def save_checkpoint(folder: Path, shape: CheckpointShape, *, max_shard_size: str
     return model
 
 
+def greedy_text(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return `num_tokens` tokens by the reference's own `generate`."""
+    tokens = reference.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=PAD,
+    )
+    return [int(token) for token in tokens[0, len(prompt) :]]
+
+
 def build_tokenizer(vocab_size: int) -> Any:
     """Return a byte-level BPE of exactly `vocab_size` tokens; those above the bytes are pairs of letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -117,7 +117,7 @@ def test_a_platform_whose_products_depend_on_the_batch_is_refused_at_the_start(m
 
     def leaking(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
         filled = int((hidden.abs().sum(dim=-1) > 0).sum())
-        return honest(self, hidden) * np.nextafter(np.float32(1), np.float32(2)) ** filled
+        return honest(self, hidden) * float(np.nextafter(np.float32(1), np.float32(2))) ** filled
 
     monkeypatch.setattr(Decoder, "_logits", leaking)
     with pytest.raises(StartupError, match="deterministic"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
@@ -47,18 +47,11 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def reference_text(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
     """Greedy text by the reference's own `generate`, after checking that every choice in it is clear."""
-    tokens = reference.generate(
-        torch.tensor([prompt]),
-        do_sample=False,
-        max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
-        eos_token_id=None,
-        pad_token_id=2,
-    )
+    text = greedy_text(reference, prompt, NUM_TOKENS)
     with torch.inference_mode():
-        top = reference(tokens).logits[0, len(prompt) - 1 : -1].topk(2).values
+        top = reference(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1].topk(2).values
     assert (top[:, 0] - top[:, 1]).min() > MIN_MARGIN, "choose another seed: the checkpoint has near-ties"
-    return [int(token) for token in tokens[0, len(prompt) :]]
+    return text
 
 
 @pytest.mark.parametrize("name", SHAPES)

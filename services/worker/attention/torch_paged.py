@@ -20,8 +20,9 @@ from services.worker.engine.types import I64
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
-QUERY_TILE = 128
-"""Queries of a prefill chunk in one product; bounds the score matrix."""
+QUERY_TILE, LONG_QUERY_TILE = 128, 32
+"""Queries of a prefill chunk in one product; with keys up to and above LONG_KEYS. Bounds mask and score matrix."""
+LONG_KEYS = 8192
 GROUP_BYTES = 32 * 2**20
 """Gathered keys and values of one group of decodes, unless a single row has more."""
 WASTE_KEYS = 2048
@@ -48,6 +49,8 @@ class PrefillRow:
     num_tokens: int
     slots: torch.Tensor
     """[num_keys]"""
+    tail: torch.Tensor
+    """[tile, >= num_keys] mask of a full tile whose last query sees all keys; other tiles' masks are its corner"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class TorchPagedAttention:
         self._cache = cache
         self._device = cache.keys[0].device
         self._dtype = cache.keys[0].dtype
-        self._causal = self._causal_tail(0)
+        self._tails: dict[int, torch.Tensor] = {}
 
     def plan(self, rows: RaggedRows) -> PagedPlan:
         """Group the single-token rows and list the others."""
@@ -79,9 +82,8 @@ class TorchPagedAttention:
         prefills = []
         for row in np.flatnonzero(rows.num_tokens > 1).tolist():
             slots = self._slots(rows, np.array([row], dtype=np.int64), int(num_keys[row]))
-            prefills.append(PrefillRow(int(first_token[row]), int(rows.num_tokens[row]), slots.flatten()))
-        if prefills:
-            self._grow_mask(max(prefill.slots.numel() for prefill in prefills))
+            tail = self._tail(int(num_keys[row]))
+            prefills.append(PrefillRow(int(first_token[row]), int(rows.num_tokens[row]), slots.flatten(), tail))
         return PagedPlan(groups, tuple(prefills))
 
     def attend(self, plan: PagedPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
@@ -118,11 +120,12 @@ class TorchPagedAttention:
         shape = (spec.num_kv_heads, spec.group_size, -1, spec.head_dim)
         gathered_keys = keys.index_select(0, row.slots).transpose(0, 1).unsqueeze(1)
         gathered_values = values.index_select(0, row.slots).transpose(0, 1).unsqueeze(1)
-        for first in range(0, row.num_tokens, QUERY_TILE):
-            last = min(first + QUERY_TILE, row.num_tokens)
+        size, width = row.tail.shape
+        for first in range(0, row.num_tokens, size):
+            last = min(first + size, row.num_tokens)
             num_keys = start + last
             tile = queries[first:last].transpose(0, 1).reshape(shape)
-            mask = self._causal[QUERY_TILE - (last - first) :, self._causal.shape[1] - num_keys :]
+            mask = row.tail[size - (last - first) :, width - num_keys :]
             attended = scaled_dot_product_attention(
                 tile,
                 gathered_keys[:, :, :num_keys].expand(-1, spec.group_size, -1, -1),
@@ -158,15 +161,15 @@ class TorchPagedAttention:
     def _max_group_keys(self) -> int:
         return max(GROUP_BYTES // (2 * self._spec.kv_size * self._dtype.itemsize), 1)
 
-    def _grow_mask(self, num_keys: int) -> None:
-        if num_keys > self._causal.shape[1]:
-            self._causal = self._causal_tail(num_keys)
-
-    def _causal_tail(self, num_keys: int) -> torch.Tensor:
-        """Return the mask [QUERY_TILE, >= num_keys] of a tile whose last query sees all keys; others are its corner."""
-        width = -(-max(num_keys, QUERY_TILE) // 64) * 64
-        mask = torch.full((QUERY_TILE, width), -torch.inf, dtype=self._dtype, device=self._device)
-        return mask.triu_(width - QUERY_TILE + 1)
+    def _tail(self, num_keys: int) -> torch.Tensor:
+        """Return a mask for a row of `num_keys` keys; kept until a longer row comes."""
+        size = QUERY_TILE if num_keys <= LONG_KEYS else LONG_QUERY_TILE
+        tail = self._tails.get(size)
+        if tail is None or tail.shape[1] < num_keys:
+            width = -(-max(num_keys, size) // 64) * 64
+            tail = torch.full((size, width), -torch.inf, dtype=self._dtype, device=self._device)
+            self._tails[size] = tail.triu_(width - size + 1)
+        return self._tails[size]
 
 
 def group_rows(rows: I64, num_keys: np.ndarray[tuple[int, ...], np.dtype[np.int32]], max_keys: int) -> list[I64]:

@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from services.worker.attention.torch_paged import GROUP_BYTES
-from services.worker.engine.types import Batch, KvCapacity, RowInit, TableDelta
+from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.executor.step import ForwardPass
@@ -21,9 +21,11 @@ from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
     RESERVE_MARGIN,
     Demand,
+    Division,
     divide,
     estimated_reserve,
-    wanted_context,
+    longest_context,
+    next_context,
 )
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.measure import peak_bytes
@@ -60,13 +62,12 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     tensors = find_tensors(settings.model_dir)
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
-    context = wanted_context(demand)
+    context = longest_context(demand)
     _set_threads(settings, device)
     weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
-    loader = _Loader(settings, spec, weights, demand, context)
+    loader = _Loader(settings, spec, weights, demand)
     progress(_LOADED, "measuring the workspace")
-    reserve_bytes = loader.measure()
-    division = divide(demand, reserve_bytes)
+    reserve_bytes, division = loader.divide(context)
     _log_context(settings, division.max_model_len, spec.max_positions)
     runner = loader.open(division.num_blocks, division.max_model_len, reserve_bytes)
     if settings.deterministic:
@@ -79,17 +80,13 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
 class _Loader:
     """A model whose parameters are loaded, before its KV is."""
 
-    def __init__(
-        self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand, context: int
-    ) -> None:
+    def __init__(self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand) -> None:
         self._settings = settings
         self._spec = spec
         self._weights = weights
         self._demand = demand
-        self._context = context
         self._dtype = _dtype(settings.dtype)
         self._device = weights.outer.storage.device
-        self._rope = RopeTable(spec.rope, spec.head_dim, context, self._dtype, self._device)
 
     def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
         """Return a runner with a cache of its own."""
@@ -109,7 +106,8 @@ class _Loader:
             device=str(self._device),
             dtype=settings.dtype,
         )
-        forward = ForwardPass(spec, self._weights, self._rope, cache, deterministic=settings.deterministic)
+        rope = RopeTable(spec.rope, spec.head_dim, max_model_len, self._dtype, self._device)
+        forward = ForwardPass(spec, self._weights, rope, cache, deterministic=settings.deterministic)
         return ModelRunner(
             info,
             forward,
@@ -118,31 +116,46 @@ class _Loader:
             deterministic=settings.deterministic,
         )
 
-    def measure(self) -> int:
-        """Return the reserve: the peak of dry steps in the worst cases, with a margin, and the table of angles."""
+    def divide(self, context: int) -> tuple[int, Division]:
+        """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""
+        reserve_bytes = self._measure(context)
+        while (shorter := next_context(self._demand, reserve_bytes, context)) is not None:
+            context = shorter
+            reserve_bytes = self._measure(context)
+        return reserve_bytes, divide(self._demand, reserve_bytes, context)
+
+    def _measure(self, context: int) -> int:
+        """Return the reserve: the peak of a dry step in the worst case, with a margin, and the table of angles."""
         settings, spec = self._settings, self._spec
-        blocks = -(-self._context // settings.block_size)
-        runner = self.open(blocks, self._context, 0)
+        blocks = -(-context // settings.block_size)
+        runner = self.open(blocks, context, 0)
         for pool in (*runner.cache.keys, *runner.cache.values):
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
 
         def dry_steps() -> None:
-            for batch in _worst_batches(settings, self._context, blocks):
-                runner.run(batch)
+            try:
+                runner.run(_worst_batch(settings, context, blocks))
+            except BatchFailedError as error:
+                raise StartupError(
+                    f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
+                    "If it ran out of memory, lower max_batch_tokens, max_batch_rows or max_model_len",
+                ) from error
 
         measured = peak_bytes(self._device, dry_steps)
         if measured is None:
             item_bytes = self._dtype.itemsize
-            row_bytes = 2 * self._context * spec.kv_size * item_bytes
+            row_bytes = 2 * context * spec.kv_size * item_bytes
             gather_bytes = max(GROUP_BYTES, row_bytes)
             measured = estimated_reserve(
                 spec, settings.max_batch_tokens, settings.max_batch_rows, gather_bytes, item_bytes
             )
-        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + self._rope.num_bytes
+        return (
+            max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + 2 * context * spec.head_dim * self._dtype.itemsize
+        )
 
 
-def _worst_batches(settings: RunnerSettings, context: int, num_blocks: int) -> list[Batch]:
-    """Return batches that together take as much workspace as any batch can.
+def _worst_batch(settings: RunnerSettings, context: int, num_blocks: int) -> Batch:
+    """Return a batch that takes as much workspace as any can.
 
     All rows share the same blocks, since what is computed does not matter. Decodes of the whole context are as many as
     attention gathers at a time, the others are short: more would take longer, not more memory.
@@ -160,7 +173,7 @@ def _worst_batches(settings: RunnerSettings, context: int, num_blocks: int) -> l
         np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
     )
     sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=2**30)
-    batch = Batch(
+    return Batch(
         step_id=0,
         rows=np.arange(len(start), dtype=np.int32),
         num_tokens=num_tokens,
@@ -170,7 +183,6 @@ def _worst_batches(settings: RunnerSettings, context: int, num_blocks: int) -> l
         table_delta=table,
         admits=tuple(RowInit(row, sampling) for row in range(len(start))),
     )
-    return [batch]
 
 
 def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> Demand:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from services.worker.models.spec import ModelSpec
 from shared.errors import StartupError
@@ -41,36 +42,63 @@ class Division:
     max_model_len: int
 
 
-def wanted_context(demand: Demand) -> int:
-    """Return the longest context that may be served, before the reserve is known.
+def longest_context(demand: Demand) -> int:
+    """Return the longest context that could be served if no workspace were needed.
 
     Raises:
-        StartupError: the context asked for is longer than the model's, or cannot fit even without a reserve.
+        StartupError: the context asked for is longer than the model's, or cannot fit even so.
     """
     if demand.max_model_len is not None and demand.max_model_len > demand.max_positions:
         raise StartupError(
             f"max_model_len {demand.max_model_len} is longer than the model's {demand.max_positions} positions",
             f"Ask for at most {demand.max_positions}",
         )
-    return divide(demand, 0).max_model_len
+    return divide(demand, 0, demand.max_positions).max_model_len
 
 
-def divide(demand: Demand, reserve_bytes: int) -> Division:
+def divide(demand: Demand, reserve_bytes: int, context: int) -> Division:
     """Return the KV blocks that the budget leaves, and the context that they hold.
+
+    Args:
+        demand: what is to be divided.
+        reserve_bytes: enough for contexts up to `context`.
+        context: the longest to serve, if none was asked for.
 
     Raises:
         StartupError: one request of the context that was asked for (or of the least useful one) does not fit.
     """
+    num_tokens = _kv_tokens(demand, reserve_bytes)
+    if num_tokens < _least(demand):
+        raise _too_little(demand, reserve_bytes)
+    return Division(num_tokens // demand.block_size, demand.max_model_len or min(context, num_tokens))
+
+
+def next_context(demand: Demand, reserve_bytes: int, context: int) -> int | None:
+    """Return a shorter context to measure the reserve for, or None if `divide` has the last word.
+
+    A longer context needs more workspace (keys and values are gathered), so where `context` does not fit, a shorter one
+    may. The reserve is taken as proportional to the context; its fixed part makes that too hopeful, hence the factor,
+    and another round.
+    """
+    if demand.max_model_len is not None or context <= _least(demand) or _kv_tokens(demand, reserve_bytes) >= context:
+        return None
+    bytes_per_token = demand.bytes_per_block / demand.block_size + reserve_bytes / context
+    fits = int((demand.memory_bytes - demand.parameter_bytes) / bytes_per_token * 0.95)
+    return max(min(fits, context - 1), _least(demand))
+
+
+def _kv_tokens(demand: Demand, reserve_bytes: int) -> int:
     left = demand.memory_bytes - demand.parameter_bytes - reserve_bytes
-    num_blocks = max(left, 0) // demand.bytes_per_block
-    num_tokens = num_blocks * demand.block_size
-    least = demand.max_model_len or min(MIN_CONTEXT_TOKENS, demand.max_positions)
-    if num_tokens < least:
-        raise _too_little(demand, reserve_bytes, least)
-    return Division(num_blocks, demand.max_model_len or min(demand.max_positions, num_tokens))
+    return max(left, 0) // demand.bytes_per_block * demand.block_size
 
 
-def _too_little(demand: Demand, reserve_bytes: int, num_tokens: int) -> StartupError:
+def _least(demand: Demand) -> int:
+    """Return the context below which serving makes no sense."""
+    return demand.max_model_len or min(MIN_CONTEXT_TOKENS, demand.max_positions)
+
+
+def _too_little(demand: Demand, reserve_bytes: int) -> StartupError:
+    num_tokens = _least(demand)
     kv_bytes = -(-num_tokens // demand.block_size) * demand.bytes_per_block
     needed = demand.parameter_bytes + reserve_bytes + kv_bytes
     workspace = f"{_mib(reserve_bytes)} of workspace" if reserve_bytes else "workspace"
@@ -82,7 +110,7 @@ def _too_little(demand: Demand, reserve_bytes: int, num_tokens: int) -> StartupE
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{-(-num_bytes // 2**18) / 4:.2f} MiB"
+    return f"{ceil(num_bytes / 2**20 * 100) / 100:.2f} MiB"
 
 
 def estimated_reserve(spec: ModelSpec, max_tokens: int, max_rows: int, gather_bytes: int, item_bytes: int) -> int:

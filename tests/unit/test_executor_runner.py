@@ -1,0 +1,263 @@
+"""The runner: rows, tables and copies, failures, and what `load_runner` checks and promises."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.engine.types import BatchFailedError, CopyOps
+from services.worker.executor import runner as runner_module
+from services.worker.executor.runner import ModelRunner, load_runner
+from services.worker.memory.kv_cache import KVCache, bytes_per_block
+from services.worker.memory.measure import peak_bytes
+from services.worker.models.spec import read_spec
+from shared.errors import StartupError
+from shared.types import SamplingParams
+from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
+from tests.support.runner_driver import GREEDY, Driver
+from tests.support.runners import MIB, open_runner, runner_settings
+
+SHAPE = CheckpointShape(seed=7)
+PROMPT = list(range(10, 60))
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return open_runner(SHAPE)
+
+
+def generate(runner: ModelRunner, sampling: SamplingParams = GREEDY, *, count: int = 12, seed: int = 0) -> list[int]:
+    driver = Driver(runner, seed=seed)
+    sequence = driver.add(PROMPT, sampling)
+    driver.run(count, chunk=50, max_tokens=96)
+    return sequence.output
+
+
+def test_info_tells_what_was_loaded(runner: ModelRunner) -> None:
+    info = runner.info
+    spec = read_spec(stored_checkpoint(SHAPE)[0])
+    assert (info.vocab_size, info.num_layers, info.eos_token_ids) == (384, 2, (1,))
+    assert (info.device, info.dtype, info.max_model_len) == ("cpu", "float32", 512)
+    assert info.num_parameters == stored_checkpoint(SHAPE)[1].num_parameters()
+    # K and V, 2 layers, 16 tokens, 2 heads of 16 floats: 2 * 2 * 16 * 2 * 16 * 4 bytes
+    assert info.bytes_per_block == bytes_per_block(spec, 16, torch.float32) == 8192
+    assert info.kv_bytes == info.capacity.num_blocks * 8192
+    assert runner.capacity == info.capacity
+
+
+def test_nothing_is_sampled_from_a_chunk_that_does_not_end_the_prompt(runner: ModelRunner) -> None:
+    driver = Driver(runner)
+    one, other = driver.add(PROMPT), driver.add(PROMPT[:5])
+    output = runner.run(driver.batch([(one, 20), (other, 5)]))
+    assert output.tokens[0] == -1
+    assert output.tokens[1] >= 0
+    assert output.step_id == 1
+    assert output.duration_s > 0
+
+
+def test_copied_blocks_continue_a_sequence_in_another_row(runner: ModelRunner) -> None:
+    """A fork: the second row's table names copies, made by the batch that uses them."""
+    expected = generate(runner)
+    driver = Driver(runner)
+    parent = driver.add(PROMPT)
+    driver.step([(parent, len(PROMPT))])
+    child = driver.add(parent.tokens[:-1], row=5)
+    child.num_computed = len(PROMPT) - 1
+    count = len(parent.blocks)
+    batch = driver.batch([(child, 1)])  # gives the child blocks of its own
+    copies = CopyOps(np.array(parent.blocks, dtype=np.int32), np.array(child.blocks, dtype=np.int32))
+    for pool in (*runner.cache.keys, *runner.cache.values):
+        pool[child.blocks] = torch.nan
+    assert len(child.blocks) == count
+    assert runner.run(replace(batch, copies=copies)).tokens[0] == expected[0]
+
+
+def test_the_same_seed_draws_the_same_in_another_row_and_other_blocks(runner: ModelRunner) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=1.2, top_p=0.9, seed=5)
+    first = generate(runner, sampling)
+    driver = Driver(runner, seed=9)
+    for i in range(3):
+        driver.add(PROMPT[: 7 * i + 1], SamplingParams(max_tokens=1, seed=i))
+    again = driver.add(PROMPT, sampling, row=6)
+    driver.run(12, chunk=50, max_tokens=96)
+    assert again.output == first
+    assert generate(runner, replace_seed(sampling, 6)) != first
+
+
+def replace_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    return sampling.model_copy(update={"seed": seed})
+
+
+def test_a_continuation_elsewhere_draws_what_the_first_would_have_drawn(runner: ModelRunner) -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, seed=21)
+    whole = generate(runner, sampling, count=20)
+    driver = Driver(runner, seed=4)
+    rest = driver.add(PROMPT + whole[:8], sampling, row=3)
+    driver.run(12, chunk=30, max_tokens=96)
+    assert rest.output == whole[8:]
+
+
+def test_a_dropped_rows_successor_has_its_own_parameters_and_blocks(runner: ModelRunner) -> None:
+    driver = Driver(runner)
+    old = driver.add(PROMPT[::-1], SamplingParams(max_tokens=1, temperature=2.0, seed=3), row=1)
+    driver.run(5, chunk=50, max_tokens=96)
+    driver.drop(old)
+    new = driver.add(PROMPT, row=1)
+    driver.run(12, chunk=50, max_tokens=96)
+    assert new.output == generate(runner)
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> ModelRunner:
+    """A model whose token 9 has no numbers for an embedding."""
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][9] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    return load_runner(runner_settings(folder), lambda _done, _what: None)
+
+
+def test_numbers_that_are_not_finite_fail_the_step_and_name_their_rows(poisoned: ModelRunner) -> None:
+    driver = Driver(poisoned)
+    good, bad = driver.add(PROMPT, row=4), driver.add([*PROMPT[:20], 9, 12], row=2)
+    with pytest.raises(BatchFailedError, match="not finite") as failure:
+        poisoned.run(driver.batch([(good, len(PROMPT)), (bad, 22)]))
+    assert failure.value.rows == (2,)
+    assert failure.value.step_id == 1
+
+
+def test_after_a_failure_the_others_go_on_as_if_nothing_had_happened(poisoned: ModelRunner) -> None:
+    """Admits and tables of the failed batch were applied; the guilty row's blocks serve the next sequence."""
+    expected = generate(poisoned)
+    driver = Driver(poisoned, num_blocks=8)
+    good, bad = driver.add(PROMPT, row=4), driver.add([*PROMPT[:20], 9, 12], row=2)
+    with pytest.raises(BatchFailedError):
+        poisoned.run(driver.batch([(good, len(PROMPT)), (bad, 22)]))
+    driver.drop(bad)
+    later = driver.add(PROMPT[:40], row=2)
+    driver.run(12, chunk=50, max_tokens=96)
+    assert good.output == expected
+    assert later.output == greedy_text(stored_checkpoint(SHAPE)[1], PROMPT[:40], 12)
+
+
+def test_any_error_inside_a_step_is_a_failed_batch(runner: ModelRunner) -> None:
+    driver = Driver(runner)
+    sequence = driver.add([1000])
+    with pytest.raises(BatchFailedError, match="IndexError"):
+        runner.run(driver.batch([(sequence, 1)]))
+
+
+def test_a_closed_runner_runs_nothing() -> None:
+    closed = open_runner(SHAPE)
+    closed.close()
+    closed.close()
+    driver = Driver(closed)
+    with pytest.raises(BatchFailedError, match="closed"):
+        closed.run(driver.batch([(driver.add(PROMPT), 50)]))
+
+
+def test_the_budget_holds_parameters_reserve_and_kv(runner: ModelRunner) -> None:
+    info = runner.info
+    spent = info.param_bytes + info.reserve_bytes + info.kv_bytes
+    assert 32 * MIB - info.bytes_per_block < spent <= 32 * MIB
+    assert info.kv_bytes == runner.cache.num_bytes
+
+
+def test_the_reserve_covers_the_peak_of_a_full_batch() -> None:
+    """A vocabulary of 931 in batches of 200 drawn rows and 2 000 tokens: tens of MiB, far above the least reserve."""
+    shape = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
+    opened = open_runner(
+        shape, memory_bytes=256 * MIB, max_batch_tokens=2000, max_batch_rows=200, max_rows=200, max_model_len=400
+    )
+    driver = Driver(opened, num_blocks=5000)
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=100)
+    sequences = [driver.add([5] * 390, sampling) for _ in range(200)]
+    for sequence in sequences[:-4]:
+        sequence.num_computed = 389
+    work = [(sequence, 1) for sequence in sequences[:-4]] + [(sequence, 390) for sequence in sequences[-4:]]
+    batch = driver.batch(work)
+    opened.run(batch)  # its KV is now resident
+
+    def again() -> None:
+        opened.run(batch)
+
+    peak = peak_bytes(torch.device("cpu"), again)
+    assert peak is None or 10 * MIB < peak < opened.info.reserve_bytes
+
+
+def test_without_a_way_to_measure_the_reserve_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimated at least as large as measured."""
+    measured = open_runner(SHAPE).info.reserve_bytes
+    monkeypatch.setattr(runner_module, "peak_bytes", lambda _device, _action: None)
+    assert measured <= open_runner(SHAPE, memory_bytes=256 * MIB).info.reserve_bytes < 192 * MIB
+
+
+def test_a_context_that_was_not_asked_for_is_lowered_to_what_fits() -> None:
+    """The model's own 100 000 positions would take 49 MiB of KV."""
+    shape = CheckpointShape(max_positions=100_000, seed=7)
+    lowered = open_runner(shape, memory_bytes=36 * MIB).info
+    assert 10_000 < lowered.max_model_len < 60_000
+    assert lowered.max_model_len <= lowered.capacity.num_blocks * 16
+    with pytest.raises(StartupError, match=r"36\.00 MiB is too small.*one request of 100000 tokens takes 48\.8"):
+        open_runner(shape, memory_bytes=36 * MIB, max_model_len=100_000)
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    """Found out before parameters are read."""
+    with pytest.raises(StartupError) as error:
+        open_runner(SHAPE, memory_bytes=MIB // 4)
+    assert str(error.value) == (
+        "sluice: a memory budget of 0.25 MiB is too small: parameters take 0.43 MiB, one request of 64 tokens takes "
+        "0.04 MiB, besides workspace. Give at least 0.46 MiB and some more for workspace"
+    )
+
+
+def test_progress_rises_to_one() -> None:
+    seen: list[tuple[float, str]] = []
+    load_runner(runner_settings(stored_checkpoint(SHAPE)[0]), lambda done, what: seen.append((done, what)))
+    shares = [done for done, _ in seen]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert all(what for _, what in seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "tpu9"}, "tpu9"),
+        ({"device": "meta"}, "'meta' is not supported"),
+        ({"device": "cuda:77"}, "is not there"),
+        ({"dtype": "float16"}, "dtype 'float16' is not supported"),
+        ({"max_model_len": 513}, "longer than the model's 512 positions"),
+        ({"model_dir": Path("absent")}, "no folder absent"),
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused(changes: dict[str, object], message: str) -> None:
+    settings = replace(runner_settings(stored_checkpoint(SHAPE)[0]), **changes)  # type: ignore[arg-type]
+    with pytest.raises(StartupError, match=message):
+        load_runner(settings, lambda _done, _what: None)
+
+
+def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
+    with pytest.raises(StartupError, match=r"has shape \[\d+, \d+\], config.json asks for"):
+        load_runner(runner_settings(folder), lambda _done, _what: None)
+
+
+def test_written_keys_and_values_are_read_back_from_their_slots() -> None:
+    spec = read_spec(stored_checkpoint(SHAPE)[0])
+    cache = KVCache(spec, 4, 16, torch.float32, torch.device("cpu"))
+    keys, values = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(0))
+    cache.write(1, torch.tensor([17, 63, 0]), keys, values)
+    assert torch.equal(cache.keys[1][1, 1], keys[0])
+    assert torch.equal(cache.values[1][3, 15], values[1])
+    assert not cache.keys[0].any()

@@ -1,0 +1,150 @@
+"""The thread around a runner: order, failures, cancelled futures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, Executor, KvCapacity
+from services.worker.executor.thread import ThreadExecutor
+from tests.support.checkpoints import CheckpointShape
+from tests.support.runner_driver import Driver
+from tests.support.runners import open_runner
+
+
+class FakeRunner:
+    """Notes what it runs, waits for `gate` if told so, and fails the steps that it is told to fail."""
+
+    capacity = KvCapacity(7, 16)
+
+    def __init__(self, failures: dict[int, Exception] | None = None) -> None:
+        self.steps: list[int] = []
+        self.threads: set[int] = set()
+        self.closed = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._failures = failures or {}
+
+    def run(self, batch: Batch) -> BatchOutput:
+        assert self.gate.wait(10)
+        self.steps.append(batch.step_id)
+        self.threads.add(threading.get_ident())
+        if batch.step_id in self._failures:
+            raise self._failures[batch.step_id]
+        return BatchOutput(batch.step_id, batch.tokens, 0.001)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def make_batch(step_id: int) -> Batch:
+    one = np.ones(1, dtype=np.int32)
+    return Batch(step_id, one, one, one, one, np.ones(1, dtype=np.bool_))
+
+
+def make(runner: FakeRunner) -> ThreadExecutor:
+    return ThreadExecutor(runner, asyncio.get_running_loop())
+
+
+async def test_batches_run_in_order_in_one_other_thread() -> None:
+    runner = FakeRunner()
+    executor: Executor = make(runner)
+    futures = [executor.submit(make_batch(step)) for step in range(5)]
+    assert [(await future).step_id for future in futures] == list(range(5))
+    assert runner.steps == list(range(5))
+    assert runner.threads != {threading.get_ident()}
+    assert len(runner.threads) == 1
+    assert (executor.depth, executor.capacity) == (1, KvCapacity(7, 16))
+    await executor.close()
+
+
+async def test_a_failed_step_fails_its_future_only() -> None:
+    known = BatchFailedError(1, "x", (4,))
+    runner = FakeRunner({1: known, 2: MemoryError("no room")})
+    executor = make(runner)
+    futures = [executor.submit(make_batch(step)) for step in range(4)]
+    outcomes = await asyncio.gather(*futures, return_exceptions=True)
+    await executor.close()
+    assert outcomes[1] is known
+    assert isinstance(outcomes[2], BatchFailedError)
+    assert (outcomes[2].step_id, outcomes[2].cause) == (2, "MemoryError: no room")
+    assert [type(outcomes[i]) for i in (0, 3)] == [BatchOutput] * 2
+
+
+async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
+    runner = FakeRunner()
+    runner.gate.clear()
+    executor = make(runner)
+    first, second = executor.submit(make_batch(0)), executor.submit(make_batch(1))
+    first.cancel()
+    runner.gate.set()
+    assert (await second).step_id == 1
+    await executor.close()
+
+
+async def test_close_finishes_what_is_queued_and_may_be_called_again() -> None:
+    runner = FakeRunner()
+    runner.gate.clear()
+    executor = make(runner)
+    futures = [executor.submit(make_batch(step)) for step in range(3)]
+    closing = [asyncio.ensure_future(executor.close()) for _ in range(2)]
+    await asyncio.sleep(0)
+    late = executor.submit(make_batch(9))
+    with pytest.raises(BatchFailedError, match="closed"):
+        await late
+    assert not any(task.done() for task in closing)
+    runner.gate.set()
+    await asyncio.gather(*closing)
+    await executor.close()
+    assert [future.result().step_id for future in futures] == [0, 1, 2]
+    assert runner.closed == 1
+    assert not any(thread.name == "executor" for thread in threading.enumerate())
+
+
+async def test_an_interrupted_close_can_be_repeated() -> None:
+    runner = FakeRunner()
+    runner.gate.clear()
+    executor = make(runner)
+    future = executor.submit(make_batch(0))
+    closing = asyncio.ensure_future(executor.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    runner.gate.set()
+    await executor.close()
+    assert future.result().step_id == 0
+
+
+def test_a_thread_whose_loop_is_gone_still_finishes_and_closes_its_runner() -> None:
+    runner = FakeRunner()
+    runner.gate.clear()
+
+    async def start() -> ThreadExecutor:
+        executor = make(runner)
+        executor.submit(make_batch(0)).cancel()
+        return executor
+
+    executor = asyncio.run(start())
+    runner.gate.set()
+    executor._queue.put(None)
+    executor._thread.join(10)
+    assert (runner.steps, runner.closed, executor._thread.is_alive()) == ([0], 1, False)
+
+
+async def test_a_model_runs_in_the_thread() -> None:
+    runner = open_runner(CheckpointShape(seed=7))
+    executor = ThreadExecutor(runner, asyncio.get_running_loop())
+    driver = Driver(runner)
+    sequence = driver.add(range(10, 60))
+    output = await executor.submit(driver.batch([(sequence, 50)]))
+    expected = Driver(runner)
+    again = expected.add(range(10, 60))
+    expected.step([(again, 50)])
+    assert output.tokens.tolist() == again.output
+    await executor.close()
+    with pytest.raises(BatchFailedError, match="closed"):
+        runner.run(driver.batch([(driver.add([5], row=1), 1)]))
