@@ -231,6 +231,20 @@ def test_a_step_that_fails_once_costs_nobody_anything() -> None:
     run(main())
 
 
+def test_a_row_that_failed_alone_is_clear_once_a_step_of_its_goes_well() -> None:
+    """Steps 1 and 3 fail, each for the first time in a row; step 2 repeats step 1 and goes well."""
+
+    async def main() -> None:
+        async with live_engine(failure=lambda batch: "hiccup" if batch.step_id in (1, 3) else None) as live:
+            new = new_sequence(0, max_tokens=6)
+            live.add(new)
+            await live.until_idle()
+            assert live.text(new) == expected_text(live, new, 6)
+            assert live.engine.stats.num_failed_steps == 2
+
+    run(main())
+
+
 def test_an_executor_that_always_fails_is_called_broken() -> None:
     async def main() -> None:
         async with live_engine(failure=lambda _: "on fire") as live:

@@ -126,6 +126,7 @@ class ShadowKv:
         self._known[batch.drops] = False
         for init in batch.admits:
             self._make_rows(init.row + 1)
+            assert not self._known[init.row], f"row {init.row} is admitted again before it was dropped"
             self._known[init.row] = True
             self._table_length[init.row] = 0
             self._sum_length[init.row], self._sum[init.row] = 0, 0

@@ -6,8 +6,8 @@ Rules that all parts keep:
 - *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
   need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
   preempted before it gave a token.
-- *Somebody finishes.* The first running row is preempted only if nobody can go on otherwise, which leaves it as it is:
-  then no row is chosen at all, and the step waits for blocks that are pinned or in flight.
+- *Somebody finishes.* The first running row is never preempted, so it ends, and then the next one. If it lacks blocks
+  that only pins or a batch in flight can give back, nobody gives way for it: it waits, and who needs no block goes on.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ class StepPlan:
             needs = np.zeros_like(self._running)
             needs[decodes] = missing
             kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
-            if kept == 0:
-                return
-            self._give_way(kept)
-            still = decodes < kept
-            rows, total = rows[still], int(missing[still].sum())
+            if kept > 0:
+                self._give_way(kept)
+            goes_on = decodes < kept if kept > 0 else missing == 0
+            rows, total = rows[goes_on], int(missing[goes_on].sum())
         self._decodes = rows
         self._free_blocks -= total
         self._tokens_left -= int(rows.size)
@@ -86,9 +85,11 @@ class StepPlan:
         view = self._view
         end = self._computed[:1] + np.minimum(self._remaining[:1], self._tokens_left)
         needs = np.zeros_like(self._running)
-        needs[:1] = missing_blocks(view, self._running[:1], end)
+        missing = int(missing_blocks(view, self._running[:1], end)[0])
+        freeable = int(view.columns.freeable_blocks[self._running[1:]].sum())
+        needs[0] = min(missing, self._free_blocks + freeable)  # less than all is progress too
         kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
-        if kept > 0:
+        if needs[0]:
             self._give_way(kept)
             self._continue_prefill(0)
 

@@ -1,0 +1,115 @@
+"""Scheduler views from a few numbers per row, and the contract that every scheduler's answer keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.policy.view import Columns, Limits, SchedulerOutput, SchedulerView
+
+Row = tuple[int, int, int, int]
+"""num_prompt, num_output, num_computed, held_blocks"""
+
+
+def decoding(context: int, *, held: int | None = None, block_size: int = 4) -> Row:
+    """A row that decodes with `context` tokens of KV, in as many blocks as they need unless told otherwise."""
+    return (1, context, context, -(-context // block_size) if held is None else held)
+
+
+def prefilling(num_prompt: int, computed: int, *, held: int | None = None, block_size: int = 4) -> Row:
+    return (num_prompt, 0, computed, -(-computed // block_size) if held is None else held)
+
+
+def parked(num_known: int) -> Row:
+    return (num_known, 0, 0, 0)
+
+
+def make_view(
+    *,
+    running: list[Row] | None = None,
+    preempted: list[Row] | None = None,
+    waiting: list[Row] | None = None,
+    free_blocks: int = 100,
+    block_size: int = 4,
+    max_batch_tokens: int = 32,
+    max_batch_rows: int = 8,
+    num_in_flight: int = 0,
+    pinned: dict[int, int] | None = None,
+) -> SchedulerView:
+    """Rows are numbered through: running, preempted, waiting; `pinned` gives pinned blocks per row."""
+    queues = (running or [], preempted or [], waiting or [])
+    values = np.array([row for queue in queues for row in queue], dtype=np.int32).reshape(-1, 4)
+    numbers = np.split(np.arange(len(values), dtype=np.int32), np.cumsum([len(queue) for queue in queues])[:2])
+    freeable = values[:, 3].copy()
+    for row, count in (pinned or {}).items():
+        freeable[row] -= count
+    nan = np.full(len(values), np.nan)
+    columns = Columns(
+        num_prompt=values[:, 0],
+        num_output=values[:, 1],
+        num_computed=values[:, 2],
+        held_blocks=values[:, 3],
+        freeable_blocks=freeable,
+        arrival_s=np.arange(len(values), dtype=np.float64),
+        request_class=np.zeros(len(values), dtype=np.uint8),
+        qoe_ttft_s=nan,
+        qoe_speed=nan,
+        qoe_last_s=nan,
+        qoe_delay_sum_s=nan,
+    )
+    return SchedulerView(
+        now_s=0.0,
+        columns=columns,
+        waiting=numbers[2],
+        running=numbers[0],
+        preempted=numbers[1],
+        num_in_flight=num_in_flight,
+        free_blocks=free_blocks,
+        block_size=block_size,
+        limits=Limits(max_batch_tokens, max_batch_rows),
+    )
+
+
+def random_view(random: np.random.Generator) -> SchedulerView:
+    """A moment that an engine can be in: some rows run (decoding, prefilling, just rolled back), others wait."""
+    running: list[Row] = []
+    for _ in range(random.integers(0, 9)):
+        known = int(random.integers(1, 60))
+        computed = known - 1 if random.random() < 0.6 else int(random.integers(0, known))
+        blocks = max(-(-computed // 4), 1) + int(random.random() < 0.1)
+        running.append((known - known // 3, known // 3, computed, blocks))
+    return make_view(
+        running=running,
+        preempted=[parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 4))],
+        waiting=[parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 6))],
+        free_blocks=int(random.choice([0, 1, 2, 5, 20, 100])) + (0 if running else 20),
+        max_batch_tokens=int(random.choice([1, 8, 32, 64])),
+        max_batch_rows=int(random.integers(1, 10)),
+    )
+
+
+def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
+    """Check the answer against what `Scheduler.schedule` promises."""
+    columns, rows = view.columns, output.rows
+    known = columns.num_prompt + columns.num_output
+    listed = np.concatenate([view.running, view.preempted, view.waiting])
+    assert len(set(rows.tolist())) == rows.size == output.num_tokens.size, "each row once"
+    assert set(rows.tolist()) <= set(listed.tolist())
+    assert rows.size <= view.limits.max_batch_rows
+    assert int(output.num_tokens.sum()) <= view.limits.max_batch_tokens
+    assert (output.num_tokens >= 1).all()
+    assert (columns.num_computed[rows] + output.num_tokens <= known[rows]).all()
+    assert set(output.preempt.tolist()) <= set(view.running.tolist()) - set(rows.tolist())
+    assert output.preempt_how.size == output.preempt.size
+    end = columns.num_computed[rows] + output.num_tokens
+    needed = np.maximum(-(-end // view.block_size) - columns.held_blocks[rows], 0).sum()
+    assert needed <= view.free_blocks + columns.freeable_blocks[output.preempt].sum(), "it fits"
+    decodes = (known[rows] - columns.num_computed[rows]) == 1
+    first_chunk = int(np.flatnonzero(~decodes)[0]) if (~decodes).any() else rows.size
+    running_decodes = np.isin(rows, view.running) & decodes
+    assert not running_decodes[first_chunk:].any(), "decodes first"
+    if view.running.size:
+        next_token = columns.num_computed[view.running] + 1
+        missing = np.maximum(-(-next_token // view.block_size) - columns.held_blocks[view.running], 0)
+        others = int(columns.freeable_blocks[view.running[1:]].sum())
+        can_go_on = (missing <= view.free_blocks).any() or missing[0] <= view.free_blocks + others
+        assert rows.size or not can_go_on, "somebody who runs can go on, so somebody does"

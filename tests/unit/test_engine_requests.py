@@ -1,0 +1,225 @@
+"""Sequences on their way in and out of the engine: refusals, repeats, takeovers, replays, ends, counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.worker.engine.config import AddRefusal, NewSequence
+from services.worker.policy.registry import SCHEDULERS
+from shared.types import FinishReason, QoeTarget
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_harness import STEP_S, EngineHarness
+
+
+@pytest.mark.parametrize(
+    ("new", "refusal"),
+    [
+        (new_sequence(prompt=[]), AddRefusal.INVALID),
+        (new_sequence(prompt=[3, 100]), AddRefusal.INVALID),
+        (new_sequence(generated=[100], max_tokens=9), AddRefusal.INVALID),
+        (new_sequence(prompt=[1] * 200, generated=[1] * 57, max_tokens=99), AddRefusal.INVALID),
+        (new_sequence(attempt=0), AddRefusal.INVALID),
+        (new_sequence(attempt=65_536), AddRefusal.INVALID),
+        (new_sequence(-1001), AddRefusal.INVALID),
+        (new_sequence(num_prompt=256), AddRefusal.TOO_LONG),
+        (new_sequence(num_prompt=200, max_tokens=56), None),
+        (new_sequence(num_prompt=200, max_tokens=1000), None),
+    ],
+)
+def test_a_sequence_that_can_never_run_is_refused(new: NewSequence, refusal: AddRefusal | None) -> None:
+    """Vocabulary 100, context 256, 64 blocks of 4 = 256 slots."""
+    outcome = make_engine().add(new)
+    assert (outcome if isinstance(outcome, AddRefusal) else None) is refusal
+
+
+@pytest.mark.parametrize(("max_tokens", "fits"), [(13, True), (14, False)])
+def test_the_last_token_needs_no_kv(max_tokens: int, fits: bool) -> None:
+    """8 blocks of 4 = 32 slots; 20 prompt tokens and the KV of 12 outputs fill them."""
+    outcome = make_engine(num_blocks=8).add(new_sequence(num_prompt=20, max_tokens=max_tokens))
+    assert (outcome is AddRefusal.TOO_LONG) is not fits
+
+
+def test_a_full_table_refuses_and_takes_again_once_a_row_is_free() -> None:
+    engine = make_engine(config=engine_config(max_sequences=2))
+    first = new_sequence(0)
+    engine.add(first)
+    engine.add(new_sequence(1))
+    assert engine.add(new_sequence(2)) is AddRefusal.FULL
+    engine.cancel(first.request_id, 1)
+    assert engine.add(new_sequence(2)) == 0
+    engine.check_invariants()
+
+
+def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplicate() -> None:
+    harness = EngineHarness(make_engine())
+    new = new_sequence(0)
+    row = harness.add(new)
+    assert harness.engine.add(new) == row
+    other = new_sequence(0)
+    object.__setattr__(other, "stream", 77)
+    assert harness.engine.add(other) is AddRefusal.DUPLICATE
+    assert harness.engine.stats.num_waiting == 1
+    harness.drain()
+    assert harness.engine.add(new) is AddRefusal.DUPLICATE, "it has ended here: running it again would be waste"
+    assert harness.engine.add(new_sequence(0, attempt=2)) == row
+
+
+@pytest.mark.parametrize(
+    ("generated", "stop_token_ids", "finish"),
+    [([5, 6, 7, 8], (), FinishReason.LENGTH), ([5, 6], (6,), FinishReason.STOP), ([5, 1], (), FinishReason.STOP)],
+)
+def test_a_takeover_of_a_complete_sequence_ends_at_once(
+    generated: list[int], stop_token_ids: tuple[int, ...], finish: FinishReason
+) -> None:
+    harness = EngineHarness(make_engine(config=engine_config(eos_token_ids=(1,))))
+    harness.add(new_sequence(0, generated=generated, max_tokens=4, stop_token_ids=stop_token_ids))
+    [story] = harness.stories.values()
+    assert (story.finish, story.text) == (finish, generated)
+    assert not harness.engine.has_work
+
+
+def test_a_takeover_goes_on_as_if_it_had_never_stopped() -> None:
+    whole, rest = EngineHarness(make_engine()), EngineHarness(make_engine())
+    whole.add(new_sequence(0, max_tokens=9))
+    whole.drain()
+    text = whole.stories[1000].text
+    rest.add(new_sequence(0, max_tokens=9, generated=text[:4], attempt=2))
+    rest.drain()
+    assert rest.stories[1000].text == text
+
+
+def test_replay_returns_outputs_while_the_sequence_runs_and_after_its_end() -> None:
+    harness = EngineHarness(make_engine())
+    new = new_sequence(0, max_tokens=6, generated=[9, 8])
+    harness.add(new)
+    harness.step()
+    harness.step()
+    text = harness.stories[1000].text
+    found = harness.engine.replay(new.request_id, 1, 1)
+    assert found is not None
+    assert (found[0].tolist(), found[1]) == (text[1:], FinishReason.NONE)
+    harness.drain()
+    found = harness.engine.replay(new.request_id, 1, 0)
+    assert found is not None
+    assert (found[0].tolist(), found[1]) == (harness.stories[1000].text, FinishReason.LENGTH)
+    assert len(found[0]) == 6
+    assert harness.engine.replay(new.request_id, 2, 0) is None
+    beyond = harness.engine.replay(new.request_id, 1, 99)
+    assert beyond is not None
+    assert beyond[0].size == 0
+
+
+def test_cancel_finds_only_what_is_there_and_counts_once() -> None:
+    harness = EngineHarness(make_engine())
+    new = new_sequence(0)
+    harness.add(new)
+    assert not harness.engine.cancel(new.request_id, 2)
+    harness.submit()
+    assert harness.engine.cancel(new.request_id, 1)
+    assert harness.engine.cancel(new.request_id, 1), "it is still here until its step comes back"
+    harness.land()
+    assert not harness.engine.cancel(new.request_id, 1)
+    assert harness.stories[1000].finish is FinishReason.CANCELLED
+    assert harness.engine.stats.num_finished == 1
+
+
+def test_expired_sequences_end_as_cancelled_whether_they_run_or_wait() -> None:
+    harness = EngineHarness(make_engine(config=engine_config(max_batch_rows=1)))
+    harness.add(new_sequence(0, max_tokens=50, expires_s=0.12))
+    harness.add(new_sequence(1, max_tokens=50, expires_s=0.12))
+    harness.add(new_sequence(2, max_tokens=2))
+    harness.drain()
+    finishes = [story.finish for story in harness.stories.values()]
+    assert finishes == [FinishReason.CANCELLED, FinishReason.CANCELLED, FinishReason.LENGTH]
+    assert len(harness.stories[1000].text) == 3, "steps that began before 0.12 s: at 0, 0.05 and 0.10"
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_sequence_too_long_for_shrunk_memory_waits_without_blocking_others(scheduler: str) -> None:
+    harness = EngineHarness(make_engine(scheduler, num_blocks=16))
+    harness.add(new_sequence(0, num_prompt=40, max_tokens=10))
+    harness.step()
+    harness.engine.set_backed(np.arange(8, dtype=np.int32), backed=False)
+    harness.settle()
+    assert harness.engine.stats.num_preempted == 1
+    harness.add(new_sequence(1, num_prompt=8, max_tokens=4))
+    for _ in range(10):
+        harness.step()
+    assert harness.stories[1001].finish is FinishReason.LENGTH
+    assert harness.stories[1000].finish is FinishReason.NONE
+    harness.engine.set_backed(np.arange(8, dtype=np.int32), backed=True)
+    harness.drain()
+    harness.judge()
+    assert len(harness.stories[1000].text) == 10
+
+
+def test_memory_that_changes_under_a_step_is_a_bug() -> None:
+    harness = EngineHarness(make_engine())
+    harness.add(new_sequence(0))
+    harness.submit()
+    with pytest.raises(AssertionError, match="nothing is in flight"):
+        harness.engine.set_backed(np.array([9], dtype=np.int32), backed=False)
+
+
+def test_the_qoe_columns_follow_the_definition() -> None:
+    """displayed[i] = max(ideal[i], delivered[i], displayed[i-1] + 1/speed); D sums displayed - ideal."""
+    harness = EngineHarness(make_engine())
+    ttft_s, speed = 0.08, 12.0
+    harness.add(new_sequence(0, max_tokens=30, arrival_s=-0.02, qoe=QoeTarget(ttft_s=ttft_s, speed_tokens_per_s=speed)))
+    harness.add(new_sequence(1, max_tokens=30))
+    random, table = np.random.default_rng(3), harness.engine.table
+    displayed: list[float] = []
+    ideal: list[float] = []
+    for i in range(29):
+        harness.now_s += float(random.exponential(0.05))
+        harness.step()
+        ideal.append(ttft_s + i / speed)
+        before = displayed[-1] + 1 / speed if displayed else -1.0
+        displayed.append(max(ideal[-1], harness.now_s + 0.02, before))
+        assert table.qoe_last_s[0] == pytest.approx(displayed[-1])
+        assert table.qoe_delay_sum_s[0] == pytest.approx(sum(np.subtract(displayed, ideal)))
+    assert np.isnan([table.qoe_last_s[1], table.qoe_delay_sum_s[1], table.qoe_speed[1]]).all()
+
+
+def test_outputs_of_an_earlier_attempt_count_as_shown_on_schedule() -> None:
+    """Two tokens at ttft 1 s and 1.25 s; the third, at 0.05 s, is shown at 1.5 s without delay."""
+    harness = EngineHarness(make_engine())
+    target = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.0)
+    harness.add(new_sequence(0, max_tokens=9, generated=[4, 4], qoe=target))
+    harness.step()
+    assert harness.engine.table.qoe_last_s[0] == pytest.approx(1.5)
+    assert harness.engine.table.qoe_delay_sum_s[0] == pytest.approx(0.0)
+
+
+def test_stats_count_what_happened() -> None:
+    harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
+    for name in range(3):
+        harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
+    before = harness.engine.stats
+    assert (before.num_waiting, before.num_demanded_blocks, before.num_used_blocks) == (3, 9, 0)
+    harness.step()
+    during = harness.engine.stats
+    assert (during.num_running, during.num_waiting, during.num_demanded_blocks) == (3, 0, 0)
+    assert during.num_used_blocks == 9
+    harness.drain()
+    after = harness.engine.stats
+    assert (after.num_finished, after.num_generated_tokens, after.num_prompt_tokens) == (3, 60, 30)
+    assert after.num_preemptions > 0
+    assert after.num_recomputed_tokens >= 10 * after.num_preemptions
+    assert after.num_steps * STEP_S == pytest.approx(harness.now_s)
+
+
+def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
+    harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
+    admitted, dropped = [], []  # type: tuple[list[int], list[int]]
+    for name in range(4):
+        harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
+    while harness.engine.has_work:
+        batch = harness.step()
+        assert batch is not None
+        admitted += [init.row for init in batch.admits]
+        dropped += batch.drops.tolist()
+    assert harness.engine.stats.num_preemptions > 0
+    assert sorted(admitted) == [0, 1, 2, 3]
+    assert len(dropped) == 3, "the last one's drop waits for a next batch"

@@ -1,0 +1,130 @@
+"""The shadow KV: equal to the undisturbed text when nothing is wrong, different when anything is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.types import I32, Batch, CopyOps, RowInit, TableDelta
+from services.worker.executor.modelled import step_s
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs
+from shared.cost import CostModel
+from shared.types import SamplingParams
+
+DRAW = TokenDraw.of_vocabulary(1000, (5, 6), first_id=3)
+
+
+def i32(*values: int) -> I32:
+    return np.array(values, dtype=np.int32)
+
+
+def batch(tokens: list[int], *, start: int, step_id: int = 0, table: list[int] | None = None, row: int = 0) -> Batch:
+    """One row computes `tokens`; with `table` it is admitted, with these blocks."""
+    blocks = table or []
+    return Batch(
+        step_id=step_id,
+        rows=i32(row),
+        num_tokens=i32(len(tokens)),
+        start=i32(start),
+        tokens=i32(*tokens),
+        sample=np.array([True]),
+        table_delta=TableDelta(i32(*([row] * len(blocks))), np.arange(len(blocks), dtype=np.int32), i32(*blocks)),
+        admits=(RowInit(row, SamplingParams(max_tokens=99)),) if blocks else (),
+    )
+
+
+def run(kv: ShadowKv, step: Batch) -> int:
+    kv.take_in(step)
+    return int(kv.compute(step)[0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=30), st.integers(1, 30), st.booleans())
+def test_prefill_in_any_chunks_and_decodes_give_the_undisturbed_text(
+    prompt: list[int], chunk: int, exact: bool
+) -> None:
+    kv, text = ShadowKv(16, 4, DRAW, verify_ratio=float(exact)), []  # type: tuple[ShadowKv, list[int]]
+    table = np.random.default_rng(len(prompt)).permutation(16).tolist()
+    for start in range(0, len(prompt), chunk):
+        token = run(kv, batch(prompt[start : start + chunk], start=start, table=None if start else table))
+    for position in range(len(prompt), len(prompt) + 10):
+        text.append(token)
+        token = run(kv, batch([token], start=position))
+    assert text == expected_outputs(i32(*prompt), i32(), 10, 0, DRAW).tolist()
+
+
+def text_after(damage: object) -> tuple[int, int]:
+    """Return the token after some damage to the KV of eight tokens in blocks 2 and 5, and the one without."""
+    kv = ShadowKv(8, 4, DRAW, verify_ratio=1.0)
+    run(kv, batch([10, 11, 12, 13, 14, 15, 16, 17], start=0, table=[2, 5, 3]))
+    damage(kv)  # type: ignore[operator]
+    kv_whole = ShadowKv(8, 4, DRAW, verify_ratio=1.0)
+    run(kv_whole, batch([10, 11, 12, 13, 14, 15, 16, 17], start=0, table=[2, 5, 3]))
+    step = batch([18], start=8)
+    return run(kv, step), run(kv_whole, step)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kv: kv.poison(i32(2)),
+        lambda kv: kv.take_in(batch([1], start=0, table=[5], row=1)) or kv.spoil(batch([1], start=0, row=1)),
+        lambda kv: kv.take_in(replace(batch([1], start=0), copies=CopyOps(i32(2), i32(5)))),
+        lambda kv: kv._slots.__setitem__(5, kv._slots[5][::-1] + np.uint64(1)),
+        lambda kv: kv._table.__setitem__((0, 1), 2),
+        lambda kv: run(kv, batch([99], start=0, table=[2], row=1)),
+    ],
+    ids=["freed early", "spoiled by a failed step", "copied over", "changed", "doubled", "shared with another"],
+)
+def test_any_damage_changes_the_text(damage: object) -> None:
+    damaged, whole = text_after(damage)
+    assert damaged != whole
+
+
+def test_copied_blocks_carry_the_text_on() -> None:
+    """The copy of block 2 into block 7, and a table that names 7 instead, leave the text as it was."""
+
+    def move(kv: ShadowKv) -> None:
+        step = replace(batch([1], start=0), copies=CopyOps(i32(2), i32(7)))
+        kv.take_in(replace(step, table_delta=TableDelta(i32(0), i32(0), i32(7))))
+        kv.poison(i32(2))
+
+    moved, whole = text_after(move)
+    assert moved == whole
+
+
+def test_a_running_sum_is_taken_anew_when_the_table_changes_in_the_middle() -> None:
+    """Without any verification at random: the changed entry alone is the reason."""
+    kv = ShadowKv(8, 4, DRAW, verify_ratio=0.0)
+    run(kv, batch([10, 11, 12, 13, 14], start=0, table=[2, 5]))
+    kv.take_in(replace(batch([1], start=0), table_delta=TableDelta(i32(0), i32(0), i32(6))))
+    whole = expected_outputs(i32(10, 11, 12, 13, 14, 15), i32(), 1, 0, DRAW)
+    assert run(kv, batch([15], start=5)) != whole[0]
+
+
+def test_the_model_says_only_allowed_ids() -> None:
+    text = expected_outputs(i32(1), i32(), 3000, 7, DRAW)
+    assert text.min() >= 3
+    assert text.max() < 1000
+    assert not np.isin(text, [5, 6]).any()
+    assert np.unique(text).size > 900, "the whole range is in use"
+
+
+def test_rows_must_be_admitted_before_use_and_dropped_before_they_are_admitted_again() -> None:
+    kv = ShadowKv(8, 4, DRAW)
+    with pytest.raises(AssertionError, match="does not know"):
+        run(kv, batch([1], start=0))
+    run(kv, batch([1], start=0, table=[1]))
+    with pytest.raises(AssertionError, match="before it was dropped"):
+        run(kv, batch([1], start=0, table=[1]))
+
+
+def test_the_cost_of_a_batch_counts_decodes_and_prefill_pairs() -> None:
+    """Decodes at 9 and 4: 15 KV tokens. Chunk of 3 after 10: 3 * 10 + (9 + 3) / 2 = 36 pairs. 5 tokens."""
+    step = Batch(0, i32(0, 1, 2), i32(1, 1, 3), i32(9, 4, 10), i32(1, 1, 1, 1, 1), np.ones(3, dtype=np.bool_))
+    cost = CostModel(g0_s=1.0, b0_s=0.1, g1_s=0.0, b1_s=0.0, d_s=0.01, a_s=0.001)
+    assert step_s(cost, step) == pytest.approx(1.0 + 0.5 + 0.15 + 0.036)

@@ -1,0 +1,185 @@
+"""Both schedulers: the contract on random moments, and each rule on a small example with its arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.policy.registry import SCHEDULERS, make_scheduler
+from services.worker.policy.view import PreemptHow, SchedulerOutput, SchedulerView
+from shared.systems import SYSTEMS
+from tests.support.engine_views import check_contract, decoding, make_view, parked, prefilling, random_view
+
+
+def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
+    output = make_scheduler(scheduler).schedule(view)
+    check_contract(view, output)
+    return output
+
+
+def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
+    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(sorted(SCHEDULERS)), st.integers(0, 2**32 - 1))
+def test_every_answer_keeps_the_contract(scheduler: str, seed: int) -> None:
+    view = random_view(np.random.default_rng(seed))
+    output = decide(scheduler, view)
+    if output.preempt.size:
+        kept = view.running.size - output.preempt.size
+        assert output.preempt.tolist() == view.running[kept:].tolist(), "the newest give way"
+        assert kept >= 1, "the first running row stays"
+        assert output.reason == "kv-full"
+        assert (output.preempt_how == PreemptHow.RECOMPUTE).all()
+        assert set(output.rows.tolist()) <= set(view.running.tolist()), "nobody comes in while others give way"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(sorted(SCHEDULERS)), st.integers(0, 2**32 - 1))
+def test_the_same_view_gives_the_same_answer(scheduler: str, seed: int) -> None:
+    policy, view = make_scheduler(scheduler), random_view(np.random.default_rng(seed))
+    first, second = policy.schedule(view), policy.schedule(view)
+    assert chosen(first) == chosen(second)
+    assert first.preempt.tolist() == second.preempt.tolist()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32 - 1))
+def test_chunked_never_stalls_a_decode_that_stays(seed: int) -> None:
+    """Stall-free: each running row with one token to compute is in the step, up to the limits of the step."""
+    view = random_view(np.random.default_rng(seed))
+    output, columns = decide("chunked", view), view.columns
+    known = columns.num_prompt + columns.num_output
+    waits = [
+        row
+        for row in view.running.tolist()
+        if known[row] - columns.num_computed[row] == 1 and row not in output.rows and row not in output.preempt
+    ]
+    full = min(view.limits.max_batch_rows, view.limits.max_batch_tokens)
+    stuck = not (known[output.rows] - columns.num_computed[output.rows] == 1).any()  # even the first has no room
+    assert not waits or output.rows.size >= full or stuck
+
+
+def test_chunked_fills_the_step_with_prefill_after_the_decodes() -> None:
+    """32 tokens: 2 decodes, the 10 left of a prompt under way, and 20 of a new prompt of 50."""
+    view = make_view(
+        running=[decoding(9), prefilling(30, 20), decoding(5)], waiting=[parked(50), parked(5)], max_batch_tokens=32
+    )
+    output = decide("chunked", view)
+    assert chosen(output) == [(0, 1), (2, 1), (1, 10), (3, 20)]
+    assert output.reason == "mixed"
+
+
+def test_fcfs_prefills_whole_prompts_and_lets_decodes_wait() -> None:
+    """32 tokens: prompts of 20 and 10 fit, the third of 5 does not."""
+    view = make_view(running=[decoding(9)], waiting=[parked(20), parked(10), parked(5)], max_batch_tokens=32)
+    output = decide("fcfs", view)
+    assert chosen(output) == [(1, 20), (2, 10)]
+    assert output.reason == "prefill"
+
+
+def test_fcfs_decodes_when_nothing_waits() -> None:
+    output = decide("fcfs", make_view(running=[decoding(9), decoding(5)]))
+    assert chosen(output) == [(0, 1), (1, 1)]
+    assert output.reason == "decode"
+
+
+def test_fcfs_runs_a_prompt_longer_than_a_step_in_pieces_of_its_own() -> None:
+    """A prompt of 70 in steps of 32: it opens a step, goes on before all others, and shares the step that ends it."""
+    first = decide("fcfs", make_view(running=[decoding(9)], waiting=[parked(70), parked(5)]))
+    assert chosen(first) == [(1, 32)]
+    second = decide("fcfs", make_view(running=[decoding(9), prefilling(70, 32)], waiting=[parked(5)]))
+    assert chosen(second) == [(1, 32)]
+    third = decide("fcfs", make_view(running=[decoding(9), prefilling(70, 64)], waiting=[parked(5)]))
+    assert chosen(third) == [(1, 6), (2, 5)]
+
+
+def test_fcfs_does_not_cut_a_prompt_that_fits_a_step_of_its_own() -> None:
+    view = make_view(waiting=[parked(20), parked(30)], max_batch_tokens=32)
+    assert chosen(decide("fcfs", view)) == [(0, 20)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_preempted_rows_come_before_waiting_ones_and_order_is_kept(scheduler: str) -> None:
+    view = make_view(preempted=[parked(6), parked(7)], waiting=[parked(3)])
+    assert chosen(decide(scheduler, view)) == [(0, 6), (1, 7), (2, 3)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_nobody_overtakes_a_row_that_does_not_fit(scheduler: str) -> None:
+    """Room for 8 blocks, one of them headroom for the row that runs; the first needs ceil(31 / 4) = 8."""
+    view = make_view(running=[decoding(5)], waiting=[parked(30), parked(3)], free_blocks=8)
+    assert chosen(decide(scheduler, view)) == [(0, 1)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_row_is_admitted_only_if_all_its_known_tokens_fit(scheduler: str) -> None:
+    """A step of 8 tokens; 27 known tokens and the next need 7 blocks, and the running row keeps one free."""
+    for free_blocks, admitted in ((7, False), (8, True)):
+        view = make_view(running=[decoding(5)], waiting=[parked(27)], free_blocks=free_blocks, max_batch_tokens=8)
+        assert (1 in decide(scheduler, view).rows) is admitted
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_blocks_promised_to_a_prefill_under_way_are_not_given_to_others(scheduler: str) -> None:
+    """The prefill holds 2 blocks and needs 8 more for its 40 tokens; 12 free leave 4, less 1: the new row needs 4."""
+    view = make_view(running=[prefilling(40, 8)], waiting=[parked(12)], free_blocks=12, max_batch_tokens=64)
+    assert 1 not in decide(scheduler, view).rows
+    view = make_view(running=[prefilling(40, 8)], waiting=[parked(12)], free_blocks=13, max_batch_tokens=64)
+    assert 1 in decide(scheduler, view).rows
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_row_alone_may_use_every_block(scheduler: str) -> None:
+    """28 known tokens fill 7 blocks; nobody runs, so no headroom is kept."""
+    assert chosen(decide(scheduler, make_view(waiting=[parked(28)], free_blocks=7))) == [(0, 28)]
+    view = make_view(waiting=[parked(28)], free_blocks=7, num_in_flight=1)
+    assert not decide(scheduler, view).rows.size
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_only_as_many_give_way_as_needed_and_the_newest_first(scheduler: str) -> None:
+    """Rows 0, 1, 2 stand at a block border and no block is free; row 3 gives 1, row 2 gives 2: three for two."""
+    view = make_view(running=[decoding(8), decoding(4), decoding(8), decoding(3)], free_blocks=0)
+    output = decide(scheduler, view)
+    assert output.preempt.tolist() == [2, 3]
+    assert chosen(output) == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_pinned_blocks_do_not_count_as_freed(scheduler: str) -> None:
+    """Row 0 needs a block; row 2's only block is pinned, so row 1 gives way too."""
+    view = make_view(running=[decoding(8), decoding(3), decoding(3)], free_blocks=0, pinned={2: 1})
+    assert decide(scheduler, view).preempt.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_first_prefill_is_rescued_when_others_hold_all_blocks(scheduler: str) -> None:
+    """Row 0 needs 3 blocks for the 12 tokens left; of the others row 2 gives 2 and row 1 two more."""
+    view = make_view(running=[prefilling(20, 8), prefilling(20, 8), prefilling(20, 8)], free_blocks=0)
+    output = decide(scheduler, view)
+    assert output.preempt.tolist() == [1, 2]
+    assert chosen(output) == [(0, 12)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_nothing_is_done_while_blocks_in_flight_are_all_that_could_help(scheduler: str) -> None:
+    view = make_view(running=[decoding(8)], free_blocks=0, num_in_flight=3)
+    output = decide(scheduler, view)
+    assert (output.rows.size, output.preempt.size, output.reason) == (0, 0, "nothing")
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_no_more_rows_run_than_fit_a_step(scheduler: str) -> None:
+    view = make_view(running=[decoding(5)] * 3, waiting=[parked(2)] * 3, max_batch_rows=4)
+    output = decide(scheduler, view)
+    assert [row for row in output.rows.tolist() if row >= 3] == [3]
+
+
+def test_the_registry_has_a_scheduler_for_every_system() -> None:
+    assert {system.scheduler for system in SYSTEMS.values()} <= set(SCHEDULERS)
+    with pytest.raises(KeyError, match="no scheduler is called 'magic'; there are: fcfs, chunked"):
+        make_scheduler("magic")
