@@ -114,10 +114,13 @@ async def disconnect(client: Client, error: BusError, timeout_s: float) -> None:
     for answer in client._resp_map.values():
         if not answer.done():
             answer.set_exception(error)
+    if not client.is_connected:  # what is buffered can no longer leave, and close() would fail trying
+        client._pending.clear()
+        client._pending_data_size = 0
     try:
         async with asyncio.timeout(timeout_s):
             await client.close()
-    except TimeoutError:
+    except (TimeoutError, OSError):
         _abort(client)
     await _end(tasks)
 
@@ -129,8 +132,10 @@ def _tasks(client: Client) -> Iterator[asyncio.Task[None] | None]:
 
 
 async def _end(tasks: list[asyncio.Task[None] | None]) -> None:
-    """Wait until the tasks, which are cancelled already, have ended."""
+    """Cancel the tasks if they still run, and wait until they have ended."""
     left = [task for task in tasks if task is not None and task is not asyncio.current_task()]
+    for task in left:
+        task.cancel()
     if left:
         await asyncio.wait(left, timeout=_LOOK_S)
 

@@ -1,0 +1,261 @@
+"""The live bus where its broker fails: what the contract, which runs on a healthy one, cannot show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shared import nats_bus
+from shared.bus import BusClosedError, BusError, BusTimeoutError, Endpoint, KvEntry, Message, ServiceInfo
+from shared.errors import StartupError
+from shared.nats_bus import NatsBus, NoBrokerError, NotPermittedError
+from shared.nats_server import EmbeddedNats
+from tests.support.broker import Seen, listen, open_descriptors
+
+LIMIT_S = 15.0
+
+
+class Broker:
+    """A broker that can be killed, frozen and started again on its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.server = EmbeddedNats()
+        self.url = self.server.start(folder)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.server.pid is not None
+        os.kill(self.server.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.server.stop()
+
+    def restart(self) -> None:
+        self.server.start(self.folder, port=int(self.url.rpartition(":")[2]))
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    made = Broker(tmp_path)
+    yield made
+    if made.server.pid is not None:
+        made.signal(signal.SIGCONT)
+    made.server.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def echo(message: Message) -> bytes:
+    return message.data
+
+
+async def test_after_a_killed_broker_everything_goes_on(broker: Broker) -> None:
+    """Subscriptions, services, buckets and watches are there again; a bucket's values survived."""
+    server, client = await NatsBus.connect(broker.url, name="s"), await NatsBus.connect(broker.url, name="c")
+    seen, changes = Seen[Message](), Seen[KvEntry]()
+    await listen(server, "news", seen)
+    await server.serve(ServiceInfo("sluice-test", "1.0.0", "test", {}, "t"), [Endpoint("echo", "echo", echo)])
+    bucket, reader = await client.key_value("plans"), await server.key_value("plans")
+    await bucket.put("epoch", b"1")
+    await reader.watch(">", changes)
+    broker.kill()
+    await until(lambda: not server.connected and not client.connected)
+    await client.publish("news", b"while it is down")
+    broker.restart()
+    await until(lambda: server.connected and client.connected)
+    await asyncio.gather(server.flush(), client.flush())
+    await client.publish("news", b"after")
+    await seen.wait(1)
+    await until(lambda: seen.items[-1].data == b"after")
+    assert await client.request("echo", b"x", timeout_s=5.0) == b"x"
+    revision = await bucket.put("epoch", b"2")
+    await bucket.delete("epoch")
+    assert [(e.key, e.value, e.revision) for e in await changes.wait(3)] == [
+        ("epoch", b"1", 1),
+        ("epoch", b"2", revision),
+        ("epoch", None, revision + 1),
+    ]
+    assert (server.stats.disconnects, server.stats.reconnects) == (1, 1)
+    await asyncio.gather(server.close(), client.close())
+
+
+async def test_a_watch_sees_what_was_written_while_it_was_away(broker: Broker) -> None:
+    """The reader's connection is cut, the writer's is not: after it is back, every change has been seen, in order."""
+    writer, reader = await NatsBus.connect(broker.url, name="w"), await NatsBus.connect(broker.url, name="r")
+    bucket, changes = await writer.key_value("plans", history=10), Seen[KvEntry]()
+    await (await reader.key_value("plans")).watch(">", changes)
+    await bucket.put("k", b"0")
+    await changes.wait(1)
+    transport = reader._client._transport
+    assert transport is not None
+    transport.close()
+    for number in range(1, 6):
+        await bucket.put("k", b"%d" % number)
+    entries = await changes.wait(6)
+    assert [e.value for e in entries] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+    assert [e.revision for e in entries] == [1, 2, 3, 4, 5, 6]
+    await asyncio.gather(writer.close(), reader.close())
+
+
+async def test_a_broker_that_lost_its_disk_gets_its_buckets_again(broker: Broker) -> None:
+    bus, changes = await NatsBus.connect(broker.url, name="b"), Seen[KvEntry]()
+    bucket = await bus.key_value("plans")
+    for number in range(5):
+        await bucket.put("k", b"%d" % number)
+    await bucket.watch(">", changes)
+    broker.kill()
+    broker.folder /= "another"
+    broker.restart()
+    await until(lambda: bus.stats.reconnects == 1)
+    assert await bucket.put("k", b"new") == 1
+    await until(lambda: changes.items[-1].value == b"new")
+    await bus.close()
+
+
+async def test_a_frozen_broker_is_noticed_within_seconds_and_nothing_hangs(broker: Broker) -> None:
+    """Pings every second, two may be missing. Closing does not wait for it for ever."""
+    bus = await NatsBus.connect(broker.url, name="b")
+    closing = await NatsBus.connect(broker.url, name="c")
+    broker.signal(signal.SIGSTOP)
+    started_s = time.monotonic()
+    with pytest.raises(BusTimeoutError):
+        await bus.request("anything", b"", timeout_s=0.05)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nats_bus, "CLOSE_TIMEOUT_S", 0.2)
+        patch.setattr(nats_bus, "FLUSH_TIMEOUT_S", 0.2)
+        with pytest.raises(BusTimeoutError):
+            await closing.flush()
+        await closing.close()
+    await until(lambda: not bus.connected)
+    assert time.monotonic() - started_s < 5.0
+    broker.signal(signal.SIGCONT)
+    await until(lambda: bus.connected)
+    await bus.flush()
+    await bus.close()
+
+
+async def test_a_late_answer_to_a_given_up_flush_does_no_harm(broker: Broker) -> None:
+    bus, seen = await NatsBus.connect(broker.url, name="b"), Seen[Message]()
+    await listen(bus, "news", seen)
+    broker.signal(signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await bus.flush()
+    broker.signal(signal.SIGCONT)
+    await bus.publish("news", b"x")
+    await seen.wait(1)
+    await bus.close()
+    assert bus.stats.disconnects == 0
+
+
+async def test_what_does_not_fit_the_buffer_while_disconnected_is_dropped_and_counted(broker: Broker) -> None:
+    bus = await NatsBus.connect(broker.url, name="b")
+    broker.kill()
+    await until(lambda: not bus.connected)
+    for _ in range(5):
+        await bus.publish("news", bytes(1_000_000))
+    assert bus.stats.dropped_out == 3, "two of a million fit into 2 MiB"
+    with pytest.raises(BusTimeoutError):
+        await bus.request("news", bytes(1_000_000), timeout_s=5.0)
+    await bus.close()
+
+
+async def test_a_connection_that_fails_says_where_and_what_to_do() -> None:
+    before = open_descriptors()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"nats://user:secret@127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(NoBrokerError) as caught:
+            await NatsBus.connect(url, name="b", connect_timeout_s=0.5)
+    text = str(caught.value)
+    assert isinstance(caught.value, StartupError)
+    assert isinstance(caught.value, BusClosedError)
+    assert "secret" not in text
+    assert text.startswith("sluice: no nats-server answers at nats://127.0.0.1:")
+    assert "(connection refused)" in text
+    assert text.endswith("set NATS_URL to where one runs")
+    assert open_descriptors() == before
+
+
+async def test_a_peer_that_never_speaks_is_given_up() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(NoBrokerError):
+            await NatsBus.connect(f"nats://127.0.0.1:{silent.getsockname()[1]}", name="b", connect_timeout_s=0.3)
+
+
+AUTHORIZATION = """
+authorization {
+  users = [
+    {user: "worker", password: "good", permissions: {
+      publish: ["news", "_INBOX.worker.>"], subscribe: ["news", "_INBOX.worker.>"]}}
+  ]
+}
+"""
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A broker with one user who may do little."""
+    from shared import nats_server
+
+    monkeypatch.setattr(
+        nats_server, "_CONFIG", nats_server._CONFIG + AUTHORIZATION.replace("{", "{{").replace("}", "}}")
+    )
+    with EmbeddedNats() as server:
+        yield server.start(tmp_path)
+
+
+async def test_credentials_are_used_and_refused_ones_are_an_error_at_the_start(guarded: str) -> None:
+    for url, credentials in (
+        (guarded, ("worker", "good")),
+        (guarded.replace("nats://", "nats://worker:good@"), None),
+    ):
+        bus = await NatsBus.connect(url, name="w", credentials=credentials, inbox_prefix="_INBOX.worker")
+        await bus.flush()
+        await bus.close()
+    for credentials in (("worker", "bad"), None):
+        with pytest.raises(NoBrokerError, match="authorization violation"):
+            await NatsBus.connect(guarded, name="w", credentials=credentials, connect_timeout_s=0.5)
+
+
+async def test_a_refused_subject_is_reported_as_fatal(guarded: str) -> None:
+    """Nothing else would tell: publish raises nothing."""
+    errors: list[BusError] = []
+    bus = await NatsBus.connect(
+        guarded, name="w", credentials=("worker", "good"), inbox_prefix="_INBOX.worker", on_fatal=errors.append
+    )
+    await bus.publish("news", b"")
+    await bus.flush()
+    assert errors == []
+    await bus.publish("plans.apply", b"")
+    await bus.subscribe("_INBOX.>", lambda _message: None)
+    await until(lambda: len(errors) == 2)
+    assert all(isinstance(error, NotPermittedError) for error in errors)
+    assert 'publish to "plans.apply"' in str(errors[0])
+    assert bus.stats.refused == 2
+    await bus.close()
+
+
+async def test_a_broker_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shared import nats_server
+
+    monkeypatch.setattr(nats_server, "_CONFIG", nats_server._CONFIG.partition("jetstream")[0])
+    with EmbeddedNats() as server:
+        bus = await NatsBus.connect(server.start(tmp_path), name="b")
+        with pytest.raises(BusError, match="without JetStream"):
+            await bus.key_value("plans")
+        await bus.close()
