@@ -10,7 +10,7 @@ from cli import checks
 from cli.settings import UpSettings
 from cli.supervisor import ChildSpec, Supervisor
 from shared.errors import StartupError
-from shared.nats_server import accepts_connections, server_command
+from shared.nats_server import accepts_connections, find_binary, server_command
 
 START_LIMIT_S = 10.0
 LOOK_S = 0.02
@@ -34,14 +34,24 @@ class Broker:
         self._supervisor = supervisor
         self._run_dir = run_dir
 
+    def check(self) -> None:
+        """Check what can be known before anything starts.
+
+        Raises:
+            StartupError: the named broker does not answer, or there is no binary for one of our own.
+        """
+        if self._settings.has_own_broker:
+            find_binary()
+        else:
+            checks.check_broker(self._settings.nats_url)
+
     async def start(self) -> str:
         """Return the URL of a broker that answers.
 
         Raises:
-            StartupError: none answers, there is no binary, or it does not start.
+            StartupError: it does not start.
         """
         if not self._settings.has_own_broker:
-            checks.check_broker(self._settings.nats_url)
             return self._settings.nats_url
         port = checks.find_port("127.0.0.1", 0)
         url = f"nats://127.0.0.1:{port}"

@@ -15,6 +15,8 @@ from cli.supervisor import ChildSpec
 DISPATCHER = "dispatcher"
 MONITOR = "monitor"
 PLANNER = "planner"
+CODE_ROOT = Path(__file__).parents[1]
+"""Where the services' packages lie: beside this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,10 @@ class ClusterPlan:
         settings = self.settings
         common = ("--instance-id", instance_id or name, "--nats-url", self.nats_url, "--cluster", settings.cluster)
         logs = ("--log-level", settings.log_level, "--log-format", "json")
-        module = f"services.{name.split('-')[0]}"
-        return ChildSpec(name, (sys.executable, "-m", module, *common, *logs, *flags))
+        # -P and PYTHONPATH: a folder named `services` where the person stands must not be taken for ours
+        python = (sys.executable, "-P", "-m", f"services.{name.split('-')[0]}")
+        path = os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
+        return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path})
 
     def _worker(self, index: int, name: str) -> ChildSpec:
         settings = self.settings

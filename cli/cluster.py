@@ -64,17 +64,13 @@ class Cluster:
         port = checks.find_port(settings.host, settings.port)
         model = await asyncio.to_thread(find_model, settings.model)
         broker = Broker(settings, self.supervisor, self._run_dir.path)
+        broker.check()
+        self._announce(settings.served_model_name or model.name)
         nats_url = await broker.start()
         self._plan = ClusterPlan(settings, model, nats_url, port)
-        names = self._plan.worker_names()
-        workers = "1 worker" if len(names) == 1 else f"{len(names)} workers"
-        self._console.line(f"starting broker, monitor, planner, {workers}, dispatcher; model {self._plan.model_name}")
-        self._console.line(
-            f"logs: {self.log_dir}" + ("" if settings.log_dir else " (until it stops; --log-dir keeps them)")
-        )
         for spec in self._plan.specs():
             await self.supervisor.start(spec)
-        await self._wait_ready(nats_url, names)
+        await self._wait_ready(nats_url, self._plan.worker_names())
         self.supervisor.mark_ready()
 
     async def stop(self) -> None:
@@ -93,6 +89,14 @@ class Cluster:
             for name in await self.supervisor.stop(names, limit_s):
                 self._show(f"{name} did not end within {limit_s:g} s and was killed")
         await self.supervisor.close()
+
+    def _announce(self, model_name: str) -> None:
+        count = self._settings.workers
+        workers = "1 worker" if count == 1 else f"{count} workers"
+        broker = "broker, " if self._settings.has_own_broker else ""
+        self._console.line(f"starting {broker}monitor, planner, {workers}, dispatcher; model {model_name}")
+        kept = "" if self._settings.log_dir else " (until it stops; --log-dir keeps them)"
+        self._console.line(f"logs: {self.log_dir}{kept}")
 
     async def _wait_ready(self, nats_url: str, names: list[str]) -> None:
         progress = StartProgress(names, self._console)

@@ -28,7 +28,7 @@ class CommandError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "", code: int = FAILED) -> None:
-        message, hint = message.rstrip("."), hint.rstrip(".")
+        message, hint = message.strip().rstrip("."), hint.strip().rstrip(".")
         text = f"{message}{'' if message.endswith('?') else '.'} {hint}" if hint else message
         super().__init__("sluice: " + " ".join(text.split()))
         self.code = code

@@ -163,7 +163,7 @@ def run_command(argv: list[str] | None = None) -> int:
     try:
         return int(cli.main(args=argv, prog_name="sluice", standalone_mode=False) or 0)
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx is not None else "sluice"
+        command = error.ctx.command_path if error.ctx is not None else _command_of(argv)
         return _fail(CommandError(error.format_message(), f"See `{command} --help`", REFUSED), REFUSED)
     except click.ClickException as error:
         return _fail(CommandError(error.format_message()), FAILED)
@@ -175,6 +175,11 @@ def run_command(argv: list[str] | None = None) -> int:
         return _fail(CommandError(str(error)), FAILED)
     except (KeyboardInterrupt, click.Abort):
         return KILLED
+
+
+def _command_of(argv: list[str] | None) -> str:
+    words = sys.argv[1:] if argv is None else argv
+    return f"sluice {words[0]}" if words and words[0] in cli.commands else "sluice"
 
 
 def _fail(error: Exception, code: int) -> int:

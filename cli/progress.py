@@ -5,7 +5,6 @@ from __future__ import annotations
 from cli.console import Console
 from shared.bus import Bus, Message, Subscription
 from shared.ids import WorkerId
-from shared.log import get_logger
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.wire import WireError, decode_json
@@ -55,8 +54,7 @@ class StartProgress:
     def _on_report(self, message: Message) -> None:
         try:
             report = decode_json(message.data, WorkerReport)
-        except WireError as error:
-            get_logger().warning("report_refused", subject=message.subject, reason=str(error))
+        except WireError:  # the monitor hears it too; it counts and logs it
             return
         if report.worker_id in map(WorkerId, self._names):
             self._reports[report.worker_id] = report

@@ -13,9 +13,9 @@ import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cli.child_log import ChildLog
@@ -36,6 +36,8 @@ class ChildSpec:
 
     name: str
     argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class Supervisor:
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *child.spec.argv,
+                env={**os.environ, **child.spec.env},
                 stdin=subprocess.DEVNULL,
                 stdout=writing_fd,
                 stderr=subprocess.STDOUT,

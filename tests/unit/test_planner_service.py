@@ -218,7 +218,7 @@ def test_a_key_that_holds_no_plan_is_left_alone() -> None:
 
 
 def test_an_uncertain_write_is_settled_by_a_new_claim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The write of epoch 2 arrives but its answer is lost; the planner takes 3, and does not think itself superseded."""
+    """The write of epoch 2 arrives but its answer is lost: the planner takes 3, and is not superseded by itself."""
 
     async def unlucky(room: Room) -> None:
         planner = await room.start(levers=(FakeLever(),))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shared.messages.report import Liveness
 
 ROUNDING_S = 1e-6
-"""An age this little below a limit has reached it: who sleeps until the limit wakes at an age that may be rounded down."""
+"""An age this little below a limit has reached it: who sleeps until the limit may wake at an age rounded down."""
 
 
 @dataclass(frozen=True, slots=True)

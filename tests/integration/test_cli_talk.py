@@ -1,0 +1,171 @@
+"""`sluice demo`, `chat` and `status` against a stand-in that answers in OpenAI's format."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_services import DRIVER, start_fake_dispatcher, write_fake_services
+from tests.support.processes import wait_until
+
+LIMIT_S = 30.0
+
+
+@dataclass
+class Server:
+    url: str
+    trace_file: Path
+    code: Path
+
+    def sluice(self, *argv: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cli.main", *argv, "--url", self.url]
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("talk")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    trace = folder / "trace"
+    process = start_fake_dispatcher(write_fake_services(folder / "code"), port, trace)
+    wait_until(lambda: _accepts(port), "the server listens")
+    yield Server(f"http://127.0.0.1:{port}", trace, folder / "code")
+    process.kill()
+    process.wait()
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_chat_reads_messages_from_a_pipe_and_remembers_the_conversation(server: Server) -> None:
+    result = server.sluice("chat", text="hello\n\nagain\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "0 before, then hello \n2 before, then again \n"
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("QoE ") and line.endswith("4 tokens · no stall") for line in lines)
+
+
+def test_chat_without_pacing_gives_the_same_text(server: Server) -> None:
+    assert server.sluice("chat", "--no-pace", text="hello\n").stdout == "0 before, then hello \n"
+
+
+def test_an_answer_that_breaks_off_is_one_line_and_exit_code_1(server: Server) -> None:
+    result = server.sluice("chat", text="break\nnever sent\n")
+    assert result.returncode == 1
+    assert result.stderr.startswith("sluice: the answer broke off: ")
+    assert result.stderr.count("\n") == 1
+    assert "never sent" not in result.stdout
+
+
+def test_a_model_that_is_not_served_is_refused_with_those_that_are(server: Server) -> None:
+    result = server.sluice("chat", "--model", "other", text="hello\n")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"sluice: {server.url} does not serve 'other'. It serves: tiny\n"
+
+
+def test_status_is_a_table_or_json(server: Server) -> None:
+    table = server.sluice("status")
+    assert table.returncode == 0
+    assert table.stdout.splitlines()[1].split()[:3] == ["worker-0", "ready", "alive"]
+    view = json.loads(server.sluice("status", "--json").stdout)
+    assert view["workers"][0]["report"]["num_used_blocks"] == 2
+
+
+class Terminal:
+    """A `sluice` command on a pseudo-terminal."""
+
+    def __init__(self, *argv: str) -> None:
+        self._fd, child_fd = pty.openpty()
+        env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "cli.main", *argv]
+        self.process = subprocess.Popen(
+            command, stdin=child_fd, stdout=child_fd, stderr=child_fd, env=env, start_new_session=True
+        )
+        os.close(child_fd)
+        self.text = ""
+        self._seen = 0
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def read_until(self, text: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while text not in self.text[self._seen :]:
+            assert time.monotonic() < deadline, self.text
+            if select.select([self._fd], [], [], 0.1)[0]:
+                self.text += os.read(self._fd, 4096).decode(errors="replace")
+        self._seen = self.text.index(text, self._seen) + len(text)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._fd)
+
+
+def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: Server) -> None:
+    terminal = Terminal("chat", "--url", server.url)
+    try:
+        terminal.read_until("> ")
+        terminal.type("slow\n")
+        terminal.read_until("tick tick")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until("> ")
+        assert "stopped" in terminal.text
+        wait_until(lambda: "client gone, 0 before" in server.trace_file.read_text(), "the server was told")
+        terminal.type("hello\n")
+        terminal.read_until("2 before, then hello")
+        terminal.read_until("> ")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.process.wait(LIMIT_S) == 0
+    finally:
+        terminal.close()
+
+
+def test_end_of_input_leaves(server: Server) -> None:
+    terminal = Terminal("chat", "--url", server.url)
+    try:
+        terminal.read_until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(LIMIT_S) == 0
+    finally:
+        terminal.close()
+
+
+def test_demo_streams_one_answer_and_ends_without_a_terminal(server: Server, tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    result = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(server.code), "demo", "--model", str(model), "--prompt", "hello"],
+        env={**os.environ, "TRACE": str(tmp_path / "trace"), "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "tiny: 0 before, then hello \n" in result.stdout
+    assert "QoE 1.00 · first token after " in result.stdout
+    for text in ("4 tokens", "/v1/chat/completions", "curl -N ", "from openai import OpenAI", "nats --server"):
+        assert text in result.stdout
+    assert result.stderr.startswith("starting broker, monitor, planner, 2 workers, dispatcher; model tiny\n")
+    assert "worker-1 ended" in (tmp_path / "trace").read_text()

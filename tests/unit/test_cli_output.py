@@ -1,0 +1,199 @@
+"""What the person sees: help, tables, progress, hints."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import shlex
+
+import pytest
+
+from cli import main as command
+from cli.answer import printable
+from cli.console import Console
+from cli.exit_codes import CommandError
+from cli.hints import describe
+from cli.progress import StartProgress, bar
+from cli.settings import UpSettings
+from cli.status import render
+from shared.ids import WorkerId
+from shared.memory_bus import MemoryBroker
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.subjects import Subjects
+from shared.wire import encode_json
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = command.run_command(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output_of(capsys, "--help")
+    assert code == 0
+    for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
+        assert text in out
+    assert set(command.cli.commands) == {"up", "demo", "chat", "status", "version"}
+
+
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys)[:2] == output_of(capsys, "--help")[:2]
+
+
+def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = output_of(capsys, "up", "--help")
+    not_for_up = {"instance_id", "log_format"}
+    for name in set(UpSettings.model_fields) - not_for_up:
+        assert f"--{name.replace('_', '-')}" in out
+    assert "--json" in out
+    assert "[1GiB]" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["bogus"], "sluice: No such command 'bogus'. See `sluice --help`\n"),
+        (["up", "--port"], "sluice: Option '--port' requires an argument. See `sluice up --help`\n"),
+        (["up", "--port", "x"], "sluice: --port: 'x' is not allowed. Use a whole number from 0 to 65535\n"),
+        (["chat", "extra"], "sluice: Got unexpected extra argument (extra). See `sluice chat --help`\n"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], argv: list[str], line: str) -> None:
+    code, out, err = output_of(capsys, *argv)
+    assert (code, out, err) == (2, "", line)
+
+
+@pytest.mark.parametrize("name", ["chat", "status"])
+def test_nothing_at_the_url_is_exit_code_3_and_one_line(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, err = output_of(capsys, name, "--url", "http://127.0.0.1:1")
+    assert (code, out) == (3, "")
+    assert err.startswith("sluice: nothing ")
+    assert err.count("\n") == 1
+    assert "`sluice up`" in err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, "version")[:2] == (0, "sluice 0.1.0\n")
+
+
+def test_a_question_keeps_its_mark_before_the_next_step() -> None:
+    assert str(CommandError("did you mean 'x'?", "See y.")) == "sluice: did you mean 'x'? See y"
+    assert str(CommandError("gone.\n")) == "sluice: gone"
+
+
+def report(name: str = "worker-0", phase: WorkerPhase = WorkerPhase.READY, **fields: object) -> WorkerReport:
+    common: dict[str, object] = {"worker_id": WorkerId(name), "sequence_number": 0, "phase": phase}
+    return WorkerReport.model_validate(common | fields)
+
+
+def test_the_status_table_shows_every_worker() -> None:
+    busy = report(
+        num_blocks=200,
+        num_used_blocks=50,
+        num_running=3,
+        num_waiting=1,
+        num_preempted=1,
+        tokens_per_s=12.34,
+        num_steps=9,
+    )
+    loading = report("worker-1", WorkerPhase.LOADING, progress_ratio=0.5)
+    view = ClusterView(
+        sequence_number=1,
+        workers=(
+            WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=busy),
+            WorkerStatus(liveness=Liveness.DEAD, age_s=7.2, report=loading),
+        ),
+    )
+    head, first, second, blank, summary = render(view).splitlines()
+    assert head.split()[:3] == ["WORKER", "PHASE", "LIVENESS"]
+    assert first.split() == ["worker-0", "ready", "alive", "-", "-", "50/200", "(25%)", "3", "2", "12.3", "9"]
+    assert second.split()[:5] == ["worker-1", "loading", "50%", "dead", "(7"]
+    assert blank == ""
+    assert summary == "1 of 2 workers can take requests; 3 running, 12.3 tokens/s"
+
+
+def test_an_empty_cluster_is_said_in_words() -> None:
+    assert "no worker reports" in render(ClusterView(sequence_number=0))
+
+
+def test_the_snippets_can_be_pasted() -> None:
+    prompt = 'Say "it\'s $HOME" twice'
+    text = describe(Console(io.StringIO(), {}), "http://127.0.0.1:8000", "nats://127.0.0.1:4", "m", prompt)
+    _, curl, python = text.strip().split("\n\n", 2)
+    words = shlex.split(curl)
+    assert words[0] == "curl"
+    assert json.loads(words[-1])["messages"] == [{"role": "user", "content": prompt}]
+    assert prompt in {node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)}
+
+
+@pytest.mark.parametrize(("ratio", "cells"), [(-1, "...."), (0, "...."), (0.49, "#..."), (1, "####"), (2, "####")])
+def test_bars_never_overflow(ratio: float, cells: str) -> None:
+    assert bar(ratio, 4) == f"[{cells}]"
+
+
+def test_without_a_terminal_there_is_neither_bar_nor_colour() -> None:
+    stream = io.StringIO()
+    console = Console(stream, {})
+    console.live("12 %")
+    console.line(console.style("ready", "green"))
+    console.end_live()
+    assert stream.getvalue() == "ready\n"
+
+
+def test_no_color_keeps_the_live_line_and_drops_colours() -> None:
+    stream = Terminal()
+    console = Console(stream, {"NO_COLOR": "1"})
+    console.live("12 %")
+    console.line(console.style("ready", "green"))
+    console.end_live()
+    assert stream.getvalue() == "\r\x1b[K12 %\r\x1b[Kready\n12 %\r\x1b[K"
+    assert Console(Terminal(), {}).style("x", "green") == "\x1b[32mx\x1b[0m"
+
+
+def test_a_closed_stream_does_not_stop_the_cluster() -> None:
+    Console(stream=_Closed(), env={}).line("text")
+
+
+class _Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+async def test_progress_is_a_line_per_step_and_ends_when_all_are_ready() -> None:
+    stream = io.StringIO()
+    progress = StartProgress(["worker-0", "worker-1"], Console(stream, {}))
+    bus = MemoryBroker(latency_s=0.0).connect("test")
+    await progress.listen(bus, Subjects())
+
+    async def hear(*reports: WorkerReport) -> None:
+        for item in reports:
+            await bus.publish(Subjects().report(item.worker_id), encode_json(item))
+        await bus.publish(Subjects().report(WorkerId("worker-0")), b"garbage")
+        await bus.flush()
+        progress.show(1.0)
+
+    loading = WorkerPhase.LOADING
+    await hear(report(phase=loading, progress_ratio=0.0, progress_text="read"))
+    await hear(report(phase=loading, progress_ratio=0.1, progress_text="read"))
+    await hear(report(phase=loading, progress_ratio=0.6, progress_text="read"))
+    before = progress.all_ready
+    await hear(report(), report("stranger"), report("worker-1"))
+    assert (before, progress.all_ready) == (False, True)
+    assert stream.getvalue().splitlines() == [
+        "  1.0 s  worker-0 0% read",
+        "  1.0 s  worker-0 60% read",
+        "  1.0 s  worker-0 ready",
+        "  1.0 s  worker-1 ready",
+    ]
+    await bus.close()
+
+
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2J\x07b\n\tc\x9b31m é 日本") == "a[2Jb\n\tc31m é 日本"
