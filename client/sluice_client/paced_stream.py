@@ -39,7 +39,8 @@ class _Intake:
         self.max_buffered_chars = max_buffered_chars
         self.changed = asyncio.Event()
         self.has_room = asyncio.Event()
-        self.closed = False
+        self.is_ending = False  # the reader has read its last, and closes the source
+        self.is_closed = False
 
     def now_s(self) -> float:
         return asyncio.get_running_loop().time() - self.started_s
@@ -49,20 +50,21 @@ class _Intake:
         try:
             async for item in iterator:
                 piece = item if isinstance(item, Piece) else Piece(item)
+                self.pacer.push(self.now_s(), piece.text, piece.num_tokens, paced=piece.paced)
+                self.changed.set()
                 while self.pacer.buffered_chars >= self.max_buffered_chars:
                     self.has_room.clear()
                     await self.has_room.wait()
-                self.pacer.push(self.now_s(), piece.text, piece.num_tokens, paced=piece.paced)
-                self.changed.set()
         finally:
+            self.is_ending = True
             self.pacer.finish(self.now_s())
             self.changed.set()
             await _close(iterator)
             await self.close()
 
     async def close(self) -> None:
-        if not self.closed:
-            self.closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self.pacer.finish(self.now_s())
             await _close(self.source)
 
@@ -138,10 +140,9 @@ class PacedStream:
 
     async def stop(self) -> None:
         """End the source now; what had arrived is shown at once, then the iteration ends."""
-        self._start()
         self._stopped = True
-        await self._end_reader()
         self.skip()
+        await self._end_reader()
 
     def drain(self) -> str:
         """Take everything that arrived and was not shown, at once."""
@@ -216,7 +217,8 @@ class PacedStream:
         """Cancel the reader and wait until it is gone; its error, if any, is dropped with the stream."""
         assert self._intake is not None, "the stream was started"
         assert self._reader is not None, "the reader was started"
-        self._reader.cancel()
+        if not self._intake.is_ending:
+            self._reader.cancel()
         await asyncio.wait((self._reader,))
         await self._intake.close()  # a task cancelled before its first step has closed nothing
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice_client.pacer import DirectPacer, HumanPacer, HumanPacing, Pacer, PaceMode, Shown, StrictPacer, make_pacer
+from sluice_client.pacer import DirectPacer, HumanPacer, HumanPacing, PaceMode, Pacer, Shown, StrictPacer, make_pacer
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
 
 TARGET = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
@@ -234,14 +235,14 @@ class TestHuman:
         times = [0.5 + i / words_per_s for i in range(int(8 * words_per_s))]
         _, instants, lags = human_words(times)
         half = len(times) // 2
-        steady = [b - a for a, b in zip(instants, instants[1:], strict=False)][half : -int(words_per_s)]
+        steady = [b - a for a, b in pairwise(instants)][half : -int(words_per_s)]
         assert max(steady) <= 1.3 / words_per_s
         assert lags[half] == pytest.approx(PACING.reserve_s, abs=0.02)
 
     def test_bursts_are_spread_to_an_even_flow(self) -> None:
         """A generator of 100 words/s whose network delivers 10 at a time: the largest gap shrinks from 100 to 30 ms."""
         _, instants, _ = human_words([0.5 + 0.1 * (i // 10) for i in range(600)])
-        steady = [b - a for a, b in zip(instants[300:550], instants[301:551], strict=True)]
+        steady = [b - a for a, b in pairwise(instants[300:551])]
         assert max(steady) <= 0.03
 
     def test_a_generator_slower_than_the_reader_is_not_held_back(self) -> None:
@@ -259,7 +260,7 @@ class TestHuman:
         assert pacer.stats().num_stalls == 0
         around = instants[count // 2 - 3 : count // 2 + 6]
         arrived_gap_s = 1 / words_per_s + PACING.reserve_s
-        assert max(b - a for a, b in zip(around, around[1:], strict=False)) < arrived_gap_s * 0.7
+        assert max(b - a for a, b in pairwise(around)) < arrived_gap_s * 0.7
 
     def test_a_long_pause_is_one_stall_once_the_reader_has_caught_up(self) -> None:
         """40 words arrive at once: the reader needs 10.8 s for them. The next come at 20.5 s."""
@@ -275,7 +276,7 @@ class TestHuman:
     def test_an_answer_that_arrives_at_once_and_ends_is_drained_evenly(self) -> None:
         _, instants, _ = human_words([0.5] * 61)
         assert instants[-1] == pytest.approx(0.5 + PACING.drain_s)
-        gaps = [b - a for a, b in zip(instants, instants[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(instants)]
         assert max(gaps) == pytest.approx(PACING.drain_s / 60)
         assert min(gaps) == pytest.approx(PACING.drain_s / 60)
 

@@ -237,9 +237,9 @@ def test_later_delivery_never_raises_qoe_at_an_instant() -> None:
 
 
 def test_a_late_last_token_can_raise_the_final_qoe_of_an_answer_that_was_late_before() -> None:
-    """A property of the definition, to know when comparing: the last token's lag also stretches S_whole, for all tokens.
+    """A property of the definition, to know when comparing: the last token's lag also stretches S_whole.
 
-    4 tokens at 1 token/s, each 10 s late: S_delay 40, S_whole 46, QoE 0.13. The last one 10 s later still: 50 and 86, 0.42.
+    4 tokens at 1 token/s, each 10 s late: S_delay 40, S_whole 46, QoE 0.13. The last one 10 s later: 50, 86, 0.42.
     """
     target = QoeTarget(1.0, 1.0)
     late = [11.0, 12.0, 13.0, 14.0]

@@ -1,0 +1,437 @@
+"""The SDK against a small server that misbehaves on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from sluice_client import (
+    APIConnectionError,
+    APIStatusError,
+    APIStreamError,
+    ClientLimits,
+    ConnectionLostError,
+    IncompleteStreamError,
+    ProtocolError,
+    QoeTarget,
+    RetryPolicy,
+    SluiceClient,
+)
+
+FAST = QoeTarget(ttft_s=0.001, speed_tokens_per_s=10_000.0)
+LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.001, max_backoff_s=0.004))
+WORDS = ["Grüße, ", "中文 ", "👩\u200d👩 ", "and ", "the ", "end."]
+
+
+def chunk(**fields: Any) -> dict[str, Any]:
+    return {"id": "chat-1", "object": "chat.completion.chunk", "model": "demo", **fields}
+
+
+def delta(content: str, finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": {"content": content}, "finish_reason": finish_reason}
+    return chunk(choices=[choice], **fields)
+
+
+def events(*data: dict[str, Any] | str) -> bytes:
+    texts = [item if isinstance(item, str) else json.dumps(item, ensure_ascii=False) for item in data]
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
+
+
+ROLE = chunk(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+FINISH = chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
+USAGE = chunk(
+    choices=[],
+    usage={"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9},
+    sluice={"qoe": 0.97, "ttft_s": 0.2, "tokens": 6},
+)
+WHOLE = events(ROLE, *(delta(word) for word in WORDS), FINISH, USAGE, "[DONE]")
+
+
+class Server:
+    """Answers each request with the next reply of its script (the last one again when it is used up)."""
+
+    def __init__(self, *replies: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
+        self.replies = list(replies)
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
+        self.ended = asyncio.Event()  # a streaming handler came to its end, cancelled or not
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        self.requests.append((request.path, dict(request.headers), body))
+        if request.path.endswith("/models"):
+            return web.json_response({"object": "list", "data": [{"id": "demo"}, {"id": "other/model"}]})
+        reply = self.replies[min(len(self.posts), len(self.replies)) - 1]
+        try:
+            return await reply(request)
+        finally:
+            self.ended.set()
+
+    @property
+    def posts(self) -> list[Any]:
+        return [body for _, _, body in self.requests if body is not None]
+
+
+def stream(*parts: bytes, lose: bool = False, hang: bool = False, request_id: str = "") -> Any:
+    """A reply of event-stream bytes, one chunk each; then the end, a lost connection, or silence."""
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if request_id:
+            response.headers["x-request-id"] = request_id
+        await response.prepare(request)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0)
+        if lose:
+            assert request.transport is not None
+            request.transport.abort()
+        if hang:
+            await asyncio.Event().wait()
+        return response
+
+    return reply
+
+
+def refuse(status: int, message: str = "no", **headers: str) -> Any:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        error = {"message": message, "type": "overloaded", "param": None, "code": "too_many"}
+        return web.json_response({"error": error}, status=status, headers=headers)
+
+    return reply
+
+
+@asynccontextmanager
+async def serving(
+    *replies: Any, limits: ClientLimits = LIMITS, **options: Any
+) -> AsyncIterator[tuple[SluiceClient, Server]]:
+    server, app = Server(*replies), web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with SluiceClient(f"http://{host}:{port}", limits=limits, rng=random.Random(1), **options) as client:
+            yield client, server
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("pace", ["strict", "human", None])
+async def test_a_chat_streams_its_text_and_then_knows_all_about_it(pace: Any) -> None:
+    async with serving(stream(WHOLE, request_id="r-7"), api_key="secret", model="demo") as (client, server):
+        answer = client.chat([{"role": "user", "content": "hi"}], pace=pace, qoe=FAST, max_tokens=9)
+        assert "".join([piece async for piece in answer]) == "".join(WORDS) == answer.text
+        assert answer.finish_reason == "stop"
+        assert answer.usage == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+        assert answer.request_id == "r-7"
+        assert answer.model == "demo"
+        assert answer.server_stats == {"qoe": 0.97, "ttft_s": 0.2, "tokens": 6}
+        assert 0 <= answer.qoe <= 1
+        assert answer.ttft_s is not None
+        assert 0 < answer.ttft_s < 10
+        assert answer.stats.buffered_tokens == 0
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer secret"
+    assert body == {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 9,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "qoe": {"ttft_s": 0.001, "speed_tokens_per_s": 10_000.0},
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+async def test_chunks_cut_anywhere_keep_alives_and_line_ends_change_nothing(size: int) -> None:
+    """A piece border inside a code point, inside CR LF, and between; a comment before, between and after events."""
+    raw = b": hello\r\n\r\n" + WHOLE.replace(b"\n\n", b"\r\n\r\n: keep-alive\r\n\r\n")
+    parts = [raw[i : i + size] for i in range(0, len(raw), size)]
+    async with serving(stream(*parts)) as (client, _):
+        assert await client.chat("hi", model="demo", qoe=FAST).read() == "".join(WORDS)
+
+
+async def test_completions_stream_text_and_take_token_ids() -> None:
+    raw = events(
+        {"id": "c", "choices": [{"index": 0, "text": "a ", "finish_reason": None}]},
+        {"id": "c", "choices": [{"index": 0, "text": "b", "finish_reason": "length"}]},
+    )
+    async with serving(stream(raw)) as (client, server):
+        answer = client.complete([1, 2, 3], "demo", pace=None)
+        assert [piece async for piece in answer] in (["a ", "b"], ["a b"])
+        assert (answer.finish_reason, answer.request_id, answer.usage) == ("length", "c", None)
+    assert server.requests[0][0] == "/v1/completions"
+    assert server.posts[0]["prompt"] == [1, 2, 3]
+    assert "qoe" not in server.posts[0]
+
+
+async def test_chunks_of_several_tokens_count_as_such() -> None:
+    raw = events(
+        delta("ab", sluice={"n": 3}), delta("c"), delta("", sluice={"n": 2}), delta("d", sluice={"n": -1}), FINISH
+    )
+    async with serving(stream(raw)) as (client, _):
+        answer = client.chat("hi", "demo", pace="strict", qoe=QoeTarget(0.001, 1000.0))
+        async for _ in answer:
+            pass
+        assert answer.text == "abcd"
+        assert answer._stream.pacer._state.num_tokens == 3 + 1 + 2 + 1
+
+
+async def test_tool_calls_and_reasoning_are_collected_and_not_displayed() -> None:
+    def call(**fields: Any) -> dict[str, Any]:
+        return chunk(choices=[{"index": 0, "delta": fields, "finish_reason": None}])
+
+    raw = events(
+        call(reasoning_content="hm, "),
+        call(reasoning_content="yes"),
+        call(tool_calls=[{"index": 0, "id": "t1", "type": "function", "function": {"name": "f", "arguments": ""}}]),
+        call(tool_calls=[{"index": 0, "function": {"arguments": '{"a":'}}]),
+        call(tool_calls=[{"index": 0, "function": {"arguments": "1}"}}]),
+        chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]),
+    )
+    async with serving(stream(raw)) as (client, _):
+        answer = client.chat("hi", "demo")
+        assert await answer.read() == ""
+        assert answer.reasoning == "hm, yes"
+        assert answer.tool_calls == [
+            {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+        ]
+
+
+@pytest.mark.parametrize("pace", ["strict", "human", None])
+@pytest.mark.parametrize(
+    ("tail", "lose", "error", "match"),
+    [
+        (
+            events({"error": {"message": "worker lost", "type": "server_error", "code": "lost"}}),
+            False,
+            APIStreamError,
+            "worker lost",
+        ),
+        (events({"error": "plain"}), False, APIStreamError, "plain"),
+        (b"", True, ConnectionLostError, "broke off"),
+        (b"", False, IncompleteStreamError, "finish reason"),
+        (events("[DONE]"), False, IncompleteStreamError, "finish reason"),
+        (b'data: {"choices": [{"del', False, ProtocolError, "not JSON"),
+        (events("[1, 2]"), False, ProtocolError, "not an object"),
+        (events({"choices": 3}), False, ProtocolError, "choices"),
+        (events(chunk(choices=[{"index": 0, "delta": {"content": 5}}])), False, ProtocolError, "content"),
+        (b"data: \xff\n\n", False, ProtocolError, "UTF-8"),
+    ],
+)
+async def test_an_answer_that_is_cut_raises_after_the_text_that_came(
+    pace: Any, tail: bytes, lose: bool, error: type[Exception], match: str
+) -> None:
+    async with serving(stream(events(ROLE, delta("so "), delta("far")), tail, lose=lose)) as (client, server):
+        seen, answer = [], client.chat("hi", "demo", pace=pace, qoe=FAST)
+        with pytest.raises(error, match=match) as caught:  # noqa: PT012  the loop shows what came before the error
+            async for piece in answer:
+                seen.append(piece)
+        assert "".join(seen) == answer.text == "so far"
+        assert answer.finish_reason is None
+        assert len(server.posts) == 1, "no retry after the first token"
+        if isinstance(caught.value, APIStreamError) and match == "worker lost":
+            assert (caught.value.code, caught.value.kind, caught.value.request_id) == ("lost", "server_error", "chat-1")
+
+
+async def test_a_connection_lost_after_the_finish_reason_loses_nothing() -> None:
+    async with serving(stream(events(delta("all"), FINISH), lose=True)) as (client, _):
+        answer = client.chat("hi", "demo")
+        assert await answer.read() == "all"
+        assert answer.finish_reason == "stop"
+
+
+async def test_silence_longer_than_the_limit_is_a_lost_connection() -> None:
+    limits = ClientLimits(idle_timeout_s=0.05)
+    async with serving(stream(events(delta("so far")), hang=True), limits=limits) as (client, _):
+        with pytest.raises(ConnectionLostError):
+            await client.chat("hi", "demo").read()
+
+
+async def test_an_event_larger_than_the_limit_is_refused() -> None:
+    limits = ClientLimits(max_event_bytes=1000)
+    async with serving(stream(events(delta("x" * 2000), FINISH)), limits=limits) as (client, _):
+        with pytest.raises(ProtocolError, match="1000 bytes"):
+            await client.chat("hi", "demo").read()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_overload_is_retried_before_the_first_token(status: int) -> None:
+    replies = (refuse(status), refuse(status, **{"retry-after": "0.01"}), stream(WHOLE))
+    async with serving(*replies) as (client, server):
+        assert await client.chat("hi", "demo").read() == "".join(WORDS)
+        assert len(server.posts) == 3
+
+
+async def test_retries_end_with_the_servers_own_error() -> None:
+    async with serving(refuse(429, "try later", **{"retry-after": "0.002", "x-request-id": "r9"})) as (client, server):
+        with pytest.raises(APIStatusError, match="429: try later") as caught:
+            await client.chat("hi", "demo").read()
+        error = caught.value
+        assert (error.status, error.code, error.kind) == (429, "too_many", "overloaded")
+        assert (error.request_id, error.retry_after_s) == ("r9", 0.002)
+        assert len(server.posts) == 1 + LIMITS.retry.max_retries
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        refuse(400),
+        refuse(500),
+        refuse(307, location="/elsewhere"),
+        refuse(503, **{"x-should-retry": "false"}),
+        refuse(429, **{"retry-after": "3600"}),
+    ],
+)
+async def test_other_refusals_are_not_retried(reply: Any) -> None:
+    async with serving(reply) as (client, server):
+        with pytest.raises(APIStatusError):
+            await client.chat("hi", "demo").read()
+        assert len(server.posts) == 1
+
+
+async def test_an_error_without_json_still_names_its_status() -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=502, text="<html>bad gateway</html>")
+
+    async with serving(reply) as (client, _):
+        with pytest.raises(APIStatusError, match="502: Bad Gateway") as caught:
+            await client.chat("hi", "demo").read()
+        assert caught.value.code is None
+
+
+async def test_a_server_that_is_not_there_is_tried_a_bounded_number_of_times(unused_tcp_port: int) -> None:
+    async with SluiceClient(f"http://127.0.0.1:{unused_tcp_port}", limits=LIMITS, rng=random.Random(1)) as client:
+        with pytest.raises(APIConnectionError, match=f"127.0.0.1:{unused_tcp_port}"):
+            await client.chat("hi", "demo").read()
+        with pytest.raises(APIConnectionError):
+            await client.models()
+
+
+async def test_a_connection_that_closes_before_the_headers_is_retried() -> None:
+    async def lose(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async with serving(lose, stream(WHOLE)) as (client, server):
+        assert await client.chat("hi", "demo").read() == "".join(WORDS)
+        assert len(server.posts) == 2
+
+
+@pytest.mark.parametrize("how", ["aclose", "context", "cancel", "stop", "break"])
+async def test_an_answer_left_early_closes_its_connection(how: str) -> None:
+    """The server's handler is cancelled when the connection closes; it would wait for ever otherwise."""
+    raw = events(ROLE, *(delta(word) for word in WORDS))
+    async with serving(stream(raw, hang=True)) as (client, server):
+        answer, has_begun = client.chat("hi", "demo", pace="human"), asyncio.Event()
+
+        async def read() -> None:
+            async for _ in answer:
+                has_begun.set()
+
+        if how == "cancel":
+            task = asyncio.create_task(read())
+            await has_begun.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "context":
+            async with answer:
+                await anext(answer)
+        else:
+            await anext(answer)
+            if how == "break":
+                del answer
+            else:
+                await getattr(answer, how)()
+        await asyncio.wait_for(server.ended.wait(), 5)
+        if how == "stop":
+            await read()
+            assert answer.text == "".join(WORDS)
+            assert answer.finish_reason is None
+
+
+async def test_replies_that_are_not_streamed() -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["stream"] is False
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
+        choice |= {"message": {"role": "assistant", "content": "yes"}} if "messages" in body else {"text": "yes"}
+        return web.json_response({"id": "c-1", "choices": [choice], "usage": {"total_tokens": 4}})
+
+    async with serving(reply) as (client, _):
+        for once in (await client.chat_once("hi", "demo"), await client.complete_once("hi", "demo")):
+            assert (once.text, once.finish_reason, once.request_id) == ("yes", "stop", "c-1")
+            assert once.usage == {"total_tokens": 4}
+
+
+async def test_models_are_listed_and_the_first_one_is_the_default() -> None:
+    async with serving(stream(WHOLE)) as (client, server):
+        assert await client.models() == ["demo", "other/model"]
+        await client.chat("hi").read()
+        await client.chat("hi").read()
+        assert [body["model"] for body in server.posts] == ["demo", "demo"]
+        assert [path for path, _, _ in server.requests].count("/v1/models") == 2
+
+
+async def test_json_instead_of_a_stream_is_refused() -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"choices": []})
+
+    async with serving(reply) as (client, _):
+        with pytest.raises(ProtocolError, match="event stream"):
+            await client.chat("hi", "demo").read()
+        with pytest.raises(ProtocolError, match="no choice"):
+            await client.chat_once("hi", "demo")
+
+
+async def test_connections_are_reused_after_a_whole_answer() -> None:
+    ports = set()
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.add(request.transport.get_extra_info("peername")[1])
+        response: web.StreamResponse = await stream(events(delta("x"), FINISH))(request)
+        return response
+
+    async with serving(reply) as (client, _):
+        for _ in range(5):
+            assert await client.chat("hi", "demo").read() == "x"
+    assert len(ports) == 1
+
+
+async def test_misuse_is_told_at_once() -> None:
+    client = SluiceClient("http://127.0.0.1:1")
+    with pytest.raises(RuntimeError, match="async with"):
+        await client.chat("hi", "demo").read()
+    with pytest.raises(ValueError, match="one choice"):
+        client.chat("hi", "demo", n=2)
+    with pytest.raises(ValueError, match="pace"):
+        client.chat("hi", "demo", pace="fast")  # type: ignore[arg-type]
+    for url in ("127.0.0.1:8000", "ftp://x", "http://"):
+        with pytest.raises(ValueError, match="base_url"):
+            SluiceClient(url)
+
+
+@pytest.mark.parametrize(
+    ("base_url", "expected"),
+    [
+        ("http://h:8000", "http://h:8000/v1"),
+        ("http://h:8000/", "http://h:8000/v1"),
+        ("https://h/v1/", "https://h/v1"),
+        ("https://h/api/openai", "https://h/api/openai"),
+    ],
+)
+def test_the_path_of_the_base_url_is_v1_unless_it_has_one(base_url: str, expected: str) -> None:
+    assert SluiceClient(base_url)._transport._base_url == expected

@@ -1,0 +1,139 @@
+"""The parser of event streams, against bytes cut anywhere; and the policy of retries."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice_client.errors import ProtocolError
+from sluice_client.retry import RetryPolicy, may_retry, parse_retry_after
+from sluice_client.sse import SseDecoder, SseEvent
+
+
+def decode(raw: bytes, cuts: list[int] | None = None) -> list[SseEvent]:
+    decoder, events, start = SseDecoder(), [], 0
+    for cut in [*sorted(cuts or []), len(raw)]:
+        events += list(decoder.feed(raw[start:cut]))
+        start = cut
+    return events + list(decoder.close())
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("data: a\n\ndata: b\n\n", ["a", "b"]),
+        ("data:a\r\rdata:b\r\n\r\n", ["a", "b"]),
+        ("data: one\ndata:  two\ndata\n\n", ["one\n two\n"]),
+        (": keep-alive\n\n: again\n\ndata: x\n\n", ["x"]),
+        ("id: 7\nretry: 5\nunknown: y\ndata: x\n\n", ["x"]),
+        ("\ufeffdata: x\n\n", ["x"]),
+        ("data: \ufeffx\n\n", ["\ufeffx"]),
+        ("event: ping\n\ndata: x\n\n", ["x"]),
+        ("data: [DONE]", ["[DONE]"]),
+        ("data: cut\n", ["cut"]),
+        ("data: ünï 👩 \u2028 line\n\n", ["ünï 👩 \u2028 line"]),
+        ("", []),
+        ("\n\n\r\n\r", []),
+    ],
+)
+def test_events_are_those_of_the_standard_whatever_the_chunks(raw: str, expected: list[str]) -> None:
+    data = raw.encode()
+    assert [event.data for event in decode(data)] == expected
+    assert [event.data for event in decode(data, list(range(len(data))))] == expected
+
+
+LINES = st.lists(
+    st.sampled_from(["data: é中", "data:", "data: x:y", ":", "event: e", "id: 1", "", "", "noise"]), max_size=20
+)
+
+
+@given(lines=LINES, ending=st.sampled_from(["\n", "\r", "\r\n"]), cuts=st.lists(st.integers(0, 200), max_size=20))
+def test_borders_of_chunks_change_nothing(lines: list[str], ending: str, cuts: list[int]) -> None:
+    raw = "".join(line + ending for line in lines).encode()
+    expected = decode("".join(line + "\n" for line in lines).encode())
+    assert decode(raw, [min(cut, len(raw)) for cut in cuts]) == expected
+
+
+def test_event_and_id_are_kept_with_the_data() -> None:
+    assert decode(b"event: error\nid: 3\ndata: x\n\ndata: y\n\n") == [
+        SseEvent("x", "error", "3"),
+        SseEvent("y", "message", "3"),
+    ]
+
+
+def test_sizes_are_limited_within_one_line_and_over_many() -> None:
+    with pytest.raises(ProtocolError, match="longer than 100 bytes"):
+        list(SseDecoder(100).feed(b"data: " + b"x" * 100))
+    with pytest.raises(ProtocolError, match="larger than 100 bytes"):
+        list(SseDecoder(100).feed(b"data: 12345\n" * 20))
+    many_small = SseDecoder(100)
+    assert len(list(many_small.feed(b"data: 12345\n\n" * 1000))) == 1000
+
+
+def test_bytes_that_are_not_utf8_are_an_error_after_the_events_before_them() -> None:
+    events = []
+    with pytest.raises(ProtocolError, match="UTF-8"):  # noqa: PT012  the loop shows what came before the error
+        for event in SseDecoder().feed(b"data: good\n\ndata: \xff\n\n"):
+            events.append(event.data)
+    assert events == ["good"]
+
+
+class TestRetries:
+    policy = RetryPolicy()
+
+    def test_backoff_doubles_with_jitter_below_it_and_ends(self) -> None:
+        rng = random.Random(1)
+        policy = RetryPolicy(max_retries=8)
+        for attempt in range(8):
+            delays = [policy.delay_s(attempt, None, rng) or 0.0 for _ in range(200)]
+            longest = min(0.5 * 2**attempt, 8.0)
+            assert 0.75 * longest <= min(delays) < max(delays) <= longest
+        assert policy.delay_s(8, None, rng) is None
+        assert RetryPolicy(max_retries=0).delay_s(0, None, rng) is None
+
+    def test_retry_after_is_a_lower_bound_unless_it_asks_too_much(self) -> None:
+        rng = random.Random(2)
+        delays = [self.policy.delay_s(0, 10.0, rng) or 0.0 for _ in range(200)]
+        assert 10.0 <= min(delays) < max(delays) <= 12.5
+        assert self.policy.delay_s(0, 61.0, rng) is None
+
+    def test_same_seed_same_delays(self) -> None:
+        one, other = random.Random(3), random.Random(3)
+        assert [self.policy.delay_s(0, None, one) for _ in range(9)] == [
+            self.policy.delay_s(0, None, other) for _ in range(9)
+        ]
+
+    @pytest.mark.parametrize(
+        ("headers", "expected"),
+        [
+            ({}, None),
+            ({"retry-after": "3"}, 3.0),
+            ({"retry-after": "0.5"}, 0.5),
+            ({"retry-after": "-1"}, None),
+            ({"retry-after": "inf"}, None),
+            ({"retry-after": "soon"}, None),
+            ({"retry-after-ms": "250", "retry-after": "3"}, 0.25),
+            ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 70.0),
+            ({"retry-after": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0),
+        ],
+    )
+    def test_retry_after_is_read_in_every_form(self, headers: dict[str, str], expected: float | None) -> None:
+        assert parse_retry_after(headers, now_unix_s=30.0) == expected
+
+    @pytest.mark.parametrize(
+        ("status", "headers", "expected"),
+        [
+            (429, {}, True),
+            (503, {}, True),
+            (503, {"x-should-retry": "false"}, False),
+            (429, {"x-should-retry": "true"}, True),
+            (500, {}, False),
+            (500, {"x-should-retry": "true"}, False),
+            (400, {}, False),
+        ],
+    )
+    def test_only_overload_is_retried(self, status: int, headers: dict[str, str], expected: bool) -> None:
+        assert may_retry(status, headers) is expected
