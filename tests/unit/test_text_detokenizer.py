@@ -15,6 +15,13 @@ from services.dispatcher.text.detokenizer import Detokenizer, DetokenizerTable, 
 from shared.errors import StartupError
 from tests.support.text_models import byte_level_json, metaspace_json, sentencepiece_json
 
+
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    token_id = tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
 BYTE_LEVEL = Tokenizer.from_str(byte_level_json())
 SENTENCEPIECE = Tokenizer.from_str(sentencepiece_json())
 METASPACE = Tokenizer.from_str(metaspace_json())
@@ -23,7 +30,7 @@ TABLES: dict[str, tuple[Tokenizer, DetokenizerTable]] = {
     "sentencepiece": (SENTENCEPIECE, load_table(SENTENCEPIECE)),
     "metaspace": (METASPACE, load_table(METASPACE)),
 }
-FIRST_BYTE = SENTENCEPIECE.token_to_id("<0x00>")
+FIRST_BYTE = id_of(SENTENCEPIECE, "<0x00>")
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
@@ -108,7 +115,7 @@ def test_a_byte_run_that_breaks_late_keeps_the_characters_already_shown() -> Non
 @pytest.mark.parametrize("name", ["sentencepiece"])
 def test_a_continuation_keeps_the_space_that_a_text_of_its_own_loses(name: str) -> None:
     tokenizer, table = TABLES[name]
-    ids = [tokenizer.token_to_id("▁fox")]
+    ids = [id_of(tokenizer, "▁fox")]
     assert table.start(first=True).push(ids) == "fox"
     assert table.start(first=False).push(ids) == " fox"
 
@@ -141,7 +148,7 @@ def test_a_decoder_that_differs_from_the_table_is_refused() -> None:
     tokenizer = Tokenizer.from_str(byte_level_json())
     tokenizer.decoder = decoders.Sequence([decoders.Replace("e", "xx"), decoders.Fuse()])
     table = load_table(tokenizer)  # a Replace is understood ...
-    assert table.start().push([tokenizer.token_to_id("e")]) == "xx"
+    assert table.start().push([id_of(tokenizer, "e")]) == "xx"
     tokenizer.decoder = decoders.Sequence([decoders.Strip("e", 1, 0), decoders.Fuse()])
     with pytest.raises(StartupError):  # ... stripping each token is not
         load_table(tokenizer)

@@ -1,0 +1,106 @@
+"""Wires the parts above the bus: text, streams, metrics, and the HTTP server on top of a `DispatcherService`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.server import HttpServer
+from services.dispatcher.http.sse import EventStreams
+from services.dispatcher.metrics import DispatcherMetrics
+from services.dispatcher.service import DispatcherService
+from services.dispatcher.text.model_folder import ModelFolder, read_model_folder
+from services.dispatcher.text.pool import TextPool
+from services.dispatcher.text.prompts import PromptCodec
+from shared.bus import Bus
+from shared.errors import StartupError
+from shared.systems import UnknownSystemError, find_system
+from shared.tasks import TaskOwner
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """What was loaded from the model's folder."""
+
+    folder: ModelFolder
+    codec: PromptCodec
+
+
+def load_text(settings: DispatcherSettings) -> ModelText:
+    """Read tokenizer and template; takes seconds for a large vocabulary.
+
+    Raises:
+        StartupError: something of it is missing or cannot be used; also an unknown system.
+    """
+    try:
+        find_system(settings.system)
+    except UnknownSystemError as error:
+        raise StartupError(str(error), "Choose one with --system") from None
+    folder = read_model_folder(settings.model)
+    return ModelText(folder, PromptCodec(folder))
+
+
+class Dispatcher:
+    """A whole dispatcher: the service on the bus, and HTTP in front of it.
+
+    Args:
+        settings: checked.
+        bus: connected; the caller closes it.
+        text: from `load_text`.
+        on_failure: called when a task of it dies.
+    """
+
+    def __init__(
+        self,
+        settings: DispatcherSettings,
+        bus: Bus,
+        text: ModelText,
+        on_failure: Callable[[str, BaseException], None],
+    ) -> None:
+        self._settings = settings
+        self._tasks = TaskOwner(on_failure)
+        self.service = DispatcherService(settings, bus, on_failure)
+        now = asyncio.get_running_loop().time
+        self.front = Front(
+            settings=settings,
+            bus=bus,
+            codec=text.codec,
+            pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
+            sessions=self.service.sessions,
+            streams=EventStreams(settings.keep_alive_s, settings.write_limit_s, now),
+            metrics=DispatcherMetrics(settings.model_name()),
+            max_model_len=text.folder.max_model_len or 2**31 - 1,
+            created_unix_s=int(time.time()),
+            now=now,
+            unix_now=time.time,
+            draw_seed=lambda: secrets.randbits(63),
+        )
+        self.server = HttpServer(self.front)
+
+    async def start(self) -> int:
+        """Serve from now on; return the port.
+
+        Raises:
+            StartupError: the address cannot be used.
+        """
+        port = await self.server.start(self._settings.host, self._settings.port)
+        await self.service.start()
+        self._tasks.start(self.front.streams.sweep_forever(), name="streams")
+        return port
+
+    async def drain(self) -> None:
+        """Refuse new requests and let the running ones end, up to the limit of the settings."""
+        await self.service.drain(self._settings.drain_limit_s)
+
+    async def stop(self) -> None:
+        """End everything; requests that still run are cancelled at their workers."""
+        self.service.sessions.draining = True
+        await self.server.close()
+        await self._tasks.close()
+        await self.service.stop()
+        self.front.pool.close()

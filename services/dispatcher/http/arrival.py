@@ -1,0 +1,53 @@
+"""What the two generating endpoints do first: note the arrival, read the body, find the model."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any, Final
+
+from aiohttp import web
+
+from services.dispatcher.http.body import read_json
+from services.dispatcher.http.errors import ApiError, invalid
+from services.dispatcher.http.fields import Fields
+from services.dispatcher.http.front import Front
+from shared.ids import RequestId
+
+MAX_ECHOED_CHARS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """When and as what a request came."""
+
+    front: Front
+    request_id: RequestId
+    arrival_s: float
+    created_unix_s: int
+
+    async def body(self, request: web.BaseRequest) -> dict[str, Any]:
+        """Return the JSON object that was sent."""
+        settings = self.front.settings
+        return await read_json(request, settings.body_limit, settings.body_limit_s)
+
+
+def note_arrival(front: Front) -> Arrival:
+    """Return a new arrival, now."""
+    return Arrival(front, RequestId(uuid.uuid4().hex), front.now(), int(front.unix_now()))
+
+
+def check_model(front: Front, fields: Fields) -> None:
+    """Raise unless the request names the model that is served. The name goes nowhere but into this comparison."""
+    name = fields.text("model")
+    if name is None:
+        raise invalid("missing_required_parameter", "model", "Missing required parameter: 'model'.")
+    if name != front.model:
+        raise unknown_model(name)
+
+
+def unknown_model(name: str) -> ApiError:
+    """Return the 404 for a model that is not served."""
+    shown = "".join(char if char.isprintable() else "?" for char in name[:MAX_ECHOED_CHARS])
+    dots = "…" if len(name) > MAX_ECHOED_CHARS else ""
+    return ApiError(404, "model_not_found", f"The model '{shown}{dots}' does not exist.", param="model")

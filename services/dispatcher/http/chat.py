@@ -1,0 +1,51 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aiohttp import web
+
+from services.dispatcher.http.arrival import check_model, note_arrival
+from services.dispatcher.http.fields import Fields
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.generate import Call, generate
+from services.dispatcher.http.messages import parse_messages
+from services.dispatcher.http.params import parse_params
+from services.dispatcher.http.unsupported import CHAT, refuse_chat_logprobs, refuse_unsupported
+
+_KNOWN = frozenset(
+    {
+        *CHAT,
+        *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature"),
+        *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n"),
+        *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "response_format"),
+        *("modalities", "user", "metadata", "store", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    }
+)
+
+
+async def chat_completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
+    """Answer a conversation."""
+    arrival = note_arrival(front)
+    body = await arrival.body(request)
+    fields = Fields(body)
+    check_model(front, fields)
+    refuse_unsupported(body, CHAT)
+    refuse_chat_logprobs(fields)
+    messages = parse_messages(body.get("messages"))
+    params = parse_params(fields, front.codec.vocab_size)
+    front.unknown_names.note(body, _KNOWN)
+    call = Call(
+        request_id=arrival.request_id,
+        public_id=public_id,
+        is_chat=True,
+        params=params,
+        encode=partial(front.codec.encode_chat, messages),
+        num_chars=sum(len(message["content"]) for message in messages),
+        prompt_param="messages",
+        default_max_tokens=None,
+        arrival_s=arrival.arrival_s,
+        created_unix_s=arrival.created_unix_s,
+    )
+    return await generate(front, call, request)

@@ -1,0 +1,109 @@
+"""Everything that goes wrong, in OpenAI's format, through one function.
+
+    {"error": {"message": "…", "type": "invalid_request_error", "param": "n", "code": "integer_above_max_value"}}
+
+Messages name parameters and limits, never paths, subjects, hosts or the text of an exception.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Final
+
+from aiohttp import web
+
+from services.dispatcher.session.session import FailureCode
+
+_TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_MAX_MESSAGE_CHARS: Final = 500
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        code: machine-readable.
+        message: one or two sentences for a person.
+        param: path of the parameter, such as `messages.0.role`.
+        headers: besides the usual ones, such as `Allow`.
+        retry_after_s: when another try makes sense.
+        close: the connection cannot be used further (an unread body).
+    """
+
+    def __init__(  # noqa: PLR0913  each is a field of the answer
+        self,
+        status: int,
+        code: str | None,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message[:_MAX_MESSAGE_CHARS]
+        self.param = param
+        self.headers = dict(headers or {})
+        self.close = close
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
+            self.headers["Retry-After-Ms"] = str(round(retry_after_s * 1000))
+
+    @property
+    def type(self) -> str:
+        """OpenAI's class of the error."""
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+
+def invalid(code: str, param: str | None, message: str) -> ApiError:
+    """Return the 400 for a bad parameter."""
+    return ApiError(400, code, message, param=param)
+
+
+def unsupported(param: str, message: str = "") -> ApiError:
+    """Return the 400 for a parameter that has a meaning, but not here."""
+    return invalid("unsupported_parameter", param, message or f"Unsupported parameter: '{param}' is not supported.")
+
+
+def error_body(error: ApiError) -> bytes:
+    """Return the JSON of an error; also the data of an error event in a stream."""
+    content = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return json.dumps({"error": content}).encode()
+
+
+def error_response(error: ApiError, request_id: str = "") -> web.Response:
+    """Return the answer; the only place where an error becomes one."""
+    headers = dict(error.headers)
+    if request_id:
+        headers["x-request-id"] = request_id
+    response = web.Response(
+        status=error.status, body=error_body(error), content_type="application/json", headers=headers
+    )
+    if error.close:
+        response.force_close()
+    return response
+
+
+_FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
+    FailureCode.DRAINING: (503, "The server is shutting down. Try again, or another server.", 5.0),
+    FailureCode.MODEL_LOADING: (503, "The model is still loading. Try again soon.", 5.0),
+    FailureCode.NO_CAPACITY: (503, "No worker can take the request now. Try again soon.", 5.0),
+    FailureCode.QUEUE_FULL: (429, "Too many requests are waiting. Try again soon.", 2.0),
+    FailureCode.TOO_LONG: (400, "The prompt and max_tokens together are longer than the model can hold.", None),
+    FailureCode.WORKER_LOST: (503, "The worker that generated the answer was lost. Try again.", 1.0),
+    FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),
+    FailureCode.TIMED_OUT: (504, "The request took longer than the server allows.", None),
+    FailureCode.INTERNAL: (500, "The server failed to handle the request.", None),
+}
+
+
+def failure_error(code: FailureCode) -> ApiError:
+    """Return the error of a request that has no (whole) answer."""
+    status, message, retry_after_s = _FAILURES[code]
+    headers = {"x-should-retry": "false"} if code is FailureCode.REQUEST_FAILED else {}
+    return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)

@@ -1,0 +1,67 @@
+"""What every endpoint needs, in one place; built once per process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.sse import EventStreams
+from services.dispatcher.metrics import DispatcherMetrics
+from services.dispatcher.session.sessions import Sessions
+from services.dispatcher.text.pool import TextPool
+from services.dispatcher.text.prompts import PromptCodec
+from shared.bus import Bus
+from shared.log import get_logger
+
+_log = get_logger()
+
+MAX_WARNED: Final = 1000
+"""Names of unknown parameters that are remembered."""
+
+
+class UnknownNames:
+    """Warns once about each parameter that is ignored."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def note(self, given: Iterable[str], known: frozenset[str]) -> None:
+        """Look at the names of one request."""
+        for name in given:
+            if name not in known and name not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add(name)
+                _log.warning("parameter_ignored", name=name[:64])
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """The parts that endpoints use."""
+
+    settings: DispatcherSettings
+    bus: Bus
+    codec: PromptCodec
+    pool: TextPool
+    sessions: Sessions
+    streams: EventStreams
+    metrics: DispatcherMetrics
+    max_model_len: int
+    """The checkpoint's own context, in tokens; workers may take less."""
+    created_unix_s: int
+    """When this process started."""
+    now: Callable[[], float]
+    """The event loop's clock."""
+    unix_now: Callable[[], float]
+    draw_seed: Callable[[], int]
+    unknown_names: UnknownNames = field(default_factory=UnknownNames)
+
+    @property
+    def model(self) -> str:
+        """Name under which the model is served."""
+        return self.settings.model_name()
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.sessions.cluster.max_request_tokens(self.max_model_len)

@@ -1,0 +1,82 @@
+"""What orchestrators, scrapers and operators ask: /live /ready /health /version /metrics /v1/cluster."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import web
+
+from services.dispatcher.http.front import Front
+from shared.version import VERSION
+
+
+def _json(content: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(status=status, body=json.dumps(content).encode(), content_type="application/json")
+
+
+def _not_ready_because(front: Front) -> str:
+    """Return why requests cannot be served now; "" if they can."""
+    sessions = front.sessions
+    if sessions.draining:
+        return "draining"
+    if not front.bus.connected:
+        return "the broker cannot be reached"
+    if sessions.cluster.num_ready == 0:
+        return "the model is loading" if sessions.cluster.num_loading else "no worker is alive"
+    return ""
+
+
+async def live(_front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Answer at all: the event loop responds."""
+    return _json({"status": "live"})
+
+
+async def ready(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Say whether new requests would be served, and what the workers are doing."""
+    reason = _not_ready_because(front)
+    workers = [
+        {
+            "worker_id": status.report.worker_id,
+            "phase": status.report.phase.value,
+            "liveness": status.liveness.value,
+            "progress_ratio": status.report.progress_ratio,
+            "progress_text": status.report.progress_text,
+        }
+        for status in front.sessions.cluster.statuses
+    ]
+    return _json({"ready": not reason, "reason": reason, "workers": workers}, 503 if reason else 200)
+
+
+async def health(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Answer 200 or 503 as `ready` does, without details."""
+    reason = _not_ready_because(front)
+    return _json({"status": reason or "ok"}, 503 if reason else 200)
+
+
+async def version(_front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Return the version of this release."""
+    return _json({"version": VERSION})
+
+
+async def metrics(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Return everything that is counted, in Prometheus's text format."""
+    body, content_type = front.metrics.render(front.sessions)
+    return web.Response(body=body, headers={"Content-Type": content_type})
+
+
+async def cluster(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
+    """Return the monitor's last view, its age, and this dispatcher's own counts."""
+    state = front.sessions.cluster
+    view = state.view.model_dump(mode="json") if state.view is not None else {"workers": []}
+    own = {
+        "instance_id": front.settings.instance_id,
+        "model": front.model,
+        "draining": front.sessions.draining,
+        "broker_connected": front.bus.connected,
+        "num_requests": len(front.sessions.table),
+        "num_queued": front.sessions.num_queued,
+        "num_streams": len(front.streams),
+    }
+    age_s = None if state.view is None else round(front.now() - state.viewed_s, 3)
+    return _json({**view, "cluster": front.settings.cluster, "age_s": age_s, "dispatcher": own})

@@ -1,0 +1,196 @@
+"""The HTTP server: routes, request ids, and one place where every failure becomes an answer.
+
+aiohttp's low-level server is used, so that no 404, 405 or parser error of its own reaches a client as plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from services.dispatcher.http import models, probes
+from services.dispatcher.http.chat import chat_completions
+from services.dispatcher.http.completions import completions
+from services.dispatcher.http.errors import ApiError, error_response, failure_error
+from services.dispatcher.http.front import Front
+from services.dispatcher.session.session import FailureCode
+from shared.errors import StartupError
+from shared.log import get_logger
+
+_log = get_logger()
+
+Endpoint = Callable[[Front, web.BaseRequest, str], Awaitable[web.StreamResponse]]
+Route = Mapping[str, Endpoint]
+
+_HARMLESS_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
+IDLE_S: Final = 75.0
+"""Seconds that an unused connection stays open."""
+LINGER_S: Final = 1.0
+"""Seconds for which the rest of an unread body is thrown away before the connection is closed."""
+MAX_HEADER_BYTES: Final = 8190
+CLOSE_LIMIT_S: Final = 5.0
+"""Seconds that handlers get to end when the server closes."""
+
+
+def _get(endpoint: Endpoint) -> Route:
+    return {"GET": endpoint, "HEAD": endpoint}
+
+
+_ROUTES: Final[dict[str, Route]] = {
+    "/v1/chat/completions": {"POST": chat_completions},
+    "/v1/completions": {"POST": completions},
+    "/v1/models": _get(models.list_models),
+    "/v1/cluster": _get(probes.cluster),
+    "/live": _get(probes.live),
+    "/ready": _get(probes.ready),
+    "/health": _get(probes.health),
+    "/version": _get(probes.version),
+    "/metrics": _get(probes.metrics),
+}
+_MODEL_ROUTE: Final = _get(models.get_model)
+
+
+def _find(method: str, path: str) -> Endpoint:
+    """Return the endpoint.
+
+    Raises:
+        ApiError: 404 or 405.
+    """
+    route = _ROUTES.get(path)
+    if route is None and path.startswith(models.PREFIX):
+        route = _MODEL_ROUTE
+    if route is None:
+        raise ApiError(404, "unknown_url", "There is nothing at this URL.")
+    endpoint = route.get(method)
+    if endpoint is None:
+        allowed = ", ".join(route)
+        raise ApiError(405, "method_not_allowed", f"Use {allowed} here.", headers={"Allow": allowed})
+    return endpoint
+
+
+class HttpServer:
+    """Listens, and answers.
+
+    Args:
+        front: what the endpoints work with.
+    """
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._runner: web.ServerRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port.
+
+        Raises:
+            StartupError: the address cannot be used.
+        """
+        server = _Server(
+            self.handle,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=IDLE_S,
+            lingering_time=LINGER_S,
+            auto_decompress=False,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+        self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_LIMIT_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise _cannot_listen(host, port, error) from None
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stop listening, and end the connections that are left."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; every failure becomes an error in OpenAI's format."""
+        public_id = _public_id(request)
+        try:
+            response = await _find(request.method, request.path)(self._front, request, public_id)
+        except ApiError as error:
+            _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
+            response = error_response(error)
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:  # the edge of the process: logged with its request id, and never shown
+            _log.exception("internal_error", rid=public_id)
+            if request.writer.output_size > 0:
+                raise ConnectionError("the answer has begun; breaking the connection is all that is left") from None
+            response = error_response(failure_error(FailureCode.INTERNAL))
+        if not response.prepared:
+            response.headers["x-request-id"] = public_id
+            response.headers["Server"] = "sluice"
+        return response
+
+
+def _public_id(request: web.BaseRequest) -> str:
+    """Return the client's own request id if it is harmless, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if _HARMLESS_ID.match(given) else f"req_{uuid.uuid4().hex}"
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> StartupError:
+    if error.errno == errno.EADDRINUSE:
+        return StartupError(f"port {port} on {host} is already in use", "Choose another one with --port")
+    if error.errno == errno.EACCES:
+        return StartupError(f"port {port} on {host} may not be used by this user", "Choose one above 1023 with --port")
+    reason = error.strerror or type(error).__name__
+    return StartupError(f"cannot listen on {host}, port {port} ({reason})", "Choose another address with --host")
+
+
+class _Protocol(RequestHandler):
+    """aiohttp's connection, with its own errors in our format."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what the parser refused, or what no handler could."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun; only closing the connection is left")
+        if isinstance(exc, LineTooLong):
+            error = ApiError(431, "header_too_large", f"A header is longer than {MAX_HEADER_BYTES} bytes.", close=True)
+        elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            error = ApiError(status, "bad_request", "This is not a valid HTTP request.", close=True)
+        else:
+            _log.error("http_failed", status=status, message=message, exc_info=exc)
+            error = failure_error(FailureCode.INTERNAL)
+            error.close = True
+        response = error_response(error, f"req_{uuid.uuid4().hex}")
+        response.headers["Server"] = "sluice"
+        return response
+
+
+class _Server(web.Server):
+    """aiohttp's server, making our connections."""
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **kwargs: Any) -> None:
+        cancellation = bool(kwargs.pop("handler_cancellation"))
+        super().__init__(handler, handler_cancellation=cancellation)
+        self._connection_kwargs = kwargs
+
+    def __call__(self) -> RequestHandler:
+        """Return the handler of a new connection."""
+        return _Protocol(self, loop=asyncio.get_running_loop(), **self._connection_kwargs)

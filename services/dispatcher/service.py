@@ -1,0 +1,143 @@
+"""One dispatcher's life below HTTP: subscriptions, the view, the sweep, drain and stop; also in simulation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.policy.placement import PLACEMENTS
+from services.dispatcher.session.calls import WorkerCalls
+from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.sessions import SessionLimits, Sessions
+from services.dispatcher.state import ClusterState
+from shared.bus import Bus, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from shared.ids import DispatcherId
+from shared.log import get_logger
+from shared.messages.report import ClusterView
+from shared.subjects import Subjects
+from shared.systems import find_system
+from shared.tasks import TaskOwner
+from shared.token_batch import TokenBatch
+from shared.version import VERSION
+from shared.wire import WireError, decode_json
+
+_log = get_logger()
+
+VIEW_KEY = "cluster"
+DESCRIPTION = "Takes requests over HTTP, places them on workers, and streams their answers"
+IDLE_POLL_S = 0.05
+"""How often a draining dispatcher looks whether its last request has ended."""
+
+
+class DispatcherService:
+    """The dispatcher on the bus.
+
+    Args:
+        settings: checked; the model's folder is not read here.
+        bus: connected; the caller closes it.
+        on_failure: called with a task's name and error when one of the dispatcher's own tasks dies.
+    """
+
+    def __init__(
+        self, settings: DispatcherSettings, bus: Bus, on_failure: Callable[[str, BaseException], None]
+    ) -> None:
+        self.bus = bus
+        self.num_malformed = 0
+        """Messages that could not be decoded."""
+        self._settings = settings
+        self._subjects = Subjects(settings.cluster)
+        self._dispatcher_id = DispatcherId(settings.instance_id)
+        self._tasks = TaskOwner(on_failure)
+        self._open: list[Subscription] = []
+        self._now = asyncio.get_running_loop().time
+        self.sessions = Sessions(
+            dispatcher_id=self._dispatcher_id,
+            calls=WorkerCalls(bus, self._subjects, settings.submit_limit_s),
+            cluster=ClusterState(settings.model_name(), settings.step_limit_s),
+            placement=PLACEMENTS[find_system(settings.system).placement],
+            limits=SessionLimits(
+                max_requests=settings.max_requests,
+                max_queued=settings.max_queued,
+                queue_limit_s=settings.queue_limit_s,
+                silence_s=settings.silence_s,
+            ),
+            now=self._now,
+            tasks=self._tasks,
+        )
+
+    async def start(self) -> None:
+        """Hear tokens and views from now on, and answer operators."""
+        self._open.append(await self.bus.subscribe(self._subjects.tokens(self._dispatcher_id), self._on_tokens))
+        views = await self.bus.key_value(self._subjects.view_bucket())
+        self._open.append(await views.watch(VIEW_KEY, self._on_view))
+        subject = self._subjects.admin("dispatcher", self._dispatcher_id, "dump")
+        dump = Endpoint("dump", subject, self._dump, metadata={"format": "json"})
+        self._open.append(await self.bus.serve(self._info(), [dump]))
+        self._tasks.start(self.sessions.sweep_forever(), name="sweep")
+
+    def _info(self) -> ServiceInfo:
+        return ServiceInfo(
+            name="sluice-dispatcher",
+            version=VERSION,
+            description=DESCRIPTION,
+            metadata={"cluster": self._settings.cluster, "model": self._settings.model_name()},
+            instance_id=self._dispatcher_id,
+        )
+
+    def _on_tokens(self, message: Message) -> None:
+        try:
+            batch = TokenBatch.unpack(message.data)
+        except WireError as error:
+            self._on_malformed(message.subject, error)
+            return
+        self.sessions.on_tokens(batch)
+
+    def _on_view(self, entry: KvEntry) -> None:
+        if entry.value is None:
+            return
+        try:
+            view = decode_json(entry.value, ClusterView)
+        except WireError as error:
+            self._on_malformed(entry.key, error)
+            return
+        self.sessions.on_view(view)
+
+    def _on_malformed(self, where: str, error: WireError) -> None:
+        self.num_malformed += 1
+        _log.warning("malformed_message", subject=where, reason=error.reason)
+
+    async def _dump(self, _message: Message) -> bytes:
+        sessions, counters = self.sessions, self.sessions.table.counters
+        return json.dumps(
+            {
+                "draining": sessions.draining,
+                "num_requests": len(sessions.table),
+                "num_queued": sessions.num_queued,
+                "num_tokens": counters.num_tokens,
+                "num_ignored_rows": counters.num_ignored,
+                "num_lost_messages": counters.num_lost_messages,
+                "num_replays": sessions.num_replays,
+                "num_malformed": self.num_malformed,
+            }
+        ).encode()
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests; return when the running ones have ended. At the limit the rest ends with an error."""
+        self.sessions.draining = True
+        try:
+            async with asyncio.timeout(limit_s):
+                while len(self.sessions.table):
+                    await asyncio.sleep(IDLE_POLL_S)
+        except TimeoutError:
+            _log.warning("drain_limit_reached", num_left=len(self.sessions.table), limit_s=limit_s)
+            self.sessions.fail_all(FailureCode.DRAINING)
+
+    async def stop(self) -> None:
+        """Leave the bus. Requests must have been released."""
+        for subscription in reversed(self._open):
+            await subscription.close()
+        self._open.clear()
+        await self.bus.flush()
+        await self._tasks.close()

@@ -1,0 +1,256 @@
+"""One request in the dispatcher: what was asked, every token so far, and where it runs. No text here.
+
+The log (prompt, sampling, tokens) is all that another worker needs to go on: `next_submit` builds a submission from it,
+for the first attempt and for any later one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from services.dispatcher.session.gaps import GapHistogram
+from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.messages.request import Submit, pack_token_ids
+from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from sluice_client.qoe import QoeState
+from sluice_client.qoe import QoeTarget as ReaderTarget
+
+MAX_HELD_PARTS = 1024
+"""Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What a client asked for, in tokens."""
+
+    request_id: RequestId
+    prompt: bytes
+    """Token ids, little-endian u32 (`shared.messages.request.pack_token_ids`)."""
+    sampling: SamplingParams
+    arrival_s: float
+    """When it came, on the event loop's clock."""
+    limit_s: float
+    """Seconds from then after which it ends with an error."""
+    request_class: RequestClass = RequestClass.REAL_TIME
+    qoe: QoeTarget | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt) // 4
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.num_prompt_tokens + self.sampling.max_tokens
+
+
+class FailureCode(StrEnum):
+    """Why a request has no (whole) answer; also the `code` that the client sees."""
+
+    DRAINING = "draining"
+    MODEL_LOADING = "model_loading"
+    NO_CAPACITY = "no_capacity"
+    QUEUE_FULL = "queue_full"
+    TOO_LONG = "context_length_exceeded"
+    WORKER_LOST = "worker_lost"
+    REQUEST_FAILED = "request_failed"
+    TIMED_OUT = "request_timeout"
+    INTERNAL = "internal_error"
+
+
+class RequestFailedError(Exception):
+    """The request was not admitted; nothing of it is left anywhere."""
+
+    def __init__(self, code: FailureCode) -> None:
+        super().__init__(code.value)
+        self.code = code
+
+
+class Reader(Protocol):
+    """Who takes the tokens of one request. Called on the event loop, must not block and should not raise."""
+
+    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        """Take the next tokens in order.
+
+        Args:
+            token_ids: at least one, unless the request finishes without one.
+            finish: NONE while the answer goes on.
+            now_s: the event loop's clock.
+
+        Returns:
+            False if no more are wanted: the answer is complete by the reader's own judgement (a stop string).
+        """
+        ...
+
+
+class Session:
+    """Owned by `Sessions`; only its methods change it."""
+
+    __slots__ = (
+        "_gaps",
+        "admitted_s",
+        "asked_s",
+        "attempt",
+        "ended",
+        "failure",
+        "finish",
+        "first_token_s",
+        "held",
+        "is_suspect",
+        "last_token_s",
+        "num_delivered",
+        "num_lost_replies",
+        "progress_s",
+        "qoe",
+        "reader",
+        "replaying",
+        "request",
+        "silence_s",
+        "stream",
+        "tokens",
+        "was_stopped",
+        "worker_id",
+    )
+
+    def __init__(self, request: NewRequest, stream: StreamId, gaps: GapHistogram) -> None:
+        self.request = request
+        self.stream = stream
+        self.attempt = 0
+        """Number of submissions so far; tokens of any other attempt are ignored."""
+        self.worker_id: WorkerId | None = None
+        self.tokens: list[int] = []
+        """Every output token, in order, from all attempts."""
+        self.num_delivered = 0
+        """How many of them the reader has taken."""
+        self.held: dict[int, tuple[list[int], FinishReason]] = {}
+        """Parts that came early, by first index."""
+        self.reader: Reader | None = None
+        self.finish = FinishReason.NONE
+        self.failure: FailureCode | None = None
+        self.was_stopped = False
+        """The reader wanted no more (a stop string)."""
+        self.ended = asyncio.Event()
+        self.admitted_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s = request.arrival_s
+        self.progress_s = request.arrival_s
+        """When its last token came, or the attempt began."""
+        self.asked_s = request.arrival_s
+        """When its worker was last asked about it."""
+        self.silence_s = 0.0
+        """Seconds of silence before the next question; doubles with each."""
+        self.is_suspect = False
+        """A message of its worker was lost; one of its tokens may have been in it."""
+        self.num_lost_replies = 0
+        self.replaying = False
+        self.qoe: QoeState | None = None
+        if request.qoe is not None:
+            self.qoe = QoeState(ReaderTarget(request.qoe.ttft_s, request.qoe.speed_tokens_per_s))
+        self._gaps = gaps
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a worker has accepted it and its answer goes on."""
+        return self.admitted_s is not None and not self.ended.is_set()
+
+    def next_submit(self, dispatcher_id: DispatcherId, now_s: float) -> Submit:
+        """Begin the next attempt and return its submission, which goes on after the tokens so far."""
+        self.attempt += 1
+        self.held.clear()
+        self.progress_s = now_s
+        age_s = max(0.0, now_s - self.request.arrival_s)
+        return Submit(
+            request_id=self.request.request_id,
+            stream=self.stream,
+            attempt=self.attempt,
+            dispatcher_id=dispatcher_id,
+            prompt=self.request.prompt,
+            generated=pack_token_ids(self.tokens),
+            sampling=self.request.sampling,
+            request_class=self.request.request_class,
+            qoe=self.request.qoe,
+            age_s=age_s,
+            remaining_s=max(0.001, self.request.limit_s - age_s),
+        )
+
+    def accept(self, worker_id: WorkerId, now_s: float) -> None:
+        """A worker runs it; also true once a token arrives before the worker's answer does."""
+        self.worker_id = worker_id
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+        self.progress_s = now_s
+
+    def attach(self, reader: Reader, now_s: float) -> None:
+        """Give the reader what has come so far, and everything from now on."""
+        assert self.reader is None, "a session has one reader"
+        self.reader = reader
+        backlog = self.tokens[self.num_delivered :]
+        finish = self.finish if self.ended.is_set() else FinishReason.NONE
+        if backlog or finish is not FinishReason.NONE:
+            self._deliver(backlog, finish, now_s)
+
+    def receive(self, first_index: int, token_ids: list[int], finish: FinishReason, now_s: float) -> bool:
+        """Take a part of the output; what is known already is ignored.
+
+        Returns:
+            False if tokens before this part are missing; it is kept until they come.
+        """
+        num_known = len(self.tokens)
+        if first_index > num_known:
+            if len(self.held) < MAX_HELD_PARTS:
+                self.held[first_index] = (token_ids, finish)
+            return False
+        if first_index < num_known:
+            if first_index + len(token_ids) < num_known:
+                return True
+            token_ids = token_ids[num_known - first_index :]
+        if token_ids:
+            self._append(token_ids, now_s)
+        if self.reader is not None and (token_ids or finish):
+            self._deliver(token_ids, finish, now_s)
+        if finish and not self.ended.is_set():
+            self.finish = finish
+            self.ended.set()
+        return True if not self.held else self._receive_held(now_s)
+
+    def _receive_held(self, now_s: float) -> bool:
+        """Take the parts that have become next; return whether none is left that waits for others."""
+        while self.held and not self.ended.is_set():
+            first_index = min(self.held)
+            if first_index > len(self.tokens):
+                return False
+            token_ids, finish = self.held.pop(first_index)
+            self.receive(first_index, token_ids, finish, now_s)
+        self.held.clear()
+        return True
+
+    def _append(self, token_ids: list[int], now_s: float) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        else:
+            self._gaps.add(now_s - self.last_token_s)
+        if len(token_ids) > 1:
+            self._gaps.add(0.0, len(token_ids) - 1)
+        self.last_token_s = self.progress_s = now_s
+        self.tokens += token_ids
+        if self.qoe is not None:
+            self.qoe.deliver(now_s - self.request.arrival_s, len(token_ids))
+
+    def _deliver(self, token_ids: list[int], finish: FinishReason, now_s: float) -> None:
+        assert self.reader is not None
+        self.num_delivered = len(self.tokens)
+        if not self.reader.on_tokens(token_ids, finish, now_s) and not self.ended.is_set():
+            self.was_stopped = True
+            self.finish = FinishReason.STOP
+            self.ended.set()
+
+    def fail(self, code: FailureCode) -> None:
+        """End it without (the rest of) an answer, unless it has ended."""
+        if not self.ended.is_set():
+            self.failure = code
+            self.ended.set()

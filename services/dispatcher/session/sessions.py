@@ -1,0 +1,295 @@
+"""Every request of this dispatcher, from admission to its end. No HTTP, no text: the simulator drives this class.
+
+    admit ──► waiting room ──► submit to a worker ──► tokens … finish ──► release
+                  ▲   refused: the next worker, or back        │ silence, lost numbers: replay
+                  └──────────────────────────────────          │ worker dead or stuck: fail
+
+A session ends exactly once: with a finish reason, or with a failure. Whoever was admitted must be released; releasing
+one that still runs cancels it at its worker at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.dispatcher.limits.waiting_room import WaitingRoom
+from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
+from services.dispatcher.policy.placement import Placement
+from services.dispatcher.session.calls import ReplayOutcome, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.table import FINISH_REASONS, SessionTable
+from services.dispatcher.state import ClusterState
+from shared.ids import DispatcherId, WorkerId
+from shared.log import get_logger
+from shared.messages.report import ClusterView
+from shared.messages.request import Replay
+from shared.tasks import TaskOwner
+from shared.token_batch import TokenBatch
+from shared.types import FinishReason
+
+_log = get_logger()
+
+SWEEP_PERIOD_S = 0.5
+"""How often silent requests are looked for."""
+MAX_SILENCE_FACTOR = 8.0
+"""The pause between two questions about a silent request doubles up to this many times the first one."""
+MAX_LOST_REPLIES = 3
+"""Unanswered questions in a row after which the worker counts as lost for this request."""
+MAX_REPLAYS = 64
+"""Questions for lost tokens at a time."""
+
+_REFUSED = {
+    Admission.DRAINING: FailureCode.DRAINING,
+    Admission.LOADING: FailureCode.MODEL_LOADING,
+    Admission.NO_WORKER: FailureCode.NO_CAPACITY,
+    Admission.TOO_MANY: FailureCode.QUEUE_FULL,
+}
+_ENDED_BY_WORKER = {FinishReason.CANCELLED: FailureCode.TIMED_OUT, FinishReason.ERROR: FailureCode.REQUEST_FAILED}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """See `DispatcherSettings`."""
+
+    max_requests: int = 4096
+    max_queued: int = 256
+    queue_limit_s: float = 30.0
+    silence_s: float = 2.0
+
+
+class Sessions:
+    """Owns the sessions, the waiting room, and the tasks that talk to workers about them."""
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        *,
+        dispatcher_id: DispatcherId,
+        calls: WorkerCalls,
+        cluster: ClusterState,
+        placement: Placement,
+        limits: SessionLimits,
+        now: Callable[[], float],
+        tasks: TaskOwner,
+    ) -> None:
+        self.cluster = cluster
+        self.table = SessionTable(self._on_gap)
+        self.draining = False
+        self.num_replays = 0
+        self._dispatcher_id = dispatcher_id
+        self._calls = calls
+        self._place = placement
+        self._limits = limits
+        self._now = now
+        self._tasks = tasks
+        self._waiting = WaitingRoom()
+        self._num_replaying = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for room."""
+        return len(self._waiting)
+
+    async def admit(self, request: NewRequest) -> Session:
+        """Return the session once a worker has accepted the request.
+
+        The caller attaches a reader, waits for `ended`, and must call `release`. If this call is cancelled or raises,
+        nothing of the request is left.
+
+        Raises:
+            RequestFailedError: refused, or no room in time.
+        """
+        self.check_admission()
+        session = self.table.open(request)
+        try:
+            await self._queue_and_submit(session)
+        except BaseException:
+            self.release(session)
+            raise
+        return session
+
+    def check_admission(self) -> None:
+        """Refuse early what has no chance now; also worth a call before work is put into a request.
+
+        Raises:
+            RequestFailedError: draining, no worker, or too many requests.
+        """
+        decision = decide_admission(
+            AdmissionInput(
+                draining=self.draining,
+                num_requests=len(self.table),
+                max_requests=self._limits.max_requests,
+                num_queued=len(self._waiting),
+                max_queued=self._limits.max_queued,
+                num_ready_workers=self.cluster.num_ready,
+                num_loading_workers=self.cluster.num_loading,
+            )
+        )
+        if decision is not Admission.ADMIT:
+            raise RequestFailedError(_REFUSED[decision])
+
+    async def _queue_and_submit(self, session: Session) -> None:
+        if not len(self._waiting) and await self._submit_somewhere(session):
+            return
+        until_s = self._now() + self._limits.queue_limit_s
+        ticket = self._waiting.enter()
+        try:
+            while await self._waiting.turn(ticket, until_s):
+                if await self._submit_somewhere(session):
+                    return
+        finally:
+            self._waiting.leave(ticket)
+        has_worker = self.cluster.num_ready > 0
+        raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
+
+    async def _submit_somewhere(self, session: Session) -> bool:
+        """Offer the request to one worker after the other; return whether one has it.
+
+        Raises:
+            RequestFailedError: no worker can ever take it.
+        """
+        refused: set[WorkerId] = set()
+        while True:
+            placed = self._place(self.cluster.loads(), session.request.num_tokens, refused)
+            if placed is None:
+                return False
+            outcome = await self._submit(session, placed.worker_id)
+            if outcome is SubmitOutcome.ACCEPTED:
+                return True
+            if outcome is SubmitOutcome.TOO_LONG:
+                raise RequestFailedError(FailureCode.TOO_LONG)
+            if outcome is SubmitOutcome.FAILED:
+                raise RequestFailedError(FailureCode.INTERNAL)
+            refused.add(placed.worker_id)
+
+    async def _submit(self, session: Session, worker_id: WorkerId) -> SubmitOutcome:
+        """Begin the next attempt on this worker."""
+        request = session.request
+        submit = session.next_submit(self._dispatcher_id, self._now())
+        session.worker_id = worker_id
+        self.cluster.submitted(worker_id, request.num_prompt_tokens, self._now())
+        outcome = await self._calls.submit(worker_id, submit)
+        if outcome is SubmitOutcome.ACCEPTED or session.admitted_s is not None:
+            session.accept(worker_id, self._now())
+            session.silence_s = self._limits.silence_s
+            return SubmitOutcome.ACCEPTED
+        self._left(session)
+        if outcome is SubmitOutcome.UNKNOWN:
+            self._cancel(worker_id, session)
+        session.worker_id = None
+        return outcome
+
+    def release(self, session: Session) -> None:
+        """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""
+        if not self.table.close(session):
+            return
+        if session.worker_id is not None:
+            self._left(session)
+            if not session.ended.is_set() or session.was_stopped or session.failure is not None:
+                self._cancel(session.worker_id, session)
+        session.fail(FailureCode.INTERNAL)  # wakes whoever still waits; nothing happens to one that has ended
+        self._waiting.signal()
+
+    def _left(self, session: Session) -> None:
+        assert session.worker_id is not None
+        self.cluster.ended(session.worker_id, session.request.num_prompt_tokens, self._now())
+
+    def _cancel(self, worker_id: WorkerId, session: Session) -> None:
+        request_id, attempt = session.request.request_id, session.attempt
+        self._tasks.start(self._calls.cancel(worker_id, request_id, attempt), name=f"cancel-{request_id}")
+
+    def outcome(self, session: Session) -> FailureCode | None:
+        """Return why an ended session has no whole answer; None if it has one."""
+        return session.failure or _ENDED_BY_WORKER.get(session.finish)
+
+    def on_tokens(self, batch: TokenBatch) -> None:
+        """Take a worker's message."""
+        self.table.apply(batch, self._now())
+
+    def on_view(self, view: ClusterView) -> None:
+        """Take the monitor's view: requests of lost workers fail, and waiting ones may find room."""
+        for worker_id in self.cluster.apply(view, self._now()):
+            for session in self.table.on_worker(worker_id):
+                _log.warning("worker_lost", rid=session.request.request_id, worker=worker_id, attempt=session.attempt)
+                session.fail(FailureCode.WORKER_LOST)
+        self._waiting.signal()
+
+    def fail_all(self, code: FailureCode) -> None:
+        """End every request (the drain limit is reached)."""
+        for session in self.table:
+            session.fail(code)
+
+    async def sweep_forever(self) -> None:
+        """Look after silent requests until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Ask for tokens that may have been lost: after silence, and after a gap in a worker's numbers."""
+        now_s = self._now()
+        longest_s = self._limits.silence_s * MAX_SILENCE_FACTOR
+        for session in self.table:
+            if not session.is_running:
+                continue
+            if session.progress_s > session.asked_s:
+                session.silence_s = self._limits.silence_s
+            if now_s - session.request.arrival_s > session.request.limit_s:
+                session.fail(FailureCode.TIMED_OUT)
+            elif session.is_suspect:
+                session.is_suspect = not self._ask_again(session)
+            elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._ask_again(session):
+                session.silence_s = min(session.silence_s * 2, longest_s)
+
+    def _on_gap(self, session: Session) -> None:
+        session.is_suspect = not self._ask_again(session)
+
+    def _ask_again(self, session: Session) -> bool:
+        """Ask the worker for everything after the last token that is here; return whether it could be asked."""
+        if session.replaying or session.worker_id is None or self._num_replaying >= MAX_REPLAYS:
+            return False
+        if not self._calls.connected:
+            return False  # a broken broker says nothing about the worker
+        session.replaying = True
+        session.asked_s = self._now()
+        self._num_replaying += 1
+        self.num_replays += 1
+        self._tasks.start(self._replay(session, session.worker_id), name=f"replay-{session.request.request_id}")
+        return True
+
+    async def _replay(self, session: Session, worker_id: WorkerId) -> None:
+        attempt = session.attempt
+        question = Replay(request_id=session.request.request_id, attempt=attempt, first_index=len(session.tokens))
+        try:
+            answer = await self._calls.replay(worker_id, question)
+        finally:
+            session.replaying = False
+            self._num_replaying -= 1
+        if session.attempt != attempt or not session.is_running:
+            return
+        if isinstance(answer, TokenBatch):
+            self._take_replay(session, answer)
+        else:
+            self._on_no_replay(session, answer, question.first_index)
+
+    def _take_replay(self, session: Session, batch: TokenBatch) -> None:
+        now_s, start = self._now(), 0
+        session.num_lost_replies = 0
+        tokens = batch.tokens.tolist()
+        for first_index, count, finish in zip(
+            batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), strict=True
+        ):
+            if not session.ended.is_set():
+                self.table.receive(session, first_index, tokens[start : start + count], FINISH_REASONS[finish], now_s)
+            start += count
+
+    def _on_no_replay(self, session: Session, outcome: ReplayOutcome, first_index: int) -> None:
+        if len(session.tokens) > first_index or not self._calls.connected:
+            return  # the tokens came by themselves, or nobody could be asked
+        session.num_lost_replies += 1
+        if outcome is ReplayOutcome.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
+            _log.warning("tokens_lost", rid=session.request.request_id, worker=session.worker_id)
+            session.fail(FailureCode.WORKER_LOST)
+        else:
+            session.silence_s = self._limits.silence_s

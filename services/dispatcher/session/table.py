@@ -1,0 +1,120 @@
+"""Running requests by stream handle, and the way of a token batch to them. No waiting here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.dispatcher.session.gaps import GapHistogram
+from services.dispatcher.session.session import FailureCode, NewRequest, Session
+from shared.ids import StreamId, WorkerId
+from shared.log import get_logger
+from shared.token_batch import TokenBatch
+from shared.types import FinishReason
+
+_log = get_logger()
+
+MAX_STREAM = 2**32 - 1
+FINISH_REASONS = tuple(FinishReason)
+"""By number: cheaper than calling the enum for every token."""
+
+
+@dataclass(slots=True)
+class TableCounters:
+    """What the token path has seen since the start."""
+
+    num_batches: int = 0
+    num_tokens: int = 0
+    num_ignored: int = 0
+    """Rows of requests that are gone, or of older attempts."""
+    num_lost_messages: int = 0
+    """Numbers missing in a worker's channel."""
+
+
+class SessionTable:
+    """Owns the sessions.
+
+    Args:
+        on_gap: called with a session that misses tokens.
+    """
+
+    def __init__(self, on_gap: Callable[[Session], None]) -> None:
+        self.counters = TableCounters()
+        self.gaps = GapHistogram()
+        self._on_gap = on_gap
+        self._sessions: dict[int, Session] = {}
+        self._next_stream = 0
+        self._channels: dict[WorkerId, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def open(self, request: NewRequest) -> Session:
+        """Return a new session with a handle that no other one has."""
+        while self._next_stream in self._sessions:
+            self._next_stream = (self._next_stream + 1) % (MAX_STREAM + 1)
+        stream = StreamId(self._next_stream)
+        self._next_stream = (self._next_stream + 1) % (MAX_STREAM + 1)
+        session = self._sessions[stream] = Session(request, stream, self.gaps)
+        return session
+
+    def close(self, session: Session) -> bool:
+        """Forget it: later tokens are ignored. Return whether it was there."""
+        return self._sessions.pop(session.stream, None) is not None
+
+    def on_worker(self, worker_id: WorkerId) -> list[Session]:
+        """Return the running sessions of this worker, by handle."""
+        return [session for session in self if session.worker_id == worker_id and session.is_running]
+
+    def apply(self, batch: TokenBatch, now_s: float) -> None:
+        """Hand every row to its session. One session's fault is not another's."""
+        self.counters.num_batches += 1
+        self.counters.num_tokens += len(batch.tokens)
+        self._check_channel(batch)
+        sessions = self._sessions
+        tokens = batch.tokens.tolist()
+        start = 0
+        for stream, attempt, first_index, count, finish in zip(
+            batch.stream.tolist(),
+            batch.attempt.tolist(),
+            batch.first_index.tolist(),
+            batch.count.tolist(),
+            batch.finish.tolist(),
+            strict=True,
+        ):
+            stop = start + count
+            session = sessions.get(stream)
+            if session is None or session.attempt != attempt or session.ended.is_set():
+                self.counters.num_ignored += 1
+            else:
+                if session.admitted_s is None:  # its first token overtook the worker's answer
+                    session.accept(batch.worker_id, now_s)
+                self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s)
+            start = stop
+
+    def receive(
+        self, session: Session, first_index: int, token_ids: list[int], finish: FinishReason, now_s: float
+    ) -> None:
+        """Hand a part of its output to a session, and say so if parts before it are missing."""
+        try:
+            complete = session.receive(first_index, token_ids, finish, now_s)
+        except Exception:  # the boundary between one request's reader and everybody else's tokens
+            _log.exception("reader_failed", rid=session.request.request_id)
+            session.fail(FailureCode.INTERNAL)
+            return
+        if not complete:
+            self._on_gap(session)
+
+    def _check_channel(self, batch: TokenBatch) -> None:
+        """A number that is missing may have been the last token of any request of that worker."""
+        expected = self._channels.get(batch.worker_id)
+        self._channels[batch.worker_id] = batch.counter + 1
+        if expected is None or batch.counter == expected:
+            return
+        if batch.counter > expected:
+            self.counters.num_lost_messages += batch.counter - expected
+        for session in self.on_worker(batch.worker_id):
+            session.is_suspect = True

@@ -1,0 +1,145 @@
+"""What the dispatcher knows of the cluster: the monitor's last view, and its own submissions since.
+
+One writer: the service. Everyone else reads snapshots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.dispatcher.policy.placement import WorkerLoad
+from shared.ids import WorkerId
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+
+_MAX_RECENT = 4096
+
+
+@dataclass(slots=True)
+class _Known:
+    """One worker, between two views."""
+
+    status: WorkerStatus
+    reported_s: float
+    """When its report was made, on this process's clock."""
+    num_steps: int = -1
+    stepped_s: float = 0.0
+    """When its step counter last moved."""
+    recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    """(when, sequences, tokens) of own submissions and endings that the report may not contain."""
+
+
+class ClusterState:
+    """The cluster as of the last view.
+
+    Args:
+        model: only workers that serve this model count.
+        step_limit_s: see `DispatcherSettings.step_limit_s`.
+    """
+
+    def __init__(self, model: str, step_limit_s: float) -> None:
+        self.model = model
+        self.view: ClusterView | None = None
+        self.viewed_s = 0.0
+        """When the view arrived."""
+        self._step_limit_s = step_limit_s
+        self._workers: dict[WorkerId, _Known] = {}
+
+    def apply(self, view: ClusterView, now_s: float) -> list[WorkerId]:
+        """Take a new view, and return the workers whose requests are lost, sorted: dead, stopped, or stuck in a step.
+
+        A worker that is merely missing from the view is not lost: a monitor that has just started knows nobody.
+        """
+        self.view, self.viewed_s = view, now_s
+        known: dict[WorkerId, _Known] = {}
+        for status in view.workers:
+            report = status.report
+            if report.model and report.model != self.model:
+                continue
+            worker = self._workers.get(report.worker_id) or _Known(status, now_s)
+            worker.status, worker.reported_s = status, now_s - status.age_s
+            while worker.recent and worker.recent[0][0] < worker.reported_s:
+                worker.recent.popleft()
+            if report.num_steps != worker.num_steps or not report.num_running:
+                worker.num_steps, worker.stepped_s = report.num_steps, now_s
+            known[report.worker_id] = worker
+        self._workers = known
+        return sorted(worker_id for worker_id, worker in known.items() if self._is_lost(worker))
+
+    def _is_lost(self, worker: _Known) -> bool:
+        if worker.status.liveness is Liveness.DEAD or worker.status.report.phase is WorkerPhase.STOPPED:
+            return True
+        return self.viewed_s - worker.stepped_s > self._step_limit_s  # without views nobody is judged
+
+    def submitted(self, worker_id: WorkerId, num_tokens: int, now_s: float) -> None:
+        """Count a request that was sent to the worker; the next report contains it."""
+        if worker_id in self._workers:
+            self._workers[worker_id].recent.append((now_s, 1, num_tokens))
+
+    def ended(self, worker_id: WorkerId, num_tokens: int, now_s: float) -> None:
+        """Count a request that left the worker."""
+        if worker_id in self._workers:
+            self._workers[worker_id].recent.append((now_s, -1, -num_tokens))
+
+    def loads(self) -> list[WorkerLoad]:
+        """Return the workers as placement sees them."""
+        return [self._load(worker_id, worker) for worker_id, worker in sorted(self._workers.items())]
+
+    def _load(self, worker_id: WorkerId, worker: _Known) -> WorkerLoad:
+        report = worker.status.report
+        num_sequences = report.num_running + report.num_waiting + report.num_preempted
+        num_tokens = sum(tokens for _, _, tokens in worker.recent)
+        num_blocks = report.num_used_blocks + report.num_demanded_blocks
+        block_size = max(1, report.block_size)
+        return WorkerLoad(
+            worker_id=worker_id,
+            ready=self._is_ready(worker),
+            num_sequences=max(0, num_sequences + sum(count for _, count, _ in worker.recent)),
+            max_sequences=report.max_sequences,
+            num_demanded_blocks=max(0, num_blocks + -(-num_tokens // block_size)),
+            num_blocks=report.num_blocks,
+            max_request_tokens=_max_request_tokens(worker.status),
+        )
+
+    def _is_ready(self, worker: _Known) -> bool:
+        status = worker.status
+        return (
+            status.report.phase is WorkerPhase.READY
+            and status.liveness is not Liveness.DEAD
+            and not self._is_lost(worker)
+        )
+
+    @property
+    def num_ready(self) -> int:
+        """Return how many workers take requests."""
+        return sum(self._is_ready(worker) for worker in self._workers.values())
+
+    @property
+    def num_loading(self) -> int:
+        """Return how many workers are still loading the model."""
+        return sum(
+            worker.status.report.phase is WorkerPhase.LOADING and worker.status.liveness is not Liveness.DEAD
+            for worker in self._workers.values()
+        )
+
+    @property
+    def statuses(self) -> Sequence[WorkerStatus]:
+        """The workers of this model in the last view, sorted by id."""
+        return [worker.status for _, worker in sorted(self._workers.items())]
+
+    def max_request_tokens(self, default: int) -> int:
+        """Return how many tokens of prompt and output every ready worker takes; the default while none is ready."""
+        ready = [
+            _max_request_tokens(worker.status)
+            for worker in self._workers.values()
+            if worker.status.report.phase is WorkerPhase.READY
+        ]
+        return min([limit for limit in ready if limit], default=default)
+
+
+def _max_request_tokens(status: WorkerStatus) -> int:
+    """Return the smaller of the context and the whole KV memory, in tokens; 0 if the worker has not said."""
+    report = status.report
+    limits = [limit for limit in (report.max_model_len, report.num_blocks * report.block_size) if limit]
+    return min(limits, default=0)
