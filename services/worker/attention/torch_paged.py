@@ -126,6 +126,8 @@ class TorchPagedAttention:
             num_keys = start + last
             tile = queries[first:last].transpose(0, 1).reshape(shape)
             mask = row.tail[size - (last - first) :, width - num_keys :]
+            if mask.device.type == "cuda":
+                mask = mask.contiguous()  # its kernels want aligned rows
             attended = scaled_dot_product_attention(
                 tile,
                 gathered_keys[:, :, :num_keys].expand(-1, spec.group_size, -1, -1),

@@ -105,9 +105,8 @@ def _draw(logits: torch.Tensor, temperature: F64, top_k: I64, top_p: F64, points
     if bool((top_p < 1).any()):
         weights = keep_top_p(weights, torch.from_numpy(top_p).to(device))
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cdf[:, -1:]
-    target = torch.from_numpy(points).to(device).unsqueeze(1) * total
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    # the largest point, 1 - 2^-53, times the total rounds to less than the total: the last token has its weight, no more
+    target = torch.from_numpy(points).to(device).unsqueeze(1) * cdf[:, -1:]
     drawn: I64 = torch.searchsorted(cdf, target, right=True).squeeze(1).cpu().numpy()
     return drawn
 

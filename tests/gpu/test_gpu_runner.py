@@ -1,0 +1,71 @@
+"""The runner on a CUDA device: the same text as the reference's, within the budget."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from services.worker.executor.selftest import prove_deterministic
+from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
+from tests.support.runner_driver import Driver
+from tests.support.runners import MIB, open_runner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+SHAPE = CheckpointShape(seed=7)
+WIDE = CheckpointShape(
+    hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, weight_std=0.05
+)
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, SHAPE.vocab_size) for _ in range(length)] for length in lengths]
+
+
+def test_greedy_text_on_the_gpu_equals_the_references_on_the_cpu() -> None:
+    """The reference's choices are at least 1e-3 apart along these texts (asserted by the CPU's oracle)."""
+    driver = Driver(open_runner(SHAPE, device="cuda", memory_bytes=256 * MIB))
+    sequences = [driver.add(prompt) for prompt in prompts((1, 9, 47, 150))]
+    driver.run(64, chunk=41, max_tokens=96)
+    for sequence in sequences:
+        prompt = sequence.tokens[: sequence.num_prompt]
+        assert sequence.output == greedy_text(stored_checkpoint(SHAPE)[1], prompt, 64)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 5e-2)])
+def test_logits_on_the_gpu_stay_near_the_references(dtype: str, limit: float) -> None:
+    driver = Driver(open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB))
+    (tokens,) = prompts((300,))
+    sequence = driver.add(tokens)
+    for count in (90, 77, 1, 90, 41, 1):
+        driver.step_logits([(sequence, count)], [None])
+    with torch.inference_mode():
+        expected = stored_checkpoint(WIDE)[1](torch.tensor([tokens])).logits[0, -1]
+    difference = (sequence.logits[-1].cpu() - expected).abs().amax() / expected.abs().amax()
+    assert difference < limit
+
+
+def test_full_batches_stay_within_the_budget() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    runner = open_runner(
+        WIDE, device="cuda", memory_bytes=512 * MIB, max_batch_tokens=2048, max_batch_rows=64, max_rows=64
+    )
+    torch.cuda.reset_peak_memory_stats()
+    driver = Driver(runner)
+    for prompt in prompts(tuple(range(100, 420, 5))):
+        driver.add(prompt)
+    driver.run(4, chunk=512, max_tokens=2048)
+    assert torch.cuda.max_memory_reserved() - before <= 512 * MIB
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_mode_proves_itself_on_the_gpu(dtype: str) -> None:
+    runner = open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB, deterministic=True)
+    prove_deterministic(runner, 96)
