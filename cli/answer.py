@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from sluice_client.answer import Answer
 from sluice_client.client import SluiceClient
-from sluice_client.errors import APIConnectionError, SluiceClientError
+from sluice_client.errors import APIConnectionError, APIStatusError, SluiceClientError
 from sluice_client.qoe import QoeTarget
 
 READER = QoeTarget()
@@ -35,6 +35,8 @@ async def show_answer(answer: Answer, out: TextIO) -> None:
                 out.flush()
     except APIConnectionError as error:
         raise CommandError(f"no answer: {error}", "See `sluice status`", UNREACHABLE) from error
+    except APIStatusError as error:
+        raise CommandError(f"the server refused: {error}", "See `sluice status`", FAILED) from error
     except SluiceClientError as error:
         raise CommandError(f"the answer broke off: {error}", "See `sluice status`", FAILED) from error
     finally:

@@ -69,6 +69,7 @@ class ClusterPlan:
             str(settings.memory),
         ]
         flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
+        flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads_per_worker())]
         flags += ["--deterministic"] if settings.deterministic else []
         return self._service(name, *flags)
@@ -77,6 +78,7 @@ class ClusterPlan:
         settings = self.settings
         flags = ["--host", settings.host, "--port", str(self.port), "--model", str(self.model.folder)]
         flags += ["--served-model-name", self.model_name, "--system", settings.system]
+        flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         return self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
 
 

@@ -109,6 +109,7 @@ class Cluster:
                 while not (progress.all_ready and await self._is_ready()):
                     progress.show(loop.time() - started_s)
                     await asyncio.sleep(POLL_S)
+            progress.show(loop.time() - started_s)
         except TimeoutError as error:
             limit_s = self._settings.start_limit_s
             hint = "Look into its logs with --log-dir, or allow more with --start-limit-s"

@@ -66,10 +66,14 @@ def test_chat_without_pacing_gives_the_same_text(server: Server) -> None:
     assert server.sluice("chat", "--no-pace", text="hello\n").stdout == "0 before, then hello \n"
 
 
-def test_an_answer_that_breaks_off_is_one_line_and_exit_code_1(server: Server) -> None:
-    result = server.sluice("chat", text="break\nnever sent\n")
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [("break", "sluice: the answer broke off: "), ("refuse", "sluice: the server refused: 400: The context is full.")],
+)
+def test_an_answer_that_fails_is_one_line_and_exit_code_1(server: Server, message: str, line: str) -> None:
+    result = server.sluice("chat", text=f"{message}\nnever sent\n")
     assert result.returncode == 1
-    assert result.stderr.startswith("sluice: the answer broke off: ")
+    assert result.stderr.startswith(line)
     assert result.stderr.count("\n") == 1
     assert "never sent" not in result.stdout
 

@@ -91,6 +91,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         *before, last = [message["content"] for message in body["messages"]]
+        if last == "refuse":
+            self.send_response(400)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({"error": {"message": "The context is full."}}).encode())
+            return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
