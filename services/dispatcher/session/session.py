@@ -202,8 +202,7 @@ class Session:
         """
         num_known = len(self.tokens)
         if first_index > num_known:
-            if len(self.held) < MAX_HELD_PARTS:
-                self.held[first_index] = (token_ids, finish)
+            self._hold(first_index, token_ids, finish)
             return False
         if first_index < num_known:
             if first_index + len(token_ids) < num_known:
@@ -217,6 +216,14 @@ class Session:
             self.finish = finish
             self.ended.set()
         return True if not self.held else self._receive_held(now_s)
+
+    def _hold(self, first_index: int, token_ids: list[int], finish: FinishReason) -> None:
+        """Keep a part that came early; of two with the same beginning, the one that says more."""
+        other = self.held.get(first_index)
+        if other is None and len(self.held) >= MAX_HELD_PARTS:
+            return
+        if other is None or (len(other[0]), other[1]) < (len(token_ids), finish):
+            self.held[first_index] = (token_ids, finish)
 
     def _receive_held(self, now_s: float) -> bool:
         """Take the parts that have become next; return whether none is left that waits for others."""

@@ -1,0 +1,101 @@
+"""Placement and admission: the decision and its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
+from services.dispatcher.policy.placement import PLACEMENTS, WorkerLoad, place_least_loaded
+from shared.ids import WorkerId
+from shared.systems import SYSTEMS
+
+
+def make_load(worker_id: str = "w0", **fields: object) -> WorkerLoad:
+    load = WorkerLoad(
+        worker_id=WorkerId(worker_id),
+        ready=True,
+        num_sequences=0,
+        max_sequences=10,
+        num_demanded_blocks=0,
+        num_blocks=100,
+        max_request_tokens=1000,
+    )
+    return replace(load, **fields)  # type: ignore[arg-type]  # a builder with keyword defaults
+
+
+LOADS = st.lists(
+    st.builds(
+        make_load,
+        st.sampled_from(["a", "b", "c", "d"]),
+        ready=st.booleans(),
+        num_sequences=st.integers(0, 12),
+        num_demanded_blocks=st.integers(0, 200),
+    ),
+    max_size=4,
+    unique_by=lambda load: load.worker_id,
+)
+
+
+@given(LOADS, st.integers(1, 1500), st.sets(st.sampled_from(["a", "b"])))
+def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_less_loaded(
+    loads: list[WorkerLoad], num_tokens: int, refused: set[WorkerId]
+) -> None:
+    able = [
+        load
+        for load in loads
+        if load.ready and load.worker_id not in refused and load.num_sequences < 10 and num_tokens <= 1000
+    ]
+    placed = place_least_loaded(loads, num_tokens, refused)
+    if placed is None:
+        assert not able
+        return
+    chosen = next(load for load in able if load.worker_id == placed.worker_id)
+    assert chosen.num_demanded_blocks == min(load.num_demanded_blocks for load in able)
+    assert place_least_loaded(loads[::-1], num_tokens, refused) == placed
+
+
+def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:
+    busy, idle = make_load("a", num_sequences=2), make_load("b", num_sequences=1)
+    placed = place_least_loaded([busy, idle], 10)
+    assert placed is not None
+    assert (placed.worker_id, placed.reason) == ("b", "least loaded: 0% of its KV memory asked for, 1 sequences")
+    again = place_least_loaded([make_load("b"), make_load("a")], 10)
+    assert again is not None
+    assert again.worker_id == "a"
+
+
+def test_every_system_names_a_placement_that_exists() -> None:
+    assert {system.placement for system in SYSTEMS.values()} <= set(PLACEMENTS)
+
+
+CALM = AdmissionInput(
+    draining=False,
+    num_requests=0,
+    max_requests=10,
+    num_queued=0,
+    max_queued=5,
+    num_ready_workers=1,
+    num_loading_workers=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "decision"),
+    [
+        (CALM, Admission.ADMIT),
+        (replace(CALM, num_requests=9, num_queued=4), Admission.ADMIT),
+        (replace(CALM, draining=True), Admission.DRAINING),
+        (replace(CALM, num_ready_workers=0, num_loading_workers=1), Admission.LOADING),
+        (replace(CALM, num_ready_workers=0), Admission.NO_WORKER),
+        (replace(CALM, num_requests=10), Admission.TOO_MANY),
+        (replace(CALM, num_queued=5), Admission.TOO_MANY),
+        (replace(CALM, draining=True, num_ready_workers=0), Admission.DRAINING),
+        (replace(CALM, num_ready_workers=1, num_loading_workers=3), Admission.ADMIT),
+    ],
+)
+def test_a_request_is_refused_early_for_the_first_reason_that_holds(state: AdmissionInput, decision: Admission) -> None:
+    assert decide_admission(state) is decision

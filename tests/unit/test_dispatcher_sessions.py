@@ -1,0 +1,568 @@
+"""Requests between admission and end, on the virtual clock, with workers that are full, deaf, lossy or gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.service import DispatcherService
+from services.dispatcher.session.gaps import GapHistogram
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from shared.ids import RequestId, StreamId
+from shared.memory_bus import MemoryBroker
+from shared.messages.report import Liveness, WorkerPhase
+from shared.messages.request import RefusalReason, pack_token_ids
+from shared.types import FinishReason, QoeTarget, SamplingParams
+from sim.virtual_time import run
+from tests.support.fake_worker import FakeWorker, Running, make_status, publish_view
+
+ANSWER = list(range(100, 120))
+
+
+class Taker:
+    """A reader that keeps what it gets, and stops when it has enough."""
+
+    def __init__(self, enough: int = 10**9) -> None:
+        self.tokens: list[int] = []
+        self.finish = FinishReason.NONE
+        self._enough = enough
+
+    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        self.tokens += token_ids
+        self.finish = finish
+        return len(self.tokens) < self._enough
+
+
+class Cluster:
+    """A dispatcher without HTTP, and its workers."""
+
+    def __init__(self, service: DispatcherService, broker: MemoryBroker) -> None:
+        self.service = service
+        self.sessions = service.sessions
+        self.broker = broker
+        self.test_bus = broker.connect("test")
+        self.workers: dict[str, FakeWorker] = {}
+        self._number = 0
+
+    async def add(self, name: str = "w0", script: Sequence[int] | None = ANSWER, **fields: Any) -> FakeWorker:
+        worker = FakeWorker(
+            self.broker.connect(name), name, None if script is None else (lambda _: script), step_s=0.01, **fields
+        )
+        await worker.start()
+        self.workers[name] = worker
+        await self.view(*(make_status(each) for each in self.workers))
+        return worker
+
+    async def view(self, *statuses: Any) -> None:
+        self._number += 1
+        await publish_view(self.test_bus, *statuses, number=self._number)
+        await asyncio.sleep(0.001)
+
+    def request(self, name: str = "r", num_prompt: int = 5, **fields: Any) -> NewRequest:
+        defaults: dict[str, Any] = {
+            "request_id": RequestId(name),
+            "prompt": pack_token_ids(list(range(num_prompt))),
+            "sampling": SamplingParams(max_tokens=50),
+            "arrival_s": asyncio.get_running_loop().time(),
+            "limit_s": 600.0,
+            "qoe": QoeTarget(),
+        }
+        return NewRequest(**{**defaults, **fields})
+
+    async def serve(self, name: str = "r", reader: Taker | None = None, **fields: Any) -> tuple[Session, Taker]:
+        """Admit a request, wait for its end, release it."""
+        session = await self.sessions.admit(self.request(name, **fields))
+        taker = reader or Taker()
+        try:
+            session.attach(taker, 0.0)
+            await session.ended.wait()
+        finally:
+            self.sessions.release(session)
+        return session, taker
+
+
+@asynccontextmanager
+async def cluster(**settings_fields: Any) -> AsyncIterator[Cluster]:
+    settings = DispatcherSettings.model_validate(
+        {"model": Path("tiny"), "served_model_name": "tiny", "instance_id": "d0", **settings_fields}
+    )
+    broker = MemoryBroker()
+    bus = broker.connect("d0")
+    failures: list[object] = []
+    service = DispatcherService(settings, bus, lambda name, error: failures.append((name, error)))
+    await service.start()
+    made = Cluster(service, broker)
+    yield made
+    for worker in made.workers.values():
+        await worker.stop()
+        await worker.bus.close()
+    assert len(service.sessions.table) == 0
+    assert service.sessions.num_queued == 0
+    await service.stop()
+    await bus.close()
+    await made.test_bus.close()
+    assert not failures
+
+
+def go(main: Coroutine[Any, Any, None]) -> None:
+    run(main)
+
+
+def test_tokens_reach_the_reader_in_order_and_the_worker_keeps_nothing_to_cancel() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            session, taker = await made.serve()
+            assert taker.tokens == ANSWER
+            assert session.finish is FinishReason.STOP
+            assert made.sessions.outcome(session) is None
+            assert worker.cancels == []
+            submit = worker.submits[0]
+            assert (submit.attempt, submit.prompt_ids().tolist(), submit.generated) == (1, [0, 1, 2, 3, 4], b"")
+
+    go(main())
+
+
+def test_two_workers_share_the_requests_before_the_next_report() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            await made.add("a")
+            await made.add("b")
+            await asyncio.gather(*(made.serve(f"r{index}") for index in range(6)))
+            assert [len(worker.submits) for worker in made.workers.values()] == [3, 3]
+
+    go(main())
+
+
+@pytest.mark.parametrize("reason", [RefusalReason.FULL, RefusalReason.DRAINING])
+def test_a_worker_that_refuses_is_passed_over(reason: RefusalReason) -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            refusing, willing = await made.add("a"), await made.add("b")
+            refusing.refuse = reason
+            session, taker = await made.serve()
+            assert taker.tokens == ANSWER
+            assert (session.worker_id, session.attempt) == ("b", 2)
+            assert refusing.cancels == []
+            assert willing.submits[0].attempt == 2
+
+    go(main())
+
+
+def test_a_worker_that_does_not_answer_is_cancelled_and_passed_over() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            deaf = await made.add("a")
+            deaf.answers = False
+            await made.add("b")
+            session, taker = await made.serve()
+            assert taker.tokens == ANSWER
+            assert session.worker_id == "b"
+            assert [cancel.attempt for cancel in deaf.cancels] == [1]
+
+    go(main())
+
+
+def test_a_worker_that_vanished_is_passed_over_at_once() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            gone = await made.add("a")
+            await made.add("b")
+            await gone.stop()
+            start_s = asyncio.get_running_loop().time()
+            session = await made.sessions.admit(made.request())
+            assert asyncio.get_running_loop().time() - start_s < 0.1
+            assert session.worker_id == "b"
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [(RefusalReason.TOO_LONG, FailureCode.TOO_LONG), (RefusalReason.INVALID, FailureCode.INTERNAL)],
+)
+def test_a_refusal_that_no_worker_can_mend_ends_the_request(reason: RefusalReason, code: FailureCode) -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            (await made.add()).refuse = reason
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request())
+            assert caught.value.code is code
+
+    go(main())
+
+
+def test_without_a_worker_a_request_is_refused_at_once_and_says_whether_one_is_loading() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request())
+            assert caught.value.code is FailureCode.NO_CAPACITY
+            await made.view(make_status(phase=WorkerPhase.LOADING, model=""))
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request())
+            assert caught.value.code is FailureCode.MODEL_LOADING
+
+    go(main())
+
+
+def test_full_workers_make_requests_wait_in_order_and_the_queue_is_bounded() -> None:
+    async def main() -> None:
+        async with cluster(max_queued=2, queue_limit_s=5.0) as made:
+            worker = await made.add()
+            worker.refuse = RefusalReason.FULL
+            tasks = [asyncio.create_task(made.serve(f"r{index}")) for index in range(2)]
+            await asyncio.sleep(0.1)
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request("late"))
+            assert caught.value.code is FailureCode.QUEUE_FULL
+            worker.refuse = None
+            await made.view(make_status())  # the sign that there may be room
+            results = await asyncio.gather(*tasks)
+            assert [taker.tokens for _, taker in results] == [ANSWER, ANSWER]
+            accepted = [submit.request_id for submit in worker.submits][-2:]
+            assert accepted == ["r0", "r1"]
+
+    go(main())
+
+
+def test_a_request_waits_for_room_no_longer_than_its_limit() -> None:
+    async def main() -> None:
+        async with cluster(queue_limit_s=5.0) as made:
+            (await made.add()).refuse = RefusalReason.FULL
+            start_s = asyncio.get_running_loop().time()
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request())
+            assert caught.value.code is FailureCode.QUEUE_FULL
+            assert asyncio.get_running_loop().time() - start_s == pytest.approx(5.0, abs=0.01)
+
+    go(main())
+
+
+def test_a_cancelled_admission_leaves_nothing_at_the_worker() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            worker.answers = False
+            task = asyncio.create_task(made.sessions.admit(made.request()))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.01)
+            assert [(cancel.request_id, cancel.attempt) for cancel in worker.cancels] == [("r", 1)]
+
+    go(main())
+
+
+def test_releasing_a_running_request_cancels_it_at_once() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            made.sessions.release(session)
+            await asyncio.sleep(0.001)
+            assert worker.running == {}
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+            assert len(worker.cancels) == 1
+
+    go(main())
+
+
+def test_a_reader_that_has_enough_ends_the_request_and_cancels_it() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            session, taker = await made.serve(reader=Taker(enough=3))
+            assert taker.tokens == ANSWER[:3]
+            assert session.finish is FinishReason.STOP
+            await asyncio.sleep(0.01)
+            assert len(worker.cancels) == 1
+
+    go(main())
+
+
+def test_a_lost_message_in_the_middle_is_asked_for_and_nothing_is_missing_or_doubled() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            worker.lose = {3, 4, 11}
+            _, taker = await made.serve()
+            assert taker.tokens == ANSWER
+            assert [replay.first_index for replay in worker.replays] == [3, 11]
+
+    go(main())
+
+
+def test_a_lost_last_message_is_noticed_by_the_silence() -> None:
+    async def main() -> None:
+        async with cluster(silence_s=2.0) as made:
+            worker = await made.add()
+            worker.lose = {len(ANSWER) - 1}
+            start_s = asyncio.get_running_loop().time()
+            session, taker = await made.serve()
+            assert taker.tokens == ANSWER
+            assert session.finish is FinishReason.STOP
+            assert asyncio.get_running_loop().time() - start_s < 3.5
+
+    go(main())
+
+
+def test_a_gap_in_the_workers_numbers_makes_every_silent_request_there_ask() -> None:
+    async def main() -> None:
+        async with cluster(silence_s=60.0) as made:
+            worker = await made.add(script=None)
+            sessions = [await made.sessions.admit(made.request(f"r{index}")) for index in range(2)]
+            quiet, lively = (worker.running[f"r{index}", 1] for index in range(2))
+            worker.lose = {1}
+            await worker.emit(lively, [1])
+            await worker.emit(quiet, [7], FinishReason.STOP)
+            await worker.emit(lively, [2])
+            async with asyncio.timeout(2):
+                await sessions[0].ended.wait()
+            assert sessions[0].tokens == [7]
+            assert made.sessions.table.counters.num_lost_messages == 1
+            for session in sessions:
+                made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_a_request_that_waits_at_its_worker_is_asked_about_ever_more_rarely() -> None:
+    async def main() -> None:
+        async with cluster(silence_s=1.0) as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            await asyncio.sleep(60.0)
+            assert session.is_running
+            assert 6 <= len(worker.replays) <= 12
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+@pytest.mark.parametrize("status", [{"liveness": Liveness.DEAD}, {"phase": WorkerPhase.STOPPED}])
+def test_requests_of_a_dead_worker_fail_as_worker_lost(status: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            await made.add("a", script=None)
+            session = await made.sessions.admit(made.request())
+            await made.view(make_status("a", **status))
+            await session.ended.wait()
+            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_a_worker_that_is_only_missing_from_the_view_keeps_its_requests() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            task = asyncio.create_task(made.serve())
+            await asyncio.sleep(0.05)
+            await made.view()
+            _, taker = await task
+            assert taker.tokens == ANSWER
+            del worker
+
+    go(main())
+
+
+def test_a_worker_whose_steps_stand_still_is_lost_after_the_limit() -> None:
+    async def main() -> None:
+        async with cluster(step_limit_s=10.0, silence_s=1000.0) as made:
+            await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            for _ in range(15):
+                await made.view(make_status(num_running=1, num_steps=7))
+                await asyncio.sleep(1.0)
+                if session.ended.is_set():
+                    break
+            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
+            assert asyncio.get_running_loop().time() == pytest.approx(11.0, abs=1.1)
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_a_restarted_worker_that_knows_nothing_of_the_request_loses_it() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            worker.forgotten = True
+            async with asyncio.timeout(5):
+                await session.ended.wait()
+            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_a_broker_that_is_down_for_a_minute_only_pauses_the_stream() -> None:
+    async def main() -> None:
+        async with cluster(silence_s=1.0) as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            running = worker.running["r", 1]
+            await worker.emit(running, [1])
+            await asyncio.sleep(0.01)
+            made.broker.available = False
+            running.tokens += [2, 3]
+            running.finish = FinishReason.STOP
+            await asyncio.sleep(60)
+            assert session.is_running
+            made.broker.available = True
+            async with asyncio.timeout(3):
+                await session.ended.wait()
+            assert session.tokens == [1, 2, 3]
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_late_tokens_of_an_older_attempt_and_of_strangers_are_ignored() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            late = await made.add("a", script=None)
+            late.answers = False
+            await made.add("b")
+            task = asyncio.create_task(made.serve())
+            await asyncio.sleep(2.05)
+            assert late.submits[0].attempt == 1
+            from_late = late.running["r", 1] = Running(late.submits[0])
+            await late.emit(from_late, [9, 9, 9])
+            _, taker = await task
+            assert taker.tokens == ANSWER
+            assert made.sessions.table.counters.num_ignored >= 1
+
+    go(main())
+
+
+def test_tokens_that_overtake_the_workers_answer_are_not_lost() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            worker.answers = False
+            task = asyncio.create_task(made.sessions.admit(made.request()))
+            await asyncio.sleep(0.01)
+            running = worker.running["r", 1] = Running(worker.submits[0])
+            await worker.emit(running, [5, 6], FinishReason.STOP)
+            session = await task
+            taker = Taker()
+            session.attach(taker, 0.0)
+            assert (taker.tokens, taker.finish) == ([5, 6], FinishReason.STOP)
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_a_reader_with_a_bug_ends_its_own_request_and_no_other() -> None:
+    class Broken(Taker):
+        def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+            raise ZeroDivisionError
+
+    async def main() -> None:
+        async with cluster() as made:
+            await made.add()
+            (broken, _), (_, taker) = await asyncio.gather(made.serve("bad", Broken()), made.serve("good"))
+            assert made.sessions.outcome(broken) is FailureCode.INTERNAL
+            assert taker.tokens == ANSWER
+
+    go(main())
+
+
+@pytest.mark.parametrize(
+    ("finish", "code"),
+    [(FinishReason.ERROR, FailureCode.REQUEST_FAILED), (FinishReason.CANCELLED, FailureCode.TIMED_OUT)],
+)
+def test_an_end_without_an_answer_is_a_failure(finish: FinishReason, code: FailureCode) -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            await made.add(finish=finish)
+            session, _ = await made.serve()
+            assert made.sessions.outcome(session) is code
+
+    go(main())
+
+
+def test_a_request_past_its_time_limit_ends() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            await made.add(script=None)
+            session, _ = await made.serve(limit_s=3.0)
+            assert made.sessions.outcome(session) is FailureCode.TIMED_OUT
+            assert asyncio.get_running_loop().time() == pytest.approx(3.0, abs=0.6)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_draining_refuses_new_requests_lets_old_ones_end_and_fails_the_rest_at_the_limit() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            finishing = asyncio.create_task(made.serve("short"))
+            await asyncio.sleep(0.05)
+            worker.script = None
+            stuck = asyncio.create_task(made.serve("stuck"))
+            await asyncio.sleep(0.01)
+            draining = asyncio.create_task(made.service.drain(10.0))
+            await asyncio.sleep(0.01)
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request("new"))
+            assert caught.value.code is FailureCode.DRAINING
+            await draining
+            assert asyncio.get_running_loop().time() == pytest.approx(10.06, abs=0.1)
+            assert (await finishing)[1].tokens == ANSWER
+            assert made.sessions.outcome((await stuck)[0]) is FailureCode.DRAINING
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+@given(data=st.data(), num_tokens=st.integers(1, 30))
+@settings(max_examples=200)
+def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output(data: st.DataObject, num_tokens: int) -> None:
+    """Every token of 0..n is in at least one part; parts come in any order and may repeat each other."""
+    output = list(range(1000, 1000 + num_tokens))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_tokens))) | {0, num_tokens})
+    parts = list(pairwise(cuts))
+    borders = st.integers(0, num_tokens)
+    parts += data.draw(st.lists(st.tuples(borders, borders).map(lambda pair: (min(pair), max(pair)))))
+    parts = data.draw(st.permutations(parts))
+    request = NewRequest(RequestId("r"), b"\0\0\0\0", SamplingParams(max_tokens=99), 0.0, 600.0)
+    session, taker = Session(request, StreamId(0), GapHistogram()), Taker()
+    attach_at = data.draw(st.integers(0, len(parts) - 1))
+    for index, (start, stop) in enumerate(parts):
+        if index == attach_at:
+            session.attach(taker, 0.0)
+        if session.ended.is_set():
+            break
+        finish = FinishReason.LENGTH if stop == num_tokens else FinishReason.NONE
+        session.receive(start, output[start:stop], finish, 1.0)
+    if session.reader is None:
+        session.attach(taker, 0.0)
+    assert session.tokens == taker.tokens == output
+    assert session.finish is taker.finish is FinishReason.LENGTH
+    assert session.held == {}
