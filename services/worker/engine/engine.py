@@ -8,7 +8,7 @@ in flight is never touched by anybody else: a cancel only marks it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from services.worker.engine import qoe_columns
 from services.worker.engine.assemble import decodes_first, input_tokens
 from services.worker.engine.blocks import BlockManager
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
+from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, StepEvents
 from services.worker.engine.invariants import check_engine
+from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
-from services.worker.engine.sequence import FinishedStore, SequenceKey
+from services.worker.engine.sequence import SequenceKey
 from services.worker.engine.stats import EngineStats, Totals
-from services.worker.engine.stops import StopRules
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.types import EMPTY_I32, I32, Batch, BatchFailedError, BatchOutput, RowInit
@@ -56,18 +56,14 @@ class Engine:
         self.log = TokenLog(config.max_sequences, config.max_model_len)
         self.flights: deque[Flight] = deque()
         self.retry = RetryQueue()
-        self.row_of: dict[SequenceKey, int] = {}
+        self.totals = Totals()
+        self.residents = Residents(config, self.table, self.blocks, self.log)
+        self.residents.on_end = self._on_end
         self._scheduler = scheduler
         self._limits = Limits(config.max_batch_tokens, config.max_batch_rows)
-        self._stops = StopRules(config.max_sequences, config.vocab_size, config.eos_token_ids)
-        self._finished = FinishedStore(config.finished_kept)
         self._admits: list[RowInit] = []
         self._drops: list[int] = []
-        self._events: list[StepEvents] = []
         self._next_step_id = 0
-        self._next_expiry_s = np.inf
-        self._num_cancelled = 0  # rows in flight that end when they land
-        self._totals = Totals()
 
     # Sequences come and go
 
@@ -77,56 +73,26 @@ class Engine:
         Returns:
             Its row (the same one again if it is repeated while it runs), or why it is not taken.
         """
-        key = (new.request_id, new.attempt)
-        known = self.row_of.get(key)
-        if known is not None and self.table.stream[known] == new.stream:
-            return known
-        if known is not None or key in self._finished:
-            return AddRefusal.DUPLICATE
-        refusal = check_new(new, self.config, self.blocks.num_usable)
-        if refusal is not None:
-            return refusal
-        max_output = max_outputs(int(new.prompt.size), new.sampling.max_tokens, self.config.max_model_len)
-        row = self.table.add(new, max_output)
-        if row is None:
-            return AddRefusal.FULL
-        self.row_of[key] = row
-        self._stops.set(row, new.sampling)
-        self._next_expiry_s = min(self._next_expiry_s, new.expires_s)
-        if new.generated.size:
-            self._take_over(row, new.generated.astype(np.int32))
-        return row
+        return self.residents.add(new)
 
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
         """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
-        row = self.row_of.get((request_id, attempt))
-        if row is None:
-            return False
-        self._cancel(row)
-        return True
+        return self.residents.cancel(request_id, attempt)
 
     def replay(self, request_id: RequestId, attempt: int, first_index: int) -> tuple[I32, FinishReason] | None:
         """Return outputs from an index on, of a sequence that runs or ended not long ago; None if it is not known."""
-        key = (request_id, attempt)
-        row = self.row_of.get(key)
-        if row is None:
-            return self._finished.find(key, first_index)
-        return self.log.read(row, first_index, int(self.table.num_output[row])), FinishReason.NONE
+        return self.residents.replay((request_id, attempt), first_index)
 
     def take_events(self) -> StepEvents:
         """Return the ends that happened outside a step since the last call: cancelled, expired."""
-        if not self._events:
-            return NO_EVENTS
-        events = StepEvents.concatenate(self._events)
-        self._events.clear()
-        return events
+        return self.residents.take_events()
 
     # Steps
 
     def next_batch(self, now_s: float) -> Batch | None:
         """Make the next step's batch, or None if nothing can run now. The batch is in flight from then on."""
-        if now_s >= self._next_expiry_s:
-            self._expire(now_s)
+        if now_s >= self.residents.next_expiry_s:
+            self.residents.expire(now_s)
         if self.retry:
             group = self.retry.pop()
             return self._launch(group.rows, group.num_tokens)
@@ -147,17 +113,17 @@ class Engine:
         """
         assert output.step_id == batch.step_id, f"output of step {output.step_id} for step {batch.step_id}"
         flight = self._land(batch)
-        self._totals.busy_s += output.duration_s
+        self.totals.busy_s += output.duration_s
         self.table.num_computed[flight.rows] = flight.end
         self.retry.succeeded(batch.rows)
         rows, tokens = flight.rows, output.tokens
         wanted = batch.sample
-        if self._num_cancelled:
+        if self.residents.num_cancelled:
             wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
         if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
         events = self._deliver(rows, tokens, now_s) if rows.size else NO_EVENTS
-        return self._with_cancelled(flight, events)
+        return StepEvents.concatenate([events, self.residents.end_cancelled(flight.rows)])
 
     def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
         """Undo the oldest batch in flight, which failed, and arrange for its rows to be tried again in halves.
@@ -167,15 +133,15 @@ class Engine:
         """
         del now_s  # a part of the step's interface; nothing here depends on the time
         flight = self._land(batch)
-        self._totals.num_failed_steps += 1
+        self.totals.num_failed_steps += 1
         going_on = (self.table.hold[flight.rows] & Hold.CANCELLED) == 0
         group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
-        events = self._with_cancelled(flight, NO_EVENTS)
+        events = self.residents.end_cancelled(flight.rows)
         if not group.rows.size:
             return events
         self.table.hold[group.rows] |= Hold.RETRY
         lost = self.retry.failed(group, np.isin(group.rows, error.rows))
-        return StepEvents.concatenate([events, self._end(lost, FinishReason.ERROR)])
+        return StepEvents.concatenate([events, self.residents.end(lost, FinishReason.ERROR)])
 
     # Memory: the step gate is held
 
@@ -208,14 +174,19 @@ class Engine:
     # Looks
 
     @property
+    def row_of(self) -> dict[SequenceKey, int]:
+        """Rows by request and attempt; read-only for others."""
+        return self.residents.row_of
+
+    @property
     def has_work(self) -> bool:
         """A sequence is here."""
-        return bool(self.row_of)
+        return self.table.num_live > 0
 
     @property
     def next_expiry_s(self) -> float:
         """No sequence expires before; infinite if none does."""
-        return float(self._next_expiry_s)
+        return self.residents.next_expiry_s
 
     @property
     def stats(self) -> EngineStats:
@@ -230,7 +201,7 @@ class Engine:
             num_blocks=self.blocks.num_usable,
             num_used_blocks=self.blocks.num_usable - self.blocks.num_free,
             num_demanded_blocks=int(demanded.sum()),
-            **asdict(self._totals),
+            **asdict(self.totals),
         )
 
     def check_invariants(self) -> None:
@@ -302,7 +273,7 @@ class Engine:
         flight = self.flights.popleft()
         assert flight.batch is batch, "batches come back in the order in which they were made"
         self.table.hold[flight.rows] &= ~Hold.IN_FLIGHT
-        self._totals.num_steps += 1
+        self.totals.num_steps += 1
         return flight
 
     def _deliver(self, rows: Rows, tokens: I32, now_s: float) -> StepEvents:
@@ -315,8 +286,8 @@ class Engine:
         table.last_token[rows] = tokens
         if table.num_readers:
             qoe_columns.deliver(table, rows, first_index, now_s)
-        self._totals.num_generated_tokens += int(rows.size)
-        finish = self._stops.check(rows, tokens, num_output, table.max_output[rows])
+        self.totals.num_generated_tokens += int(rows.size)
+        finish = self.residents.stops.check(rows, tokens, num_output, table.max_output[rows])
         events = StepEvents(
             channel=table.channel[rows],
             stream=table.stream[rows],
@@ -326,16 +297,8 @@ class Engine:
             finish=finish,
         )
         for i in finish.nonzero()[0].tolist():
-            self._forget(int(rows[i]), FinishReason(int(finish[i])))
+            self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
-
-    def _with_cancelled(self, flight: Flight, events: StepEvents) -> StepEvents:
-        """End the rows of a landed batch that were cancelled meanwhile."""
-        if not self._num_cancelled:
-            return events
-        cancelled = flight.rows[(self.table.hold[flight.rows] & Hold.CANCELLED) != 0].tolist()
-        self._num_cancelled -= len(cancelled)
-        return StepEvents.concatenate([events, self._end(cancelled, FinishReason.CANCELLED)])
 
     def _admit(self, row: int) -> None:
         table = self.table
@@ -343,74 +306,25 @@ class Engine:
         if not table.at_executor[row]:
             table.at_executor[row] = True
             self._admits.append(RowInit(row, table.sequence(row).sampling))
-            self._totals.num_prompt_tokens += int(table.num_prompt[row])
+            self.totals.num_prompt_tokens += int(table.num_prompt[row])
 
     def _preempt(self, row: int) -> None:
         table = self.table
         assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
         assert not table.hold[row] & Hold.IN_FLIGHT, f"row {row} is in flight"
-        self._totals.num_preemptions += 1
-        self._totals.num_recomputed_tokens += int(table.num_computed[row])
+        self.totals.num_preemptions += 1
+        self.totals.num_recomputed_tokens += int(table.num_computed[row])
         self.retry.discard(row)
         table.hold[row] &= ~Hold.RETRY
         self.blocks.release(row)
         table.preempt(row)
 
-    def _take_over(self, row: int, generated: I32) -> None:
-        """Continue what an earlier attempt began; it may turn out to have been complete."""
-        self.log.extend(row, generated)
-        where = np.array([row])
-        num_output = self.table.num_output[where]
-        finish = self._stops.check(where, generated[-1:], num_output, self.table.max_output[where])
-        if finish[0]:
-            self._events.append(self._end([row], FinishReason(int(finish[0]))))
-
-    def _cancel(self, row: int) -> None:
-        hold = self.table.hold
-        if not hold[row] & Hold.IN_FLIGHT:
-            self._events.append(self._end([row], FinishReason.CANCELLED))
-        elif not hold[row] & Hold.CANCELLED:
-            hold[row] |= Hold.CANCELLED
-            self.table.expires_s[row] = np.inf
-            self._num_cancelled += 1
-
-    def _expire(self, now_s: float) -> None:
-        expires_s = self.table.expires_s
-        for row in np.flatnonzero(expires_s <= now_s).tolist():
-            self._cancel(row)
-        self._next_expiry_s = expires_s.min()
-
-    def _end(self, rows: Sequence[int], finish: FinishReason) -> StepEvents:
-        """Forget rows that end without a token and say so."""
-        if not rows:
-            return NO_EVENTS
-        table, where = self.table, np.array(rows, dtype=np.intp)
-        events = StepEvents(
-            channel=table.channel[where],
-            stream=table.stream[where],
-            attempt=table.attempt[where],
-            first_index=table.num_output[where].astype(np.uint32),
-            tokens=np.full(where.size, -1, dtype=np.int32),
-            finish=np.full(where.size, finish, dtype=np.uint8),
-        )
-        for row in rows:
-            self._forget(row, finish)
-        return events
-
-    def _forget(self, row: int, finish: FinishReason) -> None:
-        """Free everything that a row holds and keep its outputs for replays."""
-        table = self.table
-        key, num_output = table.sequence(row).key, int(table.num_output[row])
-        self._finished.add(key, self.log.read(row, 0, num_output), finish)
-        del self.row_of[key]
+    def _on_end(self, row: int) -> None:
+        """Called for each row that ends, just before it is free."""
         self.retry.discard(row)
-        self.blocks.release(row)
-        self.log.clear(row, num_output)
-        self._stops.clear(row)
-        if table.at_executor[row]:
+        if self.table.at_executor[row]:
             self._drops.append(row)
-        table.free(row)
-        self._totals.num_finished += 1
+        self.totals.num_finished += 1
 
     def _review_room(self) -> None:
         """Hold the sequences that the whole KV memory cannot fit, and only those."""

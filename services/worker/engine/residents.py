@@ -1,0 +1,152 @@
+"""Sequences on their way in and out: names, refusals, cancels, expiry, ends, and what is kept of those that ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.blocks import BlockManager
+from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
+from services.worker.engine.events import NO_EVENTS, StepEvents
+from services.worker.engine.sequence import FinishedStore, SequenceKey
+from services.worker.engine.stops import StopRules
+from services.worker.engine.table import Hold, SequenceTable
+from services.worker.engine.token_log import TokenLog
+from services.worker.engine.types import I32
+from shared.ids import RequestId
+from shared.types import FinishReason
+
+Rows = NDArray[np.intp]
+
+
+class Residents:
+    """Which sequences are here. The engine owns it; nobody else changes it."""
+
+    def __init__(self, config: EngineConfig, table: SequenceTable, blocks: BlockManager, log: TokenLog) -> None:
+        self.row_of: dict[SequenceKey, int] = {}
+        self.stops = StopRules(config.max_sequences, config.vocab_size, config.eos_token_ids)
+        self.next_expiry_s = float("inf")
+        """Nobody expires before."""
+        self.num_cancelled = 0
+        """Rows in flight that end when their batch comes back."""
+        self.on_end: Callable[[int], None] = lambda row: None
+        """Called with each row that ends, just before it is free."""
+        self._config = config
+        self._table = table
+        self._blocks = blocks
+        self._log = log
+        self._finished = FinishedStore(config.finished_kept)
+        self._events: list[StepEvents] = []
+
+    def add(self, new: NewSequence) -> int | AddRefusal:
+        """Take a sequence in; it waits for its turn.
+
+        Returns:
+            Its row (the same one again if it is repeated while it runs), or why it is not taken.
+        """
+        key = (new.request_id, new.attempt)
+        known = self.row_of.get(key)
+        if known is not None and self._table.stream[known] == new.stream:
+            return known
+        if known is not None or key in self._finished:
+            return AddRefusal.DUPLICATE
+        refusal = check_new(new, self._config, self._blocks.num_usable)
+        if refusal is not None:
+            return refusal
+        max_output = max_outputs(int(new.prompt.size), new.sampling.max_tokens, self._config.max_model_len)
+        row = self._table.add(new, max_output)
+        if row is None:
+            return AddRefusal.FULL
+        self.row_of[key] = row
+        self.stops.set(row, new.sampling)
+        self.next_expiry_s = min(self.next_expiry_s, new.expires_s)
+        if new.generated.size:
+            self._take_over(row, new.generated.astype(np.int32))
+        return row
+
+    def cancel(self, request_id: RequestId, attempt: int) -> bool:
+        """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
+        row = self.row_of.get((request_id, attempt))
+        if row is None:
+            return False
+        self._cancel(row)
+        return True
+
+    def replay(self, key: SequenceKey, first_index: int) -> tuple[I32, FinishReason] | None:
+        """Return outputs from an index on, of a sequence that runs or ended not long ago; None if it is not known."""
+        row = self.row_of.get(key)
+        if row is None:
+            return self._finished.find(key, first_index)
+        return self._log.read(row, first_index, int(self._table.num_output[row])), FinishReason.NONE
+
+    def take_events(self) -> StepEvents:
+        """Return the ends that happened outside a step since the last call: cancelled, expired."""
+        if not self._events:
+            return NO_EVENTS
+        events = StepEvents.concatenate(self._events)
+        self._events.clear()
+        return events
+
+    def expire(self, now_s: float) -> None:
+        """End the sequences whose time is over, or mark those in flight."""
+        expires_s = self._table.expires_s
+        for row in np.flatnonzero(expires_s <= now_s).tolist():
+            self._cancel(row)
+        self.next_expiry_s = float(expires_s.min())
+
+    def end_cancelled(self, rows: Rows) -> StepEvents:
+        """End those rows of a landed batch that were cancelled meanwhile."""
+        if not self.num_cancelled:
+            return NO_EVENTS
+        cancelled = rows[(self._table.hold[rows] & Hold.CANCELLED) != 0].tolist()
+        self.num_cancelled -= len(cancelled)
+        return self.end(cancelled, FinishReason.CANCELLED)
+
+    def end(self, rows: Sequence[int], finish: FinishReason) -> StepEvents:
+        """Forget rows that end without a token and say so."""
+        if not rows:
+            return NO_EVENTS
+        table, where = self._table, np.array(rows, dtype=np.intp)
+        events = StepEvents(
+            channel=table.channel[where],
+            stream=table.stream[where],
+            attempt=table.attempt[where],
+            first_index=table.num_output[where].astype(np.uint32),
+            tokens=np.full(where.size, -1, dtype=np.int32),
+            finish=np.full(where.size, finish, dtype=np.uint8),
+        )
+        for row in rows:
+            self.forget(row, finish)
+        return events
+
+    def forget(self, row: int, finish: FinishReason) -> None:
+        """Free everything that a row holds and keep its outputs for replays."""
+        table = self._table
+        key, num_output = table.sequence(row).key, int(table.num_output[row])
+        self._finished.add(key, self._log.read(row, 0, num_output), finish)
+        del self.row_of[key]
+        self._blocks.release(row)
+        self._log.clear(row, num_output)
+        self.stops.clear(row)
+        self.on_end(row)
+        table.free(row)
+
+    def _take_over(self, row: int, generated: I32) -> None:
+        """Continue what an earlier attempt began; it may turn out to have been complete."""
+        self._log.extend(row, generated)
+        where = np.array([row])
+        num_output = self._table.num_output[where]
+        finish = self.stops.check(where, generated[-1:], num_output, self._table.max_output[where])
+        if finish[0]:
+            self._events.append(self.end([row], FinishReason(int(finish[0]))))
+
+    def _cancel(self, row: int) -> None:
+        hold = self._table.hold
+        if not hold[row] & Hold.IN_FLIGHT:
+            self._events.append(self.end([row], FinishReason.CANCELLED))
+        elif not hold[row] & Hold.CANCELLED:
+            hold[row] |= Hold.CANCELLED
+            self._table.expires_s[row] = np.inf
+            self.num_cancelled += 1
