@@ -121,7 +121,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_nothing(place: Place) -> No
         started_s = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=LIMIT_S)
-        assert time.monotonic() - started_s < 5
+        assert time.monotonic() - started_s < 20, "it does not wait for the 60 s that the services would take"
     assert process.returncode == 130
     wait_until(lambda: not any(is_running(pid) for pid in pids.values()), "every process is gone")
     wait_until(lambda: place.left_over() == [], "no file is left")

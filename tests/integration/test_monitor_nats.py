@@ -16,7 +16,7 @@ from shared.bus import KvEntry, Message, NoRespondersError
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan
-from shared.messages.report import ClusterView, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.nats_bus import NatsBus
 from shared.nats_server import EmbeddedNats
 from shared.subjects import Subjects
@@ -81,8 +81,10 @@ async def test_reports_become_views_and_events_over_a_real_broker(nats_url: str)
             while len(events) < 4:
                 await asyncio.sleep(0.02)
         assert events == ["worker_ready", "worker_suspect", "worker_dead", "worker_gone"]
-        judged = [view.workers[0].liveness.value for view in views if view.workers]
-        assert list(dict.fromkeys(judged)) == ["alive", "suspect", "dead"]
+        # a bucket keeps the newest value only, so a slow reader may miss a judgement, but never sees one get better
+        judged = [view.workers[0].liveness for view in views if view.workers]
+        assert judged
+        assert judged == sorted(judged, key=list(Liveness).index)
         info = json.loads(await bus.request("$SRV.INFO.sluice-monitor", b"", timeout_s=1.0))
         assert info["description"]
         assert info["id"] == "monitor"
