@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import ask
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
-from shared.wire import WireError, decode_json
+from shared.wire import decode_json
 
+STALE_AFTER_S = 3.0
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
 
 
@@ -17,28 +20,31 @@ async def run_status(url: str, *, as_json: bool) -> str:
         CommandError: nothing answers there, or it is no dispatcher.
     """
     answer = await ask(f"{url.rstrip('/')}/v1/cluster")
-    if answer.status == 503:
-        hint = "The monitor has written no view yet; try again in a second"
-        raise CommandError(f"{url} does not know its cluster now", hint, UNREACHABLE)
     if answer.status != 200:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)
     try:
+        fields = json.loads(answer.body)
+        if isinstance(fields, dict) and fields.get("kind") is None and fields.get("workers") == []:
+            hint = "The monitor has written no view yet; try again in a second"
+            raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
         view = decode_json(answer.body, ClusterView)
-    except WireError as error:
+    except ValueError as error:  # WireError is one too
         hint = "Use the `sluice` of the same version"
         raise CommandError(f"{url} describes its cluster in an unknown way: {error}", hint, FAILED) from error
-    return view.model_dump_json() if as_json else render(view)
+    return json.dumps(fields) if as_json else render(view, fields.get("age_s"))
 
 
-def render(view: ClusterView) -> str:
-    """Return the table."""
+def render(view: ClusterView, age_s: float | None = None) -> str:
+    """Return the table; a view whose age (seconds) says that the monitor is silent is marked as stale."""
     if not view.workers:
         return "no worker reports to this cluster; start one with `sluice up`"
     rows = [_HEAD, *(_row(status) for status in view.workers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", _summary(view)])
+    is_stale = age_s is not None and age_s > STALE_AFTER_S
+    stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
+    return "\n".join([*lines, "", _summary(view), *stale])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:

@@ -10,10 +10,12 @@ import shlex
 import pytest
 
 from cli import main as command
+from cli import status
 from cli.answer import printable
 from cli.console import Console
 from cli.exit_codes import CommandError
 from cli.hints import describe
+from cli.http import Answer
 from cli.progress import StartProgress, bar
 from cli.settings import UpSettings
 from cli.status import render
@@ -117,6 +119,21 @@ def test_the_status_table_shows_every_worker() -> None:
     assert second.split()[:5] == ["worker-1", "loading", "50%", "dead", "(7"]
     assert blank == ""
     assert summary == "1 of 2 workers can take requests; 3 running, 12.3 tokens/s"
+
+
+def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:
+    view = ClusterView(sequence_number=1, workers=(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=report()),))
+    assert render(view, 12.3).splitlines()[-1] == "stale: the monitor wrote this 12 s ago"
+    assert "stale" not in render(view, 0.4)
+
+
+async def test_a_dispatcher_without_a_view_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(url: str) -> Answer:
+        return Answer(200, b'{"workers": [], "cluster": "default", "age_s": null}')
+
+    monkeypatch.setattr(status, "ask", answer)
+    with pytest.raises(CommandError, match=r"does not know its cluster yet\. The monitor has written no view yet"):
+        await status.run_status("http://x", as_json=False)
 
 
 def test_an_empty_cluster_is_said_in_words() -> None:
