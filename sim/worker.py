@@ -17,6 +17,8 @@ from shared.systems import DEFAULT_SYSTEM
 from shared.tasks import TaskOwner
 
 NO_FOLDER = Path("modelled")
+MODEL_NAME = "modelled"
+"""Name under which simulated workers serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class SimWorker:
             cluster=params.cluster,
             instance_id=params.worker_id,
             model=NO_FOLDER,
-            served_model_name="modelled",
+            served_model_name=MODEL_NAME,
             executor=ExecutorKind.MODELLED,
             system=params.system,
             max_sequences=params.max_sequences,

@@ -1,0 +1,113 @@
+"""The whole cluster on the virtual clock: monitor, two workers, dispatcher; the live services' code."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from shared.bus import Message
+from shared.cost import load_profile
+from shared.types import FinishReason, QoeTarget
+from sim.cluster import ClusterParams, SimAnswer, SimCluster, SimRequest
+from sim.virtual_time import run
+from sim.worker import SimWorkerParams
+
+READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
+
+
+def two_workers(system: str = "fcfs-chunked", *, num_blocks: int = 120) -> ClusterParams:
+    cost = load_profile("llama-3-8b-tp1-a100").cost
+    workers = [
+        SimWorkerParams(f"w{i}", cost, num_blocks, system=system, max_model_len=1024, max_batch_tokens=256)
+        for i in range(2)
+    ]
+    return ClusterParams(tuple(workers), system=system)
+
+
+def workload(seed: int, count: int) -> list[tuple[float, SimRequest, float | None]]:
+    """Return (pause before it, request, seconds after which its client leaves or None)."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        prompt = rng.integers(300, 30_000, int(rng.integers(1, 300)))
+        request = SimRequest(f"r{i}", prompt, int(rng.integers(1, 120)), seed=i, qoe=READER)
+        leaves_s = float(rng.exponential(1.0)) if rng.random() < 0.2 else None
+        requests.append((float(rng.exponential(0.05)), request, leaves_s))
+    return requests
+
+
+async def serve(params: ClusterParams, seed: int, count: int = 120) -> tuple[str, list[SimAnswer], int]:
+    """Run a workload; returns a digest of every message on the bus, the whole answers, and the preemptions."""
+    digest = hashlib.sha256()
+    async with SimCluster(params) as cluster:
+
+        def on_message(message: Message) -> None:
+            if ".report" not in message.subject:  # reports carry the process id
+                digest.update(f"{asyncio.get_running_loop().time():.9f} {message.subject} ".encode() + message.data)
+
+        await cluster.broker.connect("spy").subscribe("sluice.>", on_message)
+
+        async def one(request: SimRequest, leaves_s: float | None) -> SimAnswer | None:
+            try:
+                async with asyncio.timeout(leaves_s):
+                    return await cluster.ask(request)
+            except TimeoutError:
+                return None
+
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for pause_s, request, leaves_s in workload(seed, count):
+                await asyncio.sleep(pause_s)
+                tasks.append(group.create_task(one(request, leaves_s)))
+        answers = [answer for task in tasks if (answer := task.result()) is not None]
+        await asyncio.sleep(1.0)
+        cluster.check_idle()
+        for answer in answers:
+            assert answer.failure is None
+            assert answer.finish is FinishReason.LENGTH
+            assert answer.tokens == cluster.undisturbed(answer.request)
+        preemptions = sum(worker.service.engine.stats.num_preemptions for worker in cluster.workers)
+    return digest.hexdigest(), answers, preemptions
+
+
+@pytest.mark.parametrize("system", ["fcfs", "fcfs-chunked"])
+def test_every_answer_is_whole_under_pressure_and_nothing_is_left(system: str) -> None:
+    _, answers, preemptions = run(serve(two_workers(system), seed=1))
+    assert preemptions > 0
+    assert 80 < len(answers) < 120
+    assert all(answer.qoe is not None and 0 <= answer.qoe <= 1 for answer in answers)
+
+
+def test_both_workers_serve() -> None:
+    async def main() -> list[int]:
+        async with SimCluster(two_workers()) as cluster:
+            asks = [cluster.ask(request) for _, request, _ in workload(2, 20)]
+            await asyncio.gather(*asks)
+            return [worker.service.engine.stats.num_finished for worker in cluster.workers]
+
+    finished = run(main())
+    assert sum(finished) == 20
+    assert min(finished) >= 8
+
+
+def test_one_seed_gives_one_trace_in_any_process() -> None:
+    program = "from tests.sim import test_cluster as t; print(t.run(t.serve(t.two_workers(), 5))[0])"
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for hash_seed in ("1", "4242")
+    ]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 64
+    assert run(serve(two_workers(), 6))[0] != digests[0]
