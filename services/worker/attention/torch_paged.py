@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.worker.attention.base import RaggedRows, slots_at
+from services.worker.attention.base import RaggedRows
 from services.worker.engine.types import I64
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
@@ -25,6 +25,8 @@ QUERY_TILE, LONG_QUERY_TILE = 128, 32
 LONG_KEYS = 8192
 GROUP_BYTES = 32 * 2**20
 """Gathered keys and values of one group of decodes, unless a single row has more."""
+GROWTH_ELEMENTS = 2**18
+"""The buffer of gathered keys and values grows by multiples of this: a context grows with every token."""
 WASTE_KEYS = 2048
 """Padding that a group may hold before another one, with its fixed cost, is cheaper."""
 
@@ -70,6 +72,8 @@ class TorchPagedAttention:
         self._device = cache.keys[0].device
         self._dtype = cache.keys[0].dtype
         self._tails: dict[int, torch.Tensor] = {}
+        self._offsets = torch.arange(cache.block_size, device=self._device)
+        self._gathered = torch.empty(0, device=self._device, dtype=self._dtype)
 
     def plan(self, rows: RaggedRows) -> PagedPlan:
         """Group the single-token rows and list the others."""
@@ -77,7 +81,7 @@ class TorchPagedAttention:
         single = np.flatnonzero(rows.num_tokens == 1)
         groups = tuple(
             self._group(rows, group, whole=len(group) == len(rows.num_tokens))
-            for group in group_rows(single, num_keys[single], self._max_group_keys())
+            for group in group_rows(single, num_keys[single], max_group_keys(self._spec, self._dtype))
         )
         prefills = []
         for row in np.flatnonzero(rows.num_tokens > 1).tolist():
@@ -106,8 +110,9 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         spec, num_rows = self._spec, queries.shape[0]
         shape = (num_rows, -1, spec.num_kv_heads, spec.head_dim)
-        gathered_keys = keys.index_select(0, group.slots).view(shape).transpose(1, 2)
-        gathered_values = values.index_select(0, group.slots).view(shape).transpose(1, 2)
+        gathered_keys, gathered_values = (
+            part.view(shape).transpose(1, 2) for part in self._gather(group.slots, keys, values)
+        )
         folded = queries.reshape(num_rows, spec.num_kv_heads, spec.group_size, spec.head_dim)
         out = scaled_dot_product_attention(folded, gathered_keys, gathered_values, attn_mask=group.mask)
         return out.reshape(num_rows, spec.q_size)
@@ -118,8 +123,9 @@ class TorchPagedAttention:
         """Fill `out` [num_tokens, num_heads * head_dim] tile by tile."""
         spec, start = self._spec, row.slots.numel() - row.num_tokens
         shape = (spec.num_kv_heads, spec.group_size, -1, spec.head_dim)
-        gathered_keys = keys.index_select(0, row.slots).transpose(0, 1).unsqueeze(1)
-        gathered_values = values.index_select(0, row.slots).transpose(0, 1).unsqueeze(1)
+        gathered_keys, gathered_values = (
+            part.transpose(0, 1).unsqueeze(1) for part in self._gather(row.slots, keys, values)
+        )
         size, width = row.tail.shape
         for first in range(0, row.num_tokens, size):
             last = min(first + size, row.num_tokens)
@@ -136,32 +142,46 @@ class TorchPagedAttention:
             )
             out[first:last] = attended.reshape(spec.num_heads, last - first, spec.head_dim).transpose(0, 1).flatten(1)
 
+    def _gather(
+        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [m, num_kv_heads, head_dim] at the slots [m], valid until the next call.
+
+        They lie in a buffer that is kept: fresh memory of this size costs more in page faults than the copy itself.
+        """
+        needed = 2 * slots.numel() * self._spec.kv_size
+        if self._gathered.numel() < needed:
+            self._gathered = keys.new_empty(0)  # the old one goes before the new one comes
+            self._gathered = keys.new_empty(-(-needed // GROWTH_ELEMENTS) * GROWTH_ELEMENTS)
+        shape = (2, slots.numel(), self._spec.num_kv_heads, self._spec.head_dim)
+        buffer = self._gathered[:needed].view(shape)
+        torch.index_select(keys, 0, slots, out=buffer[0])
+        torch.index_select(values, 0, slots, out=buffer[1])
+        return buffer[0], buffer[1]
+
     def _group(self, rows: RaggedRows, group: I64, *, whole: bool) -> DecodeGroup:
         """Prepare single-token rows; the rows' order in the group is free unless it is the whole batch."""
         group = np.sort(group)
         num_keys = rows.num_keys[group]
         max_keys = int(num_keys.max())
-        mask = None
-        if int(num_keys.min()) != max_keys:
-            seen = torch.arange(max_keys, device=self._device) < self._to_device(num_keys).unsqueeze(1)
-            mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
-            mask = mask.masked_fill_(~seen, -torch.inf).view(len(group), 1, 1, max_keys)
         tokens = None if whole else self._to_device(rows.first_token[group])
-        return DecodeGroup(tokens, self._slots(rows, group, max_keys).flatten(), mask)
+        slots = self._slots(rows, group, max_keys)
+        if int(num_keys.min()) == max_keys:
+            return DecodeGroup(tokens, slots.flatten(), None)
+        ends = self._to_device(num_keys).unsqueeze(1)
+        unseen = torch.arange(max_keys, device=self._device) >= ends
+        slots = torch.where(unseen, slots.gather(1, ends - 1), slots)
+        mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
+        return DecodeGroup(tokens, slots.flatten(), mask.view(len(group), 1, 1, max_keys))
 
     def _slots(self, rows: RaggedRows, group: I64, max_keys: int) -> torch.Tensor:
-        """Return [g, max_keys]; past a row's end, its last slot again."""
+        """Return [g, max_keys]; past a row's end, any slots."""
         block_size = self._cache.block_size
         tables = self._to_device(rows.tables[group, : -(-max_keys // block_size)])
-        last = self._to_device(rows.num_keys[group] - 1).unsqueeze(1)
-        positions = torch.arange(max_keys, device=self._device).unsqueeze(0).minimum(last)
-        return slots_at(tables, positions, block_size)
+        return (tables.mul_(block_size).unsqueeze(-1) + self._offsets).flatten(1)[:, :max_keys]
 
     def _to_device(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
-
-    def _max_group_keys(self) -> int:
-        return max(GROUP_BYTES // (2 * self._spec.kv_size * self._dtype.itemsize), 1)
 
     def _tail(self, num_keys: int) -> torch.Tensor:
         """Return a mask for a row of `num_keys` keys; kept until a longer row comes."""
@@ -172,6 +192,11 @@ class TorchPagedAttention:
             tail = torch.full((size, width), -torch.inf, dtype=self._dtype, device=self._device)
             self._tails[size] = tail.triu_(width - size + 1)
         return self._tails[size]
+
+
+def max_group_keys(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the padded keys of a group at most, unless it is one row."""
+    return max(GROUP_BYTES // (2 * spec.kv_size * dtype.itemsize), 1)
 
 
 def group_rows(rows: I64, num_keys: np.ndarray[tuple[int, ...], np.dtype[np.int32]], max_keys: int) -> list[I64]:

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 import torch
 
-from services.worker.attention.torch_paged import GROUP_BYTES
+from services.worker.attention.torch_paged import GROUP_BYTES, max_group_keys
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.selftest import prove_deterministic
@@ -45,8 +45,6 @@ Progress = Callable[[float, str], None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOADED = 0.8
 """Share of the start that reading the checkpoint is taken for."""
-_LONG_DECODES = 8
-"""Decodes of the whole context in the dry step."""
 
 
 def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
@@ -134,7 +132,7 @@ class _Loader:
 
         def dry_steps() -> None:
             try:
-                runner.run(_worst_batch(settings, context, blocks))
+                runner.run(_worst_batch(settings, context, max_group_keys(spec, self._dtype) // context + 1))
             except BatchFailedError as error:
                 raise StartupError(
                     f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
@@ -154,19 +152,20 @@ class _Loader:
         )
 
 
-def _worst_batch(settings: RunnerSettings, context: int, num_blocks: int) -> Batch:
-    """Return a batch that takes as much workspace as any can.
+def _worst_batch(settings: RunnerSettings, context: int, num_long: int) -> Batch:
+    """Return a batch that takes as much workspace as any can: decodes, and a prompt's last chunk that fills it up.
 
-    All rows share the same blocks, since what is computed does not matter. Decodes of the whole context are as many as
-    attention gathers at a time, the others are short: more would take longer, not more memory.
+    All rows share the same blocks, since what is computed does not matter. Only `num_long` decodes see the whole
+    context, as many as attention gathers at a time: more would take longer, not more memory.
     """
     max_tokens, max_rows = settings.max_batch_tokens, settings.max_batch_rows
+    num_blocks = -(-context // settings.block_size)
     num_chunks = min(-(-max_tokens // context), max_rows)
     num_decodes = min(max_rows - num_chunks, max_tokens - num_chunks)
     chunks = np.full(num_chunks, min((max_tokens - num_decodes) // num_chunks, context), dtype=np.int32)
     num_tokens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
     start = np.asarray(context - num_tokens, dtype=np.int32)
-    start[_LONG_DECODES : max(num_decodes, _LONG_DECODES)] = 0
+    start[num_long : max(num_decodes, num_long)] = 0
     table = TableDelta(
         np.repeat(np.arange(len(start), dtype=np.int32), num_blocks),
         np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),

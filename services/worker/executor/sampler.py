@@ -16,6 +16,10 @@ from services.worker.executor.random import uniforms
 from shared.types import SamplingParams
 
 
+DRAW_ELEMENTS = 2**22
+"""Logits that are sorted and summed at a time, unless one row has more: bounds the workspace for a large vocabulary."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """Sampling parameters of some rows, as columns."""
@@ -75,7 +79,7 @@ class Sampler:
         if not len(drawn):
             return tokens
         points = uniforms(sampling.seed[drawn], positions[drawn])
-        for part in self._parts(drawn, sampling):
+        for part in self._parts(drawn, sampling, max(DRAW_ELEMENTS // logits.shape[1], 1)):
             of_drawn = np.searchsorted(drawn, part)
             tokens[part] = _draw(
                 logits[torch.from_numpy(part).to(logits.device)],
@@ -86,12 +90,16 @@ class Sampler:
             )
         return tokens
 
-    def _parts(self, drawn: I64, sampling: RowSampling) -> list[I64]:
-        """Split the drawn rows into those that keep every token and those that need a sort."""
+    def _parts(self, drawn: I64, sampling: RowSampling, max_rows: int) -> list[I64]:
+        """Split the drawn rows into those that keep every token and those that need a sort, `max_rows` at a time."""
         if self._row_by_row:
             return list(drawn[:, None])
         filtered = (sampling.top_k[drawn] > 0) | (sampling.top_p[drawn] < 1)
-        return [part for part in (drawn[~filtered], drawn[filtered]) if len(part)]
+        return [
+            part[first : first + max_rows]
+            for part in (drawn[~filtered], drawn[filtered])
+            for first in range(0, len(part), max_rows)
+        ]
 
 
 def _draw(logits: torch.Tensor, temperature: F64, top_k: I64, top_p: F64, points: F64) -> I64:
@@ -105,7 +113,7 @@ def _draw(logits: torch.Tensor, temperature: F64, top_k: I64, top_p: F64, points
     if bool((top_p < 1).any()):
         weights = keep_top_p(weights, torch.from_numpy(top_p).to(device))
     cdf = weights.cumsum(dim=-1, dtype=torch.float64)
-    # the largest point, 1 - 2^-53, times the total rounds to less than the total: the last token has its weight, no more
+    # even the largest point, 1 - 2^-53, times the total rounds to less than the total
     target = torch.from_numpy(points).to(device).unsqueeze(1) * cdf[:, -1:]
     drawn: I64 = torch.searchsorted(cdf, target, right=True).squeeze(1).cpu().numpy()
     return drawn

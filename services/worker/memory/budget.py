@@ -113,12 +113,12 @@ def _mib(num_bytes: int) -> str:
     return f"{ceil(num_bytes / 2**20 * 100) / 100:.2f} MiB"
 
 
-def estimated_reserve(spec: ModelSpec, max_tokens: int, max_rows: int, gather_bytes: int, item_bytes: int) -> int:
+def estimated_reserve(spec: ModelSpec, max_tokens: int, max_rows: int, fixed_bytes: int, item_bytes: int) -> int:
     """Return a bound for the workspace of a step, where it cannot be measured.
 
-    Counted as if nothing were freed inside a layer: hidden states, fused projections, gathered keys and values, and for
-    each row logits in float32 with the five copies that the sampler makes, two of them in float64.
+    Counted as if nothing were freed inside a layer: hidden states, fused projections, gathered keys and values, for each
+    row logits and a copy in float32, and what the sampler makes of the logits that it draws from at a time.
     """
     per_token = 6 * spec.hidden_size + 4 * (spec.q_size + 2 * spec.kv_size) + 4 * spec.intermediate_size
-    per_row = spec.vocab_size * (4 * 4 + 3 * 8)
-    return max_tokens * per_token * item_bytes + max_rows * per_row + 4 * gather_bytes
+    per_row = spec.vocab_size * 2 * 4
+    return max_tokens * per_token * item_bytes + max_rows * per_row + fixed_bytes
