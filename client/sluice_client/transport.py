@@ -35,6 +35,8 @@ class ClientLimits:
     """Longest wait for a connection."""
     idle_timeout_s: float = 120.0
     """Longest silence of the server, before its headers or within a stream; a keep-alive comment ends a silence."""
+    end_timeout_s: float = 0.1
+    """Longest wait for the end of a response after its [DONE], so that its connection can serve another request."""
     max_connections: int = 1000
     """Open at the same time; further requests wait."""
     max_event_bytes: int = 1 << 20
@@ -139,7 +141,6 @@ class Transport:
         response = await self._request(method, path, body)
         try:
             raw = await _read_limited(response, self._limits.max_body_bytes)
-            response.release()  # back to the pool
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConnectionLostError(f"the answer broke off: {_describe(error)}") from error
         finally:
@@ -162,14 +163,21 @@ class Transport:
                     piece = record.take(data)
                     if piece is not None:
                         yield piece
-            response.release()  # back to the pool if it was read to its end
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if record.finish_reason is None:
                 raise ConnectionLostError(f"the stream broke off: {_describe(error)}") from error
         finally:
-            response.close()
+            response.close()  # one that was read to its end has gone back to the pool by itself
         if record.finish_reason is None:
             raise IncompleteStreamError("the stream ended without a finish reason; the text is not the whole answer")
+
+    async def _await_end(self, response: aiohttp.ClientResponse) -> None:
+        try:
+            async with asyncio.timeout(self._limits.end_timeout_s):
+                async for _ in response.content.iter_any():
+                    pass  # nothing of the answer follows [DONE]
+        except TimeoutError:
+            return  # the connection is closed instead
 
     async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[str, None]:
         """Data of each event up to [DONE] or the end."""
@@ -177,6 +185,7 @@ class Transport:
         async for chunk in response.content.iter_any():
             for event in decoder.feed(chunk):
                 if event.data == DONE:
+                    await self._await_end(response)
                     return
                 yield event.data
         for event in decoder.close():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,105 +23,34 @@ from sluice_client import (
     RetryPolicy,
     SluiceClient,
 )
+from tests.support.openai_server import (
+    FINISH,
+    ROLE,
+    WHOLE,
+    WORDS,
+    Server,
+    chunk,
+    delta,
+    events,
+    refuse,
+    running,
+    stream,
+)
 
 FAST = QoeTarget(ttft_s=0.001, speed_tokens_per_s=10_000.0)
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.001, max_backoff_s=0.004))
-WORDS = ["Grüße, ", "中文 ", "👩\u200d👩 ", "and ", "the ", "end."]
-
-
-def chunk(**fields: Any) -> dict[str, Any]:
-    return {"id": "chat-1", "object": "chat.completion.chunk", "model": "demo", **fields}
-
-
-def delta(content: str, finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
-    choice = {"index": 0, "delta": {"content": content}, "finish_reason": finish_reason}
-    return chunk(choices=[choice], **fields)
-
-
-def events(*data: dict[str, Any] | str) -> bytes:
-    texts = [item if isinstance(item, str) else json.dumps(item, ensure_ascii=False) for item in data]
-    return "".join(f"data: {text}\n\n" for text in texts).encode()
-
-
-ROLE = chunk(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-FINISH = chunk(choices=[{"index": 0, "delta": {}, "finish_reason": "stop"}])
-USAGE = chunk(
-    choices=[],
-    usage={"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9},
-    sluice={"qoe": 0.97, "ttft_s": 0.2, "tokens": 6},
-)
-WHOLE = events(ROLE, *(delta(word) for word in WORDS), FINISH, USAGE, "[DONE]")
-
-
-class Server:
-    """Answers each request with the next reply of its script (the last one again when it is used up)."""
-
-    def __init__(self, *replies: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> None:
-        self.replies = list(replies)
-        self.requests: list[tuple[str, dict[str, str], Any]] = []
-        self.ended = asyncio.Event()  # a streaming handler came to its end, cancelled or not
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json() if request.can_read_body else None
-        self.requests.append((request.path, dict(request.headers), body))
-        if request.path.endswith("/models"):
-            return web.json_response({"object": "list", "data": [{"id": "demo"}, {"id": "other/model"}]})
-        reply = self.replies[min(len(self.posts), len(self.replies)) - 1]
-        try:
-            return await reply(request)
-        finally:
-            self.ended.set()
-
-    @property
-    def posts(self) -> list[Any]:
-        return [body for _, _, body in self.requests if body is not None]
-
-
-def stream(*parts: bytes, lose: bool = False, hang: bool = False, request_id: str = "") -> Any:
-    """A reply of event-stream bytes, one chunk each; then the end, a lost connection, or silence."""
-
-    async def reply(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-        if request_id:
-            response.headers["x-request-id"] = request_id
-        await response.prepare(request)
-        for part in parts:
-            await response.write(part)
-            await asyncio.sleep(0)
-        if lose:
-            assert request.transport is not None
-            request.transport.abort()
-        if hang:
-            await asyncio.Event().wait()
-        return response
-
-    return reply
-
-
-def refuse(status: int, message: str = "no", **headers: str) -> Any:
-    async def reply(request: web.Request) -> web.StreamResponse:
-        error = {"message": message, "type": "overloaded", "param": None, "code": "too_many"}
-        return web.json_response({"error": error}, status=status, headers=headers)
-
-    return reply
 
 
 @asynccontextmanager
 async def serving(
     *replies: Any, limits: ClientLimits = LIMITS, **options: Any
 ) -> AsyncIterator[tuple[SluiceClient, Server]]:
-    server, app = Server(*replies), web.Application()
-    app.router.add_route("*", "/{path:.*}", server.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    try:
-        async with SluiceClient(f"http://{host}:{port}", limits=limits, rng=random.Random(1), **options) as client:
-            yield client, server
-    finally:
-        await runner.cleanup()
+    server = Server(*replies)
+    async with (
+        running(server) as url,
+        SluiceClient(url, limits=limits, rng=random.Random(1), **options) as client,
+    ):
+        yield client, server
 
 
 @pytest.mark.parametrize("pace", ["strict", "human", None])
@@ -396,19 +324,28 @@ async def test_json_instead_of_a_stream_is_refused() -> None:
             await client.chat_once("hi", "demo")
 
 
-async def test_connections_are_reused_after_a_whole_answer() -> None:
+@pytest.mark.parametrize("raw", [WHOLE, events(delta("x"), FINISH)], ids=["done", "end"])
+async def test_connections_are_reused_after_a_whole_answer(raw: bytes) -> None:
     ports = set()
 
     async def reply(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         ports.add(request.transport.get_extra_info("peername")[1])
-        response: web.StreamResponse = await stream(events(delta("x"), FINISH))(request)
+        response: web.StreamResponse = await stream(raw)(request)
         return response
 
-    async with serving(reply) as (client, _):
+    async with serving(reply, limits=ClientLimits(end_timeout_s=5.0)) as (client, server):
         for _ in range(5):
-            assert await client.chat("hi", "demo").read() == "x"
+            await client.chat("hi", "demo").read()
+            await server.ended.wait()
     assert len(ports) == 1
+
+
+async def test_a_server_that_does_not_end_after_done_holds_nothing_up() -> None:
+    limits = ClientLimits(end_timeout_s=0.01)
+    async with serving(stream(WHOLE, hang=True), limits=limits) as (client, server):
+        assert await client.chat("hi", "demo").read() == "".join(WORDS)
+        await asyncio.wait_for(server.ended.wait(), 5)
 
 
 async def test_misuse_is_told_at_once() -> None:

@@ -26,6 +26,7 @@ def decode(raw: bytes, cuts: list[int] | None = None) -> list[SseEvent]:
     [
         ("data: a\n\ndata: b\n\n", ["a", "b"]),
         ("data:a\r\rdata:b\r\n\r\n", ["a", "b"]),
+        ("data: one\r\ndata: two\r\n\r\n", ["one\ntwo"]),
         ("data: one\ndata:  two\ndata\n\n", ["one\n two\n"]),
         (": keep-alive\n\n: again\n\ndata: x\n\n", ["x"]),
         ("id: 7\nretry: 5\nunknown: y\ndata: x\n\n", ["x"]),
