@@ -82,6 +82,7 @@ class FakeWorker:
         self._tasks = TaskOwner()
         self._served: Subscription | None = None
         self._cancelled = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     async def start(self) -> None:
         """Answer from now on."""
@@ -97,6 +98,7 @@ class FakeWorker:
 
     async def stop(self) -> None:
         """Vanish, as a killed process does."""
+        self._stopping.set()
         if self._served is not None:
             await self._served.close()
         await self._tasks.close()
@@ -105,7 +107,7 @@ class FakeWorker:
         submit = decode(message.data, Submit)
         self.submits.append(submit)
         if not self.answers:
-            await asyncio.sleep(3600)
+            await self._stopping.wait()
         if self.refuse is not None:
             return encode(Refused(request_id=submit.request_id, reason=self.refuse))
         running = self.running[submit.request_id, submit.attempt] = Running(submit, submit.generated_ids().tolist())

@@ -1,0 +1,134 @@
+"""The `openai` package against the dispatcher: chat and completions, streamed and not, errors, early close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+import pytest_asyncio
+
+from services.dispatcher.build import ModelText
+from shared.messages.request import RefusalReason
+from shared.types import FinishReason
+from tests.support.dispatchers import Running, load_model, running_dispatcher
+
+TEXT = "Hello 🦊 world"
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def text(folder: Path) -> ModelText:
+    return load_model(folder)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
+    end = text.codec.tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end]
+    async with running_dispatcher(text, folder, lambda _: ids, queue_limit_s=0.1) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(served: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+async def test_chat_whole_and_streamed_say_the_same(client: openai.AsyncOpenAI) -> None:
+    whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+    assert whole.choices[0].message.content == TEXT
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    streamed = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in streamed]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage == whole.usage
+    assert chunks[0].choices[0].delta.role == "assistant"
+
+
+async def test_completions_whole_and_streamed_say_the_same(client: openai.AsyncOpenAI) -> None:
+    whole = await client.completions.create(model="tiny", prompt="once", max_tokens=50)
+    assert whole.choices[0].text == TEXT
+    streamed = await client.completions.create(model="tiny", prompt="once", max_tokens=50, stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in streamed]) == TEXT
+
+
+async def test_models_are_listed_and_retrieved(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["tiny"]
+    assert (await client.models.retrieve("tiny")).owned_by == "sluice"
+
+
+async def test_errors_become_the_sdks_exceptions(client: openai.AsyncOpenAI, served: Running) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], temperature=3, stream=True
+        )
+    assert (bad.value.code, bad.value.param) == ("decimal_above_max_value", "temperature")
+    served.worker.refuse = RefusalReason.FULL
+    with pytest.raises(openai.RateLimitError) as full:
+        await client.completions.create(model="tiny", prompt="hi")
+    assert full.value.code == "queue_full"
+    served.worker.refuse = None
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_raised(client: openai.AsyncOpenAI, served: Running) -> None:
+    served.worker.finish = FinishReason.ERROR
+    streamed = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True
+    )
+    with pytest.raises(openai.APIError) as failed:
+        async for _ in streamed:
+            pass
+    assert failed.value.code == "request_failed"
+    served.worker.finish = FinishReason.STOP
+
+
+async def test_closing_a_stream_early_cancels_the_request(client: openai.AsyncOpenAI, served: Running) -> None:
+    served.worker.script = None
+    streamed = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], stream=True
+    )
+    await anext(aiter(streamed))
+    assert len(served.worker.running) == 1
+    await streamed.close()
+    await served.worker.wait_cancelled(limit_s=1.0)
+    assert served.worker.running == {}
+    async with asyncio.timeout(1):
+        while len(served.dispatcher.service.sessions.table):
+            await asyncio.sleep(0.005)
+
+
+async def test_the_sdk_retries_overload_and_then_succeeds(served: Running) -> None:
+    """The default client tries three times; the worker has room from the second on."""
+    served.worker.refuse = RefusalReason.FULL
+
+    async def make_room() -> None:
+        while not served.worker.submits:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        served.worker.refuse = None
+
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none") as client:
+        room = asyncio.create_task(make_room())
+        answer = await client.completions.create(model="tiny", prompt="hi", max_tokens=50)
+        await room
+    assert answer.choices[0].text == TEXT
