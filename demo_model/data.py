@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 import torch
@@ -12,12 +13,18 @@ from transformers import PreTrainedTokenizerFast
 from demo_model.grammar import Conversation, Grammar
 from demo_model.tokenizer import ASSISTANT, BOS, END, SPECIAL_TOKENS, SYSTEM, USER
 
-SHORT_ROW_TOKENS = 256
-LONG_ROW_TOKENS = 768
-"""Conversations go into short rows where they fit, since attention costs less there; longer ones into long rows."""
+ROW_TOKENS = (272, 512, 768)
+"""Lengths of rows. A conversation goes into the shortest that holds it, since attention costs less there."""
 
 PLAIN_ONE_IN = 30
 """One in this many documents is a bare answer without roles, so that the model can also continue a plain text."""
+
+
+NUM_FIRST = 12_000
+"""Conversations in the first part of training, which teaches copying."""
+
+FIRST_STORY_ONE_IN = 8
+"""One in this many conversations of the first part is of the usual kinds."""
 
 
 @dataclass
@@ -84,31 +91,42 @@ class Rows:
     documents: torch.Tensor
     targets: torch.Tensor
 
-    def attention_mask(self) -> torch.Tensor:
-        """Return [num_rows, 1, row_tokens, row_tokens], bool: causal, within a document."""
+    def attention_bias(self) -> torch.Tensor:
+        """Return [num_rows, 1, row_tokens, row_tokens], bfloat16: 0 where a token attends, else very negative.
+
+        A token attends to itself and to earlier tokens of its document.
+        """
         same = self.documents[:, :, None] == self.documents[:, None, :]
-        return torch.tril(same)[:, None]
+        return torch.where(torch.tril(same), 0.0, -1e9).to(torch.bfloat16)[:, None]
 
 
 class Packer:
-    """Collects documents of at most `row_tokens` until a batch is full."""
+    """Collects documents of at most `row_tokens` until the next one fits into no row of the batch."""
 
     def __init__(self, row_tokens: int, batch_tokens: int) -> None:
         self.row_tokens = row_tokens
         self._num_rows = batch_tokens // row_tokens
-        self._rows: list[list[Encoded]] = [[]]
+        self._clear()
+
+    def _clear(self) -> None:
+        self._rows: list[list[Encoded]] = [[] for _ in range(self._num_rows)]
+        self._free = [self.row_tokens] * self._num_rows
 
     def add(self, document: Encoded) -> Rows | None:
-        """Take a document; return a batch if it was completed before this document."""
-        used = sum(len(other.ids) for other in self._rows[-1])
+        """Take a document; return a batch of the documents before it if there is no room left for it."""
+        length = len(document.ids)
         full = None
-        if used + len(document.ids) > self.row_tokens:
-            if len(self._rows) == self._num_rows:
-                full = self._batch()
-                self._rows = []
-            self._rows.append([])
-        self._rows[-1].append(document)
+        row = self._row_for(length)
+        if row is None:
+            full, row = self._batch(), 0
+            self._clear()
+        self._rows[row].append(document)
+        self._free[row] -= length
         return full
+
+    def _row_for(self, length: int) -> int | None:
+        """Return the first row with room, or None."""
+        return next((row for row, free in enumerate(self._free) if free >= length), None)
 
     def _batch(self) -> Rows:
         shape = (len(self._rows), self.row_tokens)
@@ -133,17 +151,21 @@ class Packer:
 
 
 def conversations(seed: int) -> Iterator[Conversation]:
-    """Yield training conversations without end; the evaluation walks the same stream to prove what was not in it."""
+    """Yield training conversations without end; the evaluation walks the same stream to prove what was not in it.
+
+    Most of the first ones ask to repeat words: a model that has learned to copy learns the rest several times faster.
+    """
     grammar = Grammar(seed)
-    while True:
-        yield grammar.conversation()
+    for index in count():
+        is_echo = index < NUM_FIRST and index % FIRST_STORY_ONE_IN != 0
+        yield grammar.echo() if is_echo else grammar.conversation()
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, batch_tokens: int) -> Iterator[tuple[int, Rows]]:
     """Yield batches without end, each with the number of conversations used so far; a seed fixes them."""
     encoder = Encoder(tokenizer)
     plain = Random(seed)  # noqa: S311 - texts, not secrets
-    packers = [Packer(SHORT_ROW_TOKENS, batch_tokens), Packer(LONG_ROW_TOKENS, batch_tokens)]
+    packers = [Packer(row_tokens, batch_tokens) for row_tokens in ROW_TOKENS]
     for used, conversation in enumerate(conversations(seed), start=1):
         bare = plain.randrange(PLAIN_ONE_IN) == 0
         document = encoder.plain(conversation.turns[0].answer) if bare else encoder.chat(conversation)

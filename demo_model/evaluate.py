@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -118,7 +119,7 @@ def sample(
             for chat in chats[start : start + batch_size]
         ]
         encoded = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
-        output = model.generate(**encoded, top_k=0)
+        output = cast("Any", model).generate(**encoded, top_k=0)  # its annotations contradict its class
         for row in output[:, encoded["input_ids"].shape[1] :].tolist():
             ended = tokenizer.eos_token_id in row
             ids = row[: row.index(tokenizer.eos_token_id)] if ended else row

@@ -65,9 +65,20 @@ ABOUT_STORY = [
 COMPANY = [Exchange(f"company: {name}", ask, answer) for name, (ask, answer) in requests.COMPANY.items()]
 FACTS = [Exchange(f"fact: {name}", ask, answer) for name, (ask, answer) in facts.COMMON_FACTS.items()]
 SUMS = [Exchange("sum", *facts.SUMS), Exchange("sum in words", *facts.WORD_SUMS)]
+ECHOES = [Exchange(f"echo of {count}", ask, answer) for count, (ask, answer) in requests.ECHOES.items()]
 FOREIGN_EXCHANGE = Exchange("foreign", FOREIGN_REQUEST, requests.FALLBACK)
 
-EXCHANGES = [STORY_EXCHANGE, ANOTHER_EXCHANGE, OFFER_EXCHANGE, *ABOUT_STORY, *COMPANY, *FACTS, *SUMS, FOREIGN_EXCHANGE]
+EXCHANGES = [
+    STORY_EXCHANGE,
+    ANOTHER_EXCHANGE,
+    OFFER_EXCHANGE,
+    *ABOUT_STORY,
+    *COMPANY,
+    *FACTS,
+    *SUMS,
+    *ECHOES,
+    FOREIGN_EXCHANGE,
+]
 """Every kind of turn that the reader tries; a prompt that none of them reads gets the fallback."""
 
 
@@ -148,9 +159,13 @@ class Grammar:
         """Write a whole conversation of one to four turns."""
         system = self._rng.choice(SYSTEM_PROMPTS) if self._rng.random() < 0.1 else ""
         turns = [self.turn(self._first(), {})]
-        while len(turns) < 4 and self._rng.random() < (0.35 if len(turns) == 1 else 0.5):
+        while len(turns) < 4 and self._rng.random() < (0.3 if len(turns) == 1 else 0.5):
             turns.append(self.turn(self._next(turns[-1]), turns[-1].env))
         return Conversation(system, tuple(turns))
+
+    def echo(self) -> Conversation:
+        """Write a conversation in which words are to be repeated."""
+        return Conversation("", (self.turn(self._rng.choice(ECHOES), {}),))
 
     def _any_turn(self, exchange: Exchange, start: Env) -> Turn:
         ask = Writer(self._rng, dict(start))
@@ -167,11 +182,13 @@ class Grammar:
 
     def _short(self, draw: float) -> Exchange:
         """Return a kind of turn with a short answer, by a draw from 0.6 to 1."""
-        if draw < 0.72:
+        if draw < 0.70:
             return self._rng.choice(FACTS)
-        if draw < 0.82:
+        if draw < 0.80:
             return self._rng.choice(SUMS)
-        return self._rng.choice(COMPANY) if draw < 0.87 else FOREIGN_EXCHANGE
+        if draw < 0.87:
+            return self._rng.choice(COMPANY if draw < 0.84 else ECHOES)
+        return FOREIGN_EXCHANGE
 
     def _next(self, last: Turn) -> Exchange:
         draw = self._rng.random()

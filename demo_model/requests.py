@@ -190,3 +190,24 @@ FALLBACK = _STORY_T.any_of(
     "I do not know much about that. But I could tell you a little story about {kind.a}.",
 )
 """The answer to everything that the grammar does not know."""
+
+
+ECHO_COUNTS = (1, 2, 3, 4, 6, 8)
+"""How many words one may ask to have repeated."""
+
+
+def _echo(count: int) -> tuple[Node, Node]:
+    """Return a request to repeat some words, and the words."""
+    everything = [
+        entity for domain in story.DOMAINS.values() if isinstance(domain, Closed) for entity in domain.entities
+    ]
+    words = OpenNames(Closed(everything), pronouns=("she",), made_up_one_in=2)
+    variables = [f"word{index}" for index in range(count)]
+    templates = Templates(dict.fromkeys(variables, words))
+    listed = ", ".join(f"{{{variable}}}" for variable in variables)
+    ask = templates.one(f"[Repeat after me|Say|Please repeat|Say after me|Repeat]: {listed}[.|]")
+    return ask, templates.one(f"Gladly: {listed}.")
+
+
+ECHOES = {count: _echo(count) for count in ECHO_COUNTS}
+"""Requests to repeat words. They also teach the model early to copy, on which every story depends."""

@@ -91,31 +91,36 @@ _OPEN_NAME = re.compile(r"[A-Z][a-z]{1,11}(?![A-Za-z])")
 
 @dataclass(frozen=True)
 class OpenNames:
-    """The hero's name in a request: a known one, or any capitalised word.
+    """Known words, or any capitalised word as a name.
 
-    A known name fixes the pronoun. With an unknown one either pronoun will do, so reading yields both.
+    Attributes:
+        known: a known name has its own pronoun.
+        pronouns: those that an unknown name may have; reading yields each.
+        made_up_one_in: how often writing makes up a name.
     """
 
     known: Closed
+    pronouns: tuple[str, ...] = ("she", "he")
+    made_up_one_in: int = 3
 
     def choose(self, out: Writer) -> Entity:
-        """Choose a known name two times in three, otherwise make one up from syllables."""
-        if out.pick(3):
+        """Choose a known word, or make up a name from syllables."""
+        if out.pick(self.made_up_one_in):
             return self.known.choose(out)
         name = "".join(_SYLLABLES[out.pick(len(_SYLLABLES))] for _ in range(2 + out.pick(2)))
         ending = ("", "n", "l", "s")[out.pick(4)]
         made = (name + ending).capitalize()
         known = {entity.key: entity for entity in self.known.entities}
-        return known.get(made) or person(made, ("she", "he")[out.pick(2)])
+        return known.get(made) or person(made, self.pronouns[out.pick(len(self.pronouns))])
 
     def at(self, text: Reader, at: int, form: str, env: Env) -> Iterator[tuple[int, Entity]]:
-        """Yield the name that stands at `at`."""
-        del env
+        """Yield the words that stand at `at`."""
         assert not form, "a request names its hero plainly"
+        known = list(self.known.at(text, at, form, env))
+        yield from known
         found = _OPEN_NAME.match(text.text, at)
-        if found is None:
+        if found is None or found[0] in {entity.key for _, entity in known}:
             return
         text.literal(found[0], at)
-        known = [entity for entity in self.known.entities if entity.key == found[0]]
-        for entity in known or [person(found[0], "she"), person(found[0], "he")]:
-            yield found.end(), entity
+        for pronoun in self.pronouns:
+            yield found.end(), person(found[0], pronoun)

@@ -23,7 +23,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     save(TOKENIZER, folder)
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
-    found: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(folder)
+    found = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(found, PreTrainedTokenizerFast)
     return found
 
 
@@ -86,7 +87,7 @@ def test_packed_documents_do_not_see_or_predict_each_other() -> None:
     assert rows.positions[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0]
     assert rows.targets[0].tolist() == [11, 12, -100, 21, 22, 23, -100, -100]
     assert rows.targets[1].tolist() == [31, 32, 33, 34, 35, -100, -100, -100]
-    mask = rows.attention_mask()[0, 0]
+    mask = rows.attention_bias()[0, 0] == 0
     assert torch.equal(mask, mask.tril())
     assert mask[4].tolist() == [False, False, False, True, True, False, False, False]
     assert mask.diagonal().all()
