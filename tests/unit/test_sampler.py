@@ -102,6 +102,16 @@ def test_greedy_and_drawn_rows_mix_in_one_batch() -> None:
             assert alone[0] == tokens[row], "a draw depends on its seed and position, not on its neighbours"
 
 
+def test_many_rows_of_a_large_vocabulary_are_drawn_in_parts_without_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
+    params = RowSampling(np.full(7, 1.0), np.full(7, 0.9), np.array([0, 5] * 3 + [0]), np.arange(7, dtype=np.int64))
+    whole = Sampler().sample(logits, params, positions(7))
+    monkeypatch.setattr("services.worker.executor.sampler.DRAW_ELEMENTS", 90)
+    assert Sampler().sample(logits, params, positions(7)).tolist() == whole.tolist()
+
+
 def test_a_vanishing_temperature_is_greedy_and_extreme_logits_are_no_nan() -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [5.0, 5.0 - 1e-3, -torch.inf]])
     assert Sampler().sample(logits, sampling(2, temperature=1e-300), positions(2)).tolist() == [0, 0]

@@ -15,6 +15,7 @@ import torch
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_keys
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.sampler import DRAW_ELEMENTS
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.executor.step import ForwardPass
 from services.worker.memory.budget import (
@@ -142,10 +143,11 @@ class _Loader:
         measured = peak_bytes(self._device, dry_steps)
         if measured is None:
             item_bytes = self._dtype.itemsize
-            row_bytes = 2 * context * spec.kv_size * item_bytes
-            gather_bytes = max(GROUP_BYTES, row_bytes)
+            gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * item_bytes)
+            # a gathered group, its slots and mask; of drawn logits, four float32 and three 64-bit numbers each
+            fixed_bytes = 3 * gather_bytes + max(DRAW_ELEMENTS, spec.vocab_size) * (4 * 4 + 3 * 8)
             measured = estimated_reserve(
-                spec, settings.max_batch_tokens, settings.max_batch_rows, gather_bytes, item_bytes
+                spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
             )
         return (
             max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + 2 * context * spec.head_dim * self._dtype.itemsize

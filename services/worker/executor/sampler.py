@@ -15,7 +15,6 @@ from services.worker.engine.types import F64, I32, I64
 from services.worker.executor.random import uniforms
 from shared.types import SamplingParams
 
-
 DRAW_ELEMENTS = 2**22
 """Logits that are sorted and summed at a time, unless one row has more: bounds the workspace for a large vocabulary."""
 

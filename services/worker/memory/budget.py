@@ -116,8 +116,8 @@ def _mib(num_bytes: int) -> str:
 def estimated_reserve(spec: ModelSpec, max_tokens: int, max_rows: int, fixed_bytes: int, item_bytes: int) -> int:
     """Return a bound for the workspace of a step, where it cannot be measured.
 
-    Counted as if nothing were freed inside a layer: hidden states, fused projections, gathered keys and values, for each
-    row logits and a copy in float32, and what the sampler makes of the logits that it draws from at a time.
+    Counted as if nothing were freed inside a layer: hidden states and projections of each token, for each row its
+    logits and a copy in float32, and `fixed_bytes` for what has a limit of its own (gathered keys, logits drawn from).
     """
     per_token = 6 * spec.hidden_size + 4 * (spec.q_size + 2 * spec.kv_size) + 4 * spec.intermediate_size
     per_row = spec.vocab_size * 2 * 4
