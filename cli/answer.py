@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from sluice_client.answer import Answer
@@ -15,11 +15,23 @@ READER = QoeTarget()
 """The reader that QoE is measured against: first token within a second, then 4.8 tokens per second."""
 
 
-def start_answer(client: SluiceClient, messages: Sequence[Mapping[str, Any]], *, paced: bool, **params: Any) -> Answer:
-    """Return the answer to the conversation; the request is sent at its first use."""
-    if not paced:
-        return client.chat(list(messages), pace=None, **params)
-    return client.chat(list(messages), pace="human", qoe=READER, **params)
+def start_answer(
+    client: SluiceClient,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    pace: Literal["strict", "human"] | None,
+    **params: Any,
+) -> Answer:
+    """Return the answer to the conversation; the request is sent at its first use.
+
+    Args:
+        client: connected.
+        messages: the conversation.
+        pace: `strict` shows each token exactly when the reader is ready for it; `human` is for somebody who works with
+            the text and shows it as fast as it comes, only smoothed; None shows it at once.
+        **params: of the request.
+    """
+    return client.chat(list(messages), pace=pace, qoe=None if pace is None else READER, **params)
 
 
 async def show_answer(answer: Answer, out: TextIO) -> None:

@@ -60,7 +60,7 @@ class Chat:
         """
         self._history.append({"role": "user", "content": text})
         assert self._client is not None, "connected"
-        answer = start_answer(self._client, self._history[-MAX_MESSAGES:], paced=self._paced)
+        answer = start_answer(self._client, self._history[-MAX_MESSAGES:], pace="human" if self._paced else None)
         try:
             self._runner.run(show_answer(answer, sys.stdout))
         finally:

@@ -48,7 +48,7 @@ async def _answer(cluster: Cluster, console: Console, prompt: str, stop: asyncio
     sys.stdout.write(f"\n{console.style('you', 'bold')}: {prompt}\n\n{console.style(plan.model_name, 'bold')}: ")
     sys.stdout.flush()
     async with SluiceClient(plan.url, model=plan.model_name) as client:
-        answer = start_answer(client, [{"role": "user", "content": prompt}], paced=True, max_tokens=MAX_TOKENS)
+        answer = start_answer(client, [{"role": "user", "content": prompt}], pace="strict", max_tokens=MAX_TOKENS)
         showing = asyncio.create_task(show_answer(answer, sys.stdout), name="answer")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
