@@ -76,8 +76,10 @@ class Cluster:
     async def stop(self) -> None:
         """End every process in the order in which nothing is lost: dispatcher, workers, planner, monitor, broker."""
         failure = self.supervisor.failure
-        if failure is not None and failure.code == REFUSED:  # nothing was served yet
-            await self.supervisor.stop(list(self.supervisor.pids()), HURRY_LIMIT_S)
+        if failure is not None and failure.code == REFUSED:  # nothing was served yet, and the one line has been said
+            self.supervisor.mute()
+            services = [name for name in self.supervisor.pids() if name != Broker.NAME]
+            await self.supervisor.stop(services, HURRY_LIMIT_S)
         order = [
             ([DISPATCHER], self._settings.drain_limit_s + STOP_LIMIT_S),
             (self._plan.worker_names() if self._plan is not None else [], STOP_LIMIT_S),

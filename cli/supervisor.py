@@ -120,13 +120,22 @@ class Supervisor:
         params: RestartParams | None = None,
     ) -> None:
         self._log_dir = log_dir
-        self._show = show
+        self._listener = show
+        self._is_muted = False
         self._group = group
         self._params = params or RestartParams()
         self._children: dict[str, _Child] = {}
         self._tasks = TaskOwner(self._on_bug)
         self._failed = asyncio.Event()
         self.failure: Failure | None = None
+
+    def mute(self) -> None:
+        """Show nothing more: what children say from now on is no news. Their log files still take it."""
+        self._is_muted = True
+
+    def _show(self, text: str) -> None:
+        if not self._is_muted:
+            self._listener(text)
 
     async def start(self, spec: ChildSpec) -> None:
         """Start the child and keep it running until it is stopped.
