@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import sys
 
 from services.dispatcher.build import Dispatcher, load_text
@@ -32,11 +33,19 @@ class Process:
         """Serve until told to stop, then drain."""
         settings = self._settings
         text = await asyncio.to_thread(load_text, settings)
-        bus = await NatsBus.connect(settings.nats_url, name=f"sluice-{settings.instance_id}")
+        bus = await NatsBus.connect(
+            settings.nats_url,
+            name=f"sluice-{settings.instance_id}",
+            on_fatal=lambda error: self._fail("bus", error),
+        )
         try:
             dispatcher = Dispatcher(settings, bus, text, self._fail)
             try:
                 port = await dispatcher.start()
+                if not _is_local(settings.host):
+                    _log.warning(
+                        "no_keys", host=settings.host, meaning="whoever reaches this address can use the model"
+                    )
                 _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
                 await self._stop.wait()
                 if self._failure is None:
@@ -47,6 +56,13 @@ class Process:
             await bus.close()
         if self._failure is not None:
             raise self._failure
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.session import FailureCode
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
-from shared.bus import Bus, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
 from shared.ids import DispatcherId
 from shared.log import get_logger
 from shared.messages.report import ClusterView
@@ -135,9 +135,13 @@ class DispatcherService:
             self.sessions.fail_all(FailureCode.DRAINING)
 
     async def stop(self) -> None:
-        """Leave the bus. Requests must have been released."""
-        for subscription in reversed(self._open):
-            await subscription.close()
+        """Leave the bus. Requests must have been released; their cancellations are sent, if the broker is there."""
+        try:
+            for subscription in reversed(self._open):
+                await subscription.close()
+            await asyncio.sleep(0)  # cancellations that were started just now begin with sending
+            await self.bus.flush()
+        except BusError as error:
+            _log.warning("left_without_goodbye", error=str(error))
         self._open.clear()
-        await self.bus.flush()
         await self._tasks.close()

@@ -412,6 +412,18 @@ async def test_a_stream_that_is_left_at_the_drain_limit_ends_with_an_error(text:
         assert rest.endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_dispatcher_that_stops_cancels_what_still_runs(text: ModelText, folder: Path, head: bytes) -> None:
+    async with running_dispatcher(text, folder) as running:
+        reader, writer = await open_raw(running, head, stream=True)
+        await until(lambda: running.worker.running)
+        await running.dispatcher.service.drain(0.0)
+        await running.dispatcher.stop()
+        assert [cancel.attempt for cancel in running.worker.cancels] == [1]
+        assert running.worker.running == {}
+        assert b'"code": "draining"' in await reader.read()
+        writer.close()
+
+
 async def test_an_old_client_gets_an_unchunked_stream(served: Running) -> None:
     data = json.dumps({"model": "tiny", "messages": HELLO, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))

@@ -56,5 +56,9 @@ def make_record(front: Front, call: Call, session: Session | None, num_tokens: i
 def report_record(front: Front, record: RequestRecord) -> None:
     """Count the request and write its access line."""
     front.metrics.ended(record)
-    fields = {name: value for name, value in asdict(record).items() if value is not None and name != "request_id"}
+    fields = {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in asdict(record).items()
+        if value is not None and name != "request_id"
+    }
     _log.info("request", rid=record.request_id, **fields)

@@ -15,6 +15,8 @@ from shared.types import FinishReason
 _log = get_logger()
 
 MAX_STREAM = 2**32 - 1
+MAX_CHANNELS = 4096
+"""Workers whose message numbers are remembered."""
 FINISH_REASONS = tuple(FinishReason)
 """By number: cheaper than calling the enum for every token."""
 
@@ -111,6 +113,8 @@ class SessionTable:
     def _check_channel(self, batch: TokenBatch) -> None:
         """A number that is missing may have been the last token of any request of that worker."""
         expected = self._channels.get(batch.worker_id)
+        if expected is None and len(self._channels) >= MAX_CHANNELS:
+            self._channels.clear()  # ids of workers that are long gone
         self._channels[batch.worker_id] = batch.counter + 1
         if expected is None or batch.counter == expected:
             return
