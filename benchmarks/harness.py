@@ -23,13 +23,11 @@ from shared.nats_server import EmbeddedNats
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "demo_model" / "model"
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU time that a process has used so far, user and system, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    """Return the CPU time that a process has used so far, in seconds, with the resolution of the scheduler (ns)."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def free_port() -> int:
@@ -44,7 +42,14 @@ def free_port() -> int:
 async def service(name: str, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run `python -m services.<name>`; stop it with SIGTERM at the end."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"services.{name}", *flags, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL
+        sys.executable,
+        "-m",
+        f"services.{name}",
+        "--log-level",
+        "warning",
+        *flags,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.DEVNULL,
     )
     try:
         yield process
