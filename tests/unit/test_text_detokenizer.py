@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -43,14 +42,24 @@ def in_pieces(detokenizer: Detokenizer, ids: list[int], cuts: list[int]) -> list
     return [*pieces, detokenizer.flush()]
 
 
+def byte_runs(ids: list[int]) -> list[bytes]:
+    """The runs of byte tokens, as the library sees them: special tokens and ids without a token do not end a run."""
+    runs: list[bytes] = [b""]
+    for token_id in ids:
+        if token_id <= 2 or SENTENCEPIECE.id_to_token(token_id) is None:
+            continue
+        if FIRST_BYTE <= token_id < FIRST_BYTE + 256:
+            runs[-1] += bytes((token_id - FIRST_BYTE,))
+        else:
+            runs.append(b"")
+    return runs
+
+
 def is_exact(ids: list[int]) -> bool:
     """Whether each run of byte tokens is UTF-8, or breaks before its first whole character."""
-    kept = [i for i in ids if SENTENCEPIECE.id_to_token(i) is not None and i > 2]
-    text = "".join(chr(i - FIRST_BYTE) if FIRST_BYTE <= i < FIRST_BYTE + 256 else "\n\n" for i in kept)
-    for run in re.findall(r"[^\n]+|(?<!\n)\n(?!\n)", text):
-        data = run.encode("latin-1")
+    for run in byte_runs(ids):
         try:
-            data.decode()
+            run.decode()
         except UnicodeDecodeError as error:
             if error.start > 0:
                 return False
