@@ -32,7 +32,7 @@ from shared.bus import (
 from shared.bus_rules import BusStats, check_bucket, check_pattern, check_size, check_subject, is_power_of_two
 from shared.errors import StartupError
 from shared.log import get_logger
-from shared.nats_client import NatsSubscription, disconnect, drain, round_trip
+from shared.nats_client import NatsSubscription, cancellable, disconnect, drain, round_trip
 from shared.nats_kv import NatsKeyValue
 from shared.nats_service import (
     ERROR_CODE_HEADER,
@@ -175,7 +175,7 @@ class NatsBus:
         self._check_open()
         check_size(check_subject(subject), data, self.max_payload_bytes)
         try:
-            answer = await self._client.request(subject, data, timeout=timeout_s)
+            answer = await cancellable(self._client.request(subject, data, timeout=timeout_s))
         except nats.errors.NoRespondersError:
             raise NoRespondersError(subject) from None
         except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
@@ -260,7 +260,10 @@ class NatsBus:
         self._check_open()
         check_size(subject, data, self.max_payload_bytes)
         try:
-            await self._client.publish(subject, data, reply, headers)
+            if self._client.pending_data_size < PENDING_BYTES:
+                await self._client.publish(subject, data, reply, headers)
+            else:  # it may wait now
+                await cancellable(self._client.publish(subject, data, reply, headers))
         except nats.errors.OutboundBufferLimitError:
             self.stats.dropped_out += 1
             if is_power_of_two(self.stats.dropped_out):
@@ -278,7 +281,8 @@ class NatsBus:
         return BusError(str(error))
 
     async def _on_error(self, error: Exception) -> None:
-        self.last_error = error
+        if not (_is_refusal(self.last_error) and isinstance(error, OSError)):  # a refused connection is also reset
+            self.last_error = error
         if isinstance(error, nats.errors.SlowConsumerError):
             self.stats.note_dropped(error.subject)
         elif "permissions violation" in str(error):
@@ -315,6 +319,10 @@ def without_credentials(url: str) -> str:
     """Return the url as it may be shown."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _is_refusal(error: Exception | None) -> bool:
+    return error is not None and "authorization" in str(error).lower()
 
 
 def _reason(error: Exception) -> str:

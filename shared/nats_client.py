@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -24,6 +25,23 @@ STATUS_HEADER = "Status"
 """Marks what the broker itself says."""
 
 _LOOK_S = 0.25
+_MAX_CANCELLATIONS = 4
+_T = TypeVar("_T")
+
+
+async def cancellable(operation: Awaitable[_T]) -> _T:
+    """Await something of nats-py; if that swallowed a cancellation of this task, raise it after all.
+
+    It happens: Python 3.11's `wait_for` returns the result if both come in one turn of the loop, and nats-py drops a
+    cancellation while it flushes. A task that nobody can cancel would keep its owner from closing.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "runs in a task"
+    before = task.cancelling()
+    result = await operation
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 class NatsSubscription:
@@ -68,7 +86,7 @@ async def unsubscribe(inner: ClientSubscription) -> None:
     """End the subscription and its task, which nats-py cancels but does not await."""
     with suppress(nats.errors.BadSubscriptionError, nats.errors.ConnectionClosedError):  # ended with the connection
         await inner.unsubscribe()
-    await _end([inner._wait_for_msgs_task])
+    await end_tasks([inner._wait_for_msgs_task])
 
 
 async def round_trip(client: Client) -> bool:
@@ -81,7 +99,7 @@ async def round_trip(client: Client) -> bool:
         return False
     reconnects = client.stats["reconnects"]
     if client.pending_data_size > 0:
-        await client._flush_pending(force_flush=True)
+        await cancellable(client._flush_pending(force_flush=True))
     pong: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
     await client._send_ping(pong)
     while not pong.done():
@@ -117,27 +135,33 @@ async def disconnect(client: Client, error: BusError, timeout_s: float) -> None:
     if not client.is_connected:  # what is buffered can no longer leave, and close() would fail trying
         client._pending.clear()
         client._pending_data_size = 0
+    # a task of its own: nats-py's close() swallows cancellations on its way, so a timeout around it may never end
+    closing = asyncio.get_running_loop().create_task(client.close(), name="close nats")
     try:
-        async with asyncio.timeout(timeout_s):
-            await client.close()
-    except (TimeoutError, OSError):
-        _abort(client)
-    await _end(tasks)
+        await asyncio.wait([closing], timeout=timeout_s)
+    finally:
+        if not closing.done() or closing.cancelled() or closing.exception() is not None:
+            get_logger().warning("connection dropped without a goodbye")
+            _abort(client)
+        tasks.append(closing)
+    await end_tasks(tasks)
 
 
-def _tasks(client: Client) -> Iterator[asyncio.Task[None] | None]:
+def _tasks(client: Client) -> Iterator[asyncio.Task[Any] | None]:
     yield from (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task)
     for subscription in client._subs.values():
         yield subscription._wait_for_msgs_task
 
 
-async def _end(tasks: list[asyncio.Task[None] | None]) -> None:
-    """Cancel the tasks if they still run, and wait until they have ended."""
-    left = [task for task in tasks if task is not None and task is not asyncio.current_task()]
-    for task in left:
-        task.cancel()
-    if left:
-        await asyncio.wait(left, timeout=_LOOK_S)
+async def end_tasks(tasks: list[asyncio.Task[Any] | None]) -> None:
+    """Cancel the tasks if they still run, and wait until they have ended; they may swallow it a few times."""
+    left = [task for task in tasks if task is not None and task is not asyncio.current_task() and not task.done()]
+    for _ in range(_MAX_CANCELLATIONS):
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=_LOOK_S)
+        left = [task for task in left if not task.done()]
 
 
 def _abort(client: Client) -> None:

@@ -23,6 +23,7 @@ from shared.bus import (
     WrongRevisionError,
 )
 from shared.bus_rules import BusStats, check_key, check_pattern, check_size, has_wildcard
+from shared.nats_client import cancellable
 from shared.nats_watch import NatsWatch
 
 KV_TIMEOUT_S = 5.0
@@ -52,7 +53,7 @@ class NatsKeyValue:
         """
         opened = cls(client, name, history, stats)
         with _translated(name):
-            await opened.ensure()
+            await cancellable(opened.ensure())
         return opened
 
     async def ensure(self) -> Bucket:
@@ -142,7 +143,7 @@ class NatsKeyValue:
     async def _start_watch(self, key: str, handler: WatchHandler) -> NatsWatch:
         watch = NatsWatch(self._client, self._js, self._name, key, handler, self._stats)
         with _translated(self._name):
-            await watch.start()
+            await cancellable(watch.start())
         return watch
 
     def _check(self, key: str, value: bytes) -> None:
@@ -152,9 +153,9 @@ class NatsKeyValue:
         """Run the operation; if the stream is gone (a broker that lost its disk), create it and run it again."""
         assert self._bucket is not None, "made by open()"
         try:
-            return await operation(self._bucket)
+            return await cancellable(operation(self._bucket))
         except nats.js.errors.NoStreamResponseError:
-            return await operation(await self.ensure())
+            return await cancellable(operation(await self.ensure()))
 
 
 @contextmanager

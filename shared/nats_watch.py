@@ -4,6 +4,9 @@ nats-py's own watcher is not used: it resets itself in tasks that nobody owns, d
 notices a restarted broker only after ten seconds. This one owns a push consumer and one supervising task. Whenever an
 entry is missing (numbers with a gap, no heartbeats, a new connection) it makes a new consumer that starts behind the
 last revision that was handed over.
+
+A bucket keeps `history` values of each key. A watch that falls further behind, or was away for longer, skips those in
+between and goes on with what is kept: the newest value of each key is always seen, older ones perhaps not.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from shared.bus import KvEntry, WatchHandler
 from shared.bus_rules import BusStats
 from shared.log import get_logger
-from shared.nats_client import STATUS_HEADER, unsubscribe
+from shared.nats_client import STATUS_HEADER, cancellable, end_tasks, unsubscribe
 
 HEARTBEAT_S = 1.0
 MAX_SILENCE_S = 3.0
@@ -95,8 +98,7 @@ class NatsWatch:
             return
         self.closed = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end_tasks([self._task])
         await self._leave()
         if self._consumer and self._client.is_connected:
             with suppress(nats.errors.Error, TimeoutError):  # else the broker forgets it by itself
@@ -104,7 +106,7 @@ class NatsWatch:
                     await self._js.delete_consumer(self._stream, self._consumer)
 
     async def _supervise(self) -> None:
-        while True:
+        while not self.closed:
             self._heard = False
             try:
                 async with asyncio.timeout(MAX_SILENCE_S):
@@ -116,10 +118,10 @@ class NatsWatch:
             await self._reopen()
 
     async def _reopen(self) -> None:
-        while True:
+        while not self.closed:
             await self._leave()
             try:
-                await self._open(await self._resume())
+                await cancellable(self._open(await self._resume()))
             except (nats.errors.Error, OSError) as error:
                 get_logger().debug("watch not renewed yet", stream=self._stream, error=str(error))
                 await asyncio.sleep(RETRY_S)

@@ -10,9 +10,12 @@ import pytest
 from shared.bus import KeyValue, KvEntry, MessageTooLargeError, WrongRevisionError
 from tests.support.broker import Net, Seen, contract
 
+HISTORY = 64
+"""Where a test wants to see every change: a watch that falls behind skips values that are no longer kept."""
+
 
 async def bucket_of(net: Net) -> KeyValue:
-    return await (await net.connect()).key_value(net.unique("bucket"))
+    return await (await net.connect()).key_value(net.unique("bucket"), history=HISTORY)
 
 
 @contract
@@ -136,7 +139,8 @@ async def test_buckets_opened_at_once_by_many_are_one(net: Net) -> None:
 @contract
 async def test_a_watch_shows_present_values_then_every_change_in_order(net: Net) -> None:
     name = net.unique("watch")
-    writer, reader = await (await net.connect()).key_value(name), await (await net.connect()).key_value(name)
+    writer = await (await net.connect()).key_value(name, history=HISTORY)
+    reader = await (await net.connect()).key_value(name)
     for key, value in (("b", b"1"), ("a", b"1"), ("b", b"2"), ("gone", b"1")):
         await writer.put(key, value)
     await writer.delete("gone")
@@ -158,6 +162,19 @@ async def test_a_watch_shows_present_values_then_every_change_in_order(net: Net)
 
 
 @contract
+async def test_a_watch_always_shows_the_newest_value_however_short_the_history(net: Net) -> None:
+    name, seen = net.unique("watch"), Seen[KvEntry]()
+    writer = await (await net.connect()).key_value(name, history=1)
+    await (await (await net.connect()).key_value(name)).watch("k", seen)
+    for number in range(100):
+        await writer.put("k", b"%d" % number)
+    while seen.items[-1:] != [KvEntry("k", b"99", 100)]:
+        await seen.wait(len(seen.items) + 1)
+    revisions = [entry.revision for entry in seen.items]
+    assert revisions == sorted(set(revisions))
+
+
+@contract
 async def test_a_watch_of_an_empty_bucket_starts_at_once_and_sees_the_first_write(net: Net) -> None:
     bucket, seen = await bucket_of(net), Seen[KvEntry]()
     await bucket.watch("k", seen)
@@ -170,7 +187,7 @@ async def test_a_watch_of_an_empty_bucket_starts_at_once_and_sees_the_first_writ
 @contract
 async def test_a_raising_watch_handler_is_counted_and_sees_the_next_change(net: Net) -> None:
     bus = await net.connect()
-    bucket, seen = await bus.key_value(net.unique("bucket")), Seen[KvEntry]()
+    bucket, seen = await bus.key_value(net.unique("bucket"), history=HISTORY), Seen[KvEntry]()
 
     def handler(entry: KvEntry) -> None:
         seen(entry)

@@ -34,6 +34,13 @@ class Broker:
         assert self.server.pid is not None
         os.kill(self.server.pid, number)
 
+    def freeze(self) -> None:
+        """Stop it, and return when it has stopped: the signal alone takes effect a little later."""
+        self.signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.server.pid}/task")
+        while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
+            time.sleep(0.001)
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self.server.stop()
@@ -67,7 +74,7 @@ async def test_after_a_killed_broker_everything_goes_on(broker: Broker) -> None:
     seen, changes = Seen[Message](), Seen[KvEntry]()
     await listen(server, "news", seen)
     await server.serve(ServiceInfo("sluice-test", "1.0.0", "test", {}, "t"), [Endpoint("echo", "echo", echo)])
-    bucket, reader = await client.key_value("plans"), await server.key_value("plans")
+    bucket, reader = await client.key_value("plans", history=10), await server.key_value("plans")
     await bucket.put("epoch", b"1")
     await reader.watch(">", changes)
     broker.kill()
@@ -128,7 +135,7 @@ async def test_a_frozen_broker_is_noticed_within_seconds_and_nothing_hangs(broke
     """Pings every second, two may be missing. Closing does not wait for it for ever."""
     bus = await NatsBus.connect(broker.url, name="b")
     closing = await NatsBus.connect(broker.url, name="c")
-    broker.signal(signal.SIGSTOP)
+    broker.freeze()
     started_s = time.monotonic()
     with pytest.raises(BusTimeoutError):
         await bus.request("anything", b"", timeout_s=0.05)
@@ -139,7 +146,7 @@ async def test_a_frozen_broker_is_noticed_within_seconds_and_nothing_hangs(broke
             await closing.flush()
         await closing.close()
     await until(lambda: not bus.connected)
-    assert time.monotonic() - started_s < 5.0
+    assert time.monotonic() - started_s < 10.0, "about 3 s on an idle machine, 4 minutes with default settings"
     broker.signal(signal.SIGCONT)
     await until(lambda: bus.connected)
     await bus.flush()
@@ -149,7 +156,7 @@ async def test_a_frozen_broker_is_noticed_within_seconds_and_nothing_hangs(broke
 async def test_a_late_answer_to_a_given_up_flush_does_no_harm(broker: Broker) -> None:
     bus, seen = await NatsBus.connect(broker.url, name="b"), Seen[Message]()
     await listen(bus, "news", seen)
-    broker.signal(signal.SIGSTOP)
+    broker.freeze()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await bus.flush()
