@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
@@ -40,6 +40,7 @@ LOADS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(LOADS, st.integers(1, 1500), st.sets(st.sampled_from(["a", "b"])))
 def test_the_chosen_worker_can_take_the_request_and_no_other_one_that_can_is_less_loaded(
     loads: list[WorkerLoad], num_tokens: int, refused: set[WorkerId]

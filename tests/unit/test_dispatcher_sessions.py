@@ -237,6 +237,24 @@ def test_full_workers_make_requests_wait_in_order_and_the_queue_is_bounded() -> 
     go(main())
 
 
+def test_when_one_waiting_request_finds_room_the_next_one_tries_at_once() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            worker.refuse = RefusalReason.FULL
+            tasks = [asyncio.create_task(made.sessions.admit(made.request(f"r{index}"))) for index in range(3)]
+            await asyncio.sleep(0.1)
+            worker.refuse = None
+            await made.view(make_status())
+            await asyncio.sleep(0.01)
+            assert all(task.done() for task in tasks)
+            for task in tasks:
+                made.sessions.release(task.result())
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
 def test_a_request_waits_for_room_no_longer_than_its_limit() -> None:
     async def main() -> None:
         async with cluster(queue_limit_s=5.0) as made:
@@ -542,7 +560,7 @@ def test_draining_refuses_new_requests_lets_old_ones_end_and_fails_the_rest_at_t
 
 
 @given(data=st.data(), num_tokens=st.integers(1, 30))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output(data: st.DataObject, num_tokens: int) -> None:
     """Every token of 0..n is in at least one part; parts come in any order and may repeat each other."""
     output = list(range(1000, 1000 + num_tokens))

@@ -35,7 +35,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(LETTERS, STOPS, st.lists(st.integers(0, 30)))
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 def test_the_text_ends_before_the_stop_string_that_is_complete_first(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
@@ -50,7 +50,7 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(
 
 
 @given(LETTERS, STOPS)
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
     matcher, shown = StopMatcher(stops), ""
     for index, letter in enumerate(text):
@@ -63,7 +63,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: l
 
 
 @given(st.text(alphabet="ab", max_size=20), STOPS, st.lists(st.integers(0, 30)))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_the_bill_ends_with_the_token_that_completes_the_stop_string(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
@@ -91,6 +91,13 @@ def test_the_end_of_an_answer_is_billed_and_flushes_what_was_held_back() -> None
     assert answer.push([EOS], FinishReason.STOP) == "ab"
     assert answer.num_tokens == 4
     assert not answer.was_cut
+
+
+@pytest.mark.parametrize("stops", [(), ("zz",)])
+def test_a_character_that_max_tokens_cuts_in_half_is_shown_as_the_library_shows_it(stops: tuple[str, ...]) -> None:
+    answer = AnswerText(ALPHABET.start(), stops, ())
+    assert answer.push([*"🦊".encode()][:3], FinishReason.NONE) == ""
+    assert answer.push([], FinishReason.LENGTH) == "\ufffd"
 
 
 @pytest.mark.parametrize("text", ["\u2028", "\u2029", "\x85", '"\\\n\x00', "🦊", "plain", "\x1c\x0b"])

@@ -67,21 +67,21 @@ def is_exact(ids: list[int]) -> bool:
 
 
 @given(ids_of(BYTE_LEVEL), st.lists(st.integers(0, 60), max_size=60))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_byte_level_pieces_join_to_the_librarys_text_for_any_ids(ids: list[int], cuts: list[int]) -> None:
     pieces = in_pieces(TABLES["byte-level"][1].start(), ids, cuts)
     assert "".join(pieces) == BYTE_LEVEL.decode(ids, skip_special_tokens=True)
 
 
 @given(ids_of(METASPACE), st.lists(st.integers(0, 60), max_size=60))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_metaspace_pieces_join_to_the_librarys_text_for_any_ids(ids: list[int], cuts: list[int]) -> None:
     pieces = in_pieces(TABLES["metaspace"][1].start(), ids, cuts)
     assert "".join(pieces) == METASPACE.decode(ids, skip_special_tokens=True)
 
 
 @given(ids_of(SENTENCEPIECE).filter(is_exact), st.lists(st.integers(0, 60), max_size=60))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_sentencepiece_pieces_join_to_the_librarys_text_unless_a_byte_run_breaks_late(
     ids: list[int], cuts: list[int]
 ) -> None:
@@ -91,7 +91,7 @@ def test_sentencepiece_pieces_join_to_the_librarys_text_unless_a_byte_run_breaks
 
 @pytest.mark.parametrize("name", TABLES)
 @given(text=st.text(max_size=40))
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_texts_with_emoji_and_multibyte_characters_come_back_token_by_token(name: str, text: str) -> None:
     tokenizer, table = TABLES[name]
     ids = tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,0 +1,88 @@
+"""What the dispatcher makes of the monitor's views and of its own submissions in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
+from services.dispatcher.state import ClusterState
+from shared.ids import WorkerId
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from tests.support.fake_worker import make_status
+
+W0 = WorkerId("w0")
+
+
+def view(*statuses: WorkerStatus) -> ClusterView:
+    return ClusterView(sequence_number=1, workers=statuses)
+
+
+def make_state(*statuses: WorkerStatus, now_s: float = 0.0) -> ClusterState:
+    state = ClusterState("tiny", step_limit_s=10.0)
+    state.apply(view(*statuses), now_s)
+    return state
+
+
+def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None:
+    """Submitted at 1.0 and 2.0. A view at 2.5 with a report 1 s old (made at 1.5) contains the first one only."""
+    state = make_state(make_status())
+    state.submitted(W0, 33, 1.0)
+    state.submitted(W0, 16, 2.0)
+    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (2, 4)
+    state.apply(view(make_status(num_running=1, num_used_blocks=3, age_s=1.0)), 2.5)
+    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (2, 4)
+    state.apply(view(make_status(num_running=2, num_used_blocks=4)), 3.0)
+    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (2, 4)
+
+
+def test_a_request_that_has_ended_since_the_report_is_taken_off() -> None:
+    state = make_state(make_status(num_running=2, num_used_blocks=4))
+    state.ended(W0, 32, 1.0)
+    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (1, 2)
+    state.ended(WorkerId("nobody"), 32, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ready"),
+    [
+        ({}, True),
+        ({"liveness": Liveness.SUSPECT}, True),
+        ({"liveness": Liveness.DEAD}, False),
+        ({"phase": WorkerPhase.DRAINING}, False),
+        ({"phase": WorkerPhase.STOPPED}, False),
+        ({"phase": WorkerPhase.LOADING}, False),
+    ],
+)
+def test_a_worker_is_ready_when_it_is_loaded_and_not_known_to_be_dead(fields: dict[str, object], ready: bool) -> None:
+    state = make_state(make_status(**fields))  # type: ignore[arg-type]  # a builder with keyword defaults
+    assert state.loads()[0].ready is ready
+    assert state.num_ready == ready
+
+
+def test_the_largest_request_is_what_every_ready_worker_holds() -> None:
+    small = make_status("a", num_blocks=10, block_size=16, max_model_len=512)
+    assert make_state(small, make_status("b")).max_request_tokens(4096) == 160
+    assert make_state(make_status("b")).max_request_tokens(4096) == 512
+    assert make_state().max_request_tokens(4096) == 4096
+
+
+def test_steps_that_stand_still_make_a_worker_lost_only_while_sequences_run_and_views_come() -> None:
+    state = make_state(make_status(num_running=1, num_steps=5))
+    assert state.apply(view(make_status(num_running=1, num_steps=5)), 10.0) == []
+    assert state.num_ready == 1  # no view since 10.0: nobody is judged by his silence
+    assert state.apply(view(make_status(num_running=1, num_steps=5)), 10.5) == [W0]
+    assert state.num_ready == 0
+    assert state.apply(view(make_status(num_running=1, num_steps=6)), 11.0) == []
+    assert state.apply(view(make_status(num_running=0, num_steps=6)), 99.0) == []
+
+
+def test_gaps_are_counted_in_the_bucket_whose_border_they_do_not_exceed() -> None:
+    gaps = GapHistogram()
+    for gap_s, count in ((0.001, 1), (0.0011, 2), (0.05, 3), (99.0, 4)):
+        gaps.add(gap_s, count)
+    cumulative, number, total_s = gaps.snapshot()
+    at = dict(zip(BOUNDS_S, cumulative, strict=True))
+    assert (at[0.001], at[0.0025], at[0.05], at[10]) == (1, 3, 6, 6)
+    assert number == 10
+    assert total_s == pytest.approx(0.001 + 2 * 0.0011 + 3 * 0.05 + 4 * 99.0)
+    assert gaps.snapshot()[1] == 10
