@@ -63,7 +63,8 @@ def undisturbed(worker: SimWorker, stream: Stream) -> list[int]:
     sampling = stream.submit.sampling
     prompt = stream.submit.prompt_ids().astype(np.int32)
     empty = np.zeros(0, dtype=np.int32)
-    return expected_outputs(prompt, empty, sampling.max_tokens, sampling.seed, worker.draw).tolist()
+    tokens: list[int] = expected_outputs(prompt, empty, sampling.max_tokens, sampling.seed, worker.draw).tolist()
+    return tokens
 
 
 async def submitted(dispatcher: FakeDispatcher, prompt: list[int], max_tokens: int, seed: int = 0) -> Stream:
@@ -147,7 +148,7 @@ def test_replay_gives_the_tokens_again_while_it_runs_and_after_the_end() -> None
 def test_refusals_say_why() -> None:
     async def test() -> None:
         async with one_worker(num_blocks=8) as (worker, dispatcher, _):
-            long = await dispatcher.submit("w0", dispatcher.make([300] * 120, 100))
+            long = await dispatcher.submit("w0", dispatcher.make([300] * 130, 100))
             outside = await dispatcher.submit("w0", dispatcher.make([32_000], 5))
             await worker.service.drain(1.0)
             late = await dispatcher.submit("w0", dispatcher.make([300], 5))
