@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
-from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES, greedy_text
+from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
 NAMES = ("group of 2", "group of 1, tied", "group of 4, wide heads", "group of 8, three layers")
 LENGTHS = (3, 150, 40, 90, 17, 120, 64, 5, 33, 77, 101, 12)
