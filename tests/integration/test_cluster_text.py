@@ -15,9 +15,12 @@ from tests.support.cluster import Cluster, cluster
 from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
 NAMES = ("group of 2", "group of 1, tied", "group of 4, wide heads", "group of 8, three layers")
-LENGTHS = (3, 150, 40, 90, 17, 120, 64, 5, 33, 77, 101, 12)
-MAX_BLOCKS = 24
-"""12 sequences need up to 112 blocks of 16; with 24 only a few run at a time, and some are preempted."""
+LENGTHS = (3, 150, 4, 90, 5, 6, 64, 7, 8, 77, 9, 12)
+MAX_BLOCKS = 14
+"""The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin with
+one block each and end with five each, so one of them is preempted."""
+MAX_ROUNDS = 5
+"""How the requests arrive is not ours to say; so often may they be sent until a preemption has been seen."""
 
 
 def prompts(shape: CheckpointShape) -> list[list[int]]:
@@ -84,13 +87,27 @@ def test_greedy_text_over_http_equals_the_references(name: str) -> None:
     batch, token_ids = clear_prompts(shape, reference)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
-    flags = ["--model", str(folder), "--served-model-name", "checkpoint", "--memory", "256MiB", "--workers", "1"]
+    flags = [
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "checkpoint",
+        "--memory",
+        "256MiB",
+        "--workers",
+        "1",
+        "--threads",
+        "1",
+    ]
     with cluster(*flags, env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)}) as running:
         alone = [complete(running, prompt) for prompt in batch[:3]]
         assert alone == texts[:3]
         assert running.total("num_preemptions_total") == 0
-        assert complete_all(running, batch) == texts
-        running.wait_until_idle()
+        for _ in range(MAX_ROUNDS):
+            assert complete_all(running, batch) == texts
+            running.wait_until_idle()
+            if running.total("num_preemptions_total"):
+                break
         assert running.total("num_preemptions_total") > 0
 
 
@@ -112,13 +129,26 @@ def test_deterministic_text_does_not_depend_on_the_batch() -> None:
         text: str = running.post("/v1/completions", body)["choices"][0]["text"]
         return text
 
-    flags = ["--model", str(folder), "--served-model-name", "checkpoint", "--memory", "256MiB", "--workers", "1"]
+    flags = [
+        "--model",
+        str(folder),
+        "--served-model-name",
+        "checkpoint",
+        "--memory",
+        "256MiB",
+        "--workers",
+        "1",
+        "--threads",
+        "1",
+    ]
     with cluster(*flags, "--deterministic", env={"SLUICE_WORKER_MAX_BLOCKS": str(MAX_BLOCKS)}) as running:
         batch = prompts(shape)
         alone = [sample(running, prompt) for prompt in batch]
-        with ThreadPoolExecutor(len(batch)) as pool:
-            together = list(pool.map(lambda prompt: sample(running, prompt), batch))
-        running.wait_until_idle()
+        for _ in range(MAX_ROUNDS):
+            with ThreadPoolExecutor(len(batch)) as pool:
+                assert list(pool.map(lambda prompt: sample(running, prompt), batch)) == alone
+            running.wait_until_idle()
+            if running.total("num_preemptions_total"):
+                break
         assert running.total("num_preemptions_total") > 0
-        assert together == alone
         assert len(set(alone)) == len(alone)
