@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.session import (
+    MAX_HELD_PARTS,
+    FailureCode,
+    NewRequest,
+    RequestFailedError,
+    Session,
+)
 from shared.ids import RequestId, StreamId
 from shared.memory_bus import MemoryBroker
 from shared.messages.report import Liveness, WorkerPhase
@@ -583,4 +589,15 @@ def test_parts_in_any_order_doubled_or_overlapping_give_the_exact_output(data: s
         session.attach(taker, 0.0)
     assert session.tokens == taker.tokens == output
     assert session.finish is taker.finish is FinishReason.LENGTH
+    assert session.held == {}
+
+
+def test_as_many_early_parts_as_may_be_held_follow_the_one_that_was_missing() -> None:
+    request = NewRequest(RequestId("r"), b"\0\0\0\0", SamplingParams(max_tokens=9999), 0.0, 600.0)
+    session, taker = Session(request, StreamId(0), GapHistogram()), Taker()
+    session.attach(taker, 0.0)
+    for index in range(1, MAX_HELD_PARTS + 1):
+        assert not session.receive(index, [index], FinishReason.NONE, 1.0)
+    assert session.receive(0, [0], FinishReason.NONE, 2.0)
+    assert session.tokens == taker.tokens == list(range(MAX_HELD_PARTS + 1))
     assert session.held == {}

@@ -200,13 +200,18 @@ class Session:
         Returns:
             False if tokens before this part are missing; it is kept until they come.
         """
-        num_known = len(self.tokens)
-        if first_index > num_known:
+        if first_index > len(self.tokens):
             self._hold(first_index, token_ids, finish)
             return False
+        self._take(first_index, token_ids, finish, now_s)
+        return True if not self.held else self._take_held(now_s)
+
+    def _take(self, first_index: int, token_ids: list[int], finish: FinishReason, now_s: float) -> None:
+        """Take a part that begins where the output ends, or before."""
+        num_known = len(self.tokens)
         if first_index < num_known:
             if first_index + len(token_ids) < num_known:
-                return True
+                return
             token_ids = token_ids[num_known - first_index :]
         if token_ids:
             self._append(token_ids, now_s)
@@ -215,7 +220,6 @@ class Session:
         if finish and not self.ended.is_set():
             self.finish = finish
             self.ended.set()
-        return True if not self.held else self._receive_held(now_s)
 
     def _hold(self, first_index: int, token_ids: list[int], finish: FinishReason) -> None:
         """Keep a part that came early; of two with the same beginning, the one that says more."""
@@ -225,14 +229,15 @@ class Session:
         if other is None or (len(other[0]), other[1]) < (len(token_ids), finish):
             self.held[first_index] = (token_ids, finish)
 
-    def _receive_held(self, now_s: float) -> bool:
+    def _take_held(self, now_s: float) -> bool:
         """Take the parts that have become next; return whether none is left that waits for others."""
         while self.held and not self.ended.is_set():
-            first_index = min(self.held)
-            if first_index > len(self.tokens):
+            next_index = len(self.tokens)
+            first_index = next_index if next_index in self.held else min(self.held)
+            if first_index > next_index:
                 return False
             token_ids, finish = self.held.pop(first_index)
-            self.receive(first_index, token_ids, finish, now_s)
+            self._take(first_index, token_ids, finish, now_s)
         self.held.clear()
         return True
 
