@@ -7,6 +7,7 @@ import ipaddress
 import os
 import re
 import socket
+import time
 from urllib.parse import urlsplit
 
 from cli.settings import UpSettings
@@ -14,6 +15,8 @@ from shared.errors import StartupError
 from shared.systems import UnknownSystemError, find_system
 
 BROKER_LIMIT_S = 0.8
+MAX_GREETING_BYTES = 64 * 1024
+_OWN_BROKER_HINT = "Start it, or unset NATS_URL and --nats-url so that a broker is started here"
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
@@ -59,21 +62,42 @@ def find_port(host: str, port: int) -> int:
 
 
 def check_broker(nats_url: str) -> None:
-    """Check that something listens where the broker should.
+    """Check that a broker of the right kind greets where it should; of several URLs, the first is asked.
 
     Raises:
-        StartupError: nothing does.
+        StartupError: nothing listens there, or no NATS server, or one without JetStream.
     """
     parts = urlsplit(nats_url.split(",")[0])
+    where = f"{parts.hostname}:{parts.port or 4222}"
     try:
-        with socket.create_connection((parts.hostname or "", parts.port or 4222), BROKER_LIMIT_S):
-            return
+        with socket.create_connection((parts.hostname or "", parts.port or 4222), BROKER_LIMIT_S) as connection:
+            greeting = _greeting(connection) if parts.scheme == "nats" else None
     except (OSError, ValueError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise StartupError(
-            f"no NATS server answers at {parts.hostname}:{parts.port or 4222} ({reason})",
-            "Start it, or unset NATS_URL and --nats-url so that a broker is started here",
-        ) from error
+        raise StartupError(f"no NATS server answers at {where} ({reason})", _OWN_BROKER_HINT) from error
+    if greeting is None:  # TLS or WebSocket: the services find out
+        return
+    if not greeting.startswith(b"INFO "):
+        raise StartupError(f"what listens at {where} is no NATS server", _OWN_BROKER_HINT)
+    if not any(
+        word in greeting for word in (b'"jetstream":true', b'"cluster":')
+    ):  # of a cluster, another one may have it
+        raise StartupError(f"the NATS server at {where} runs without JetStream", "Start it with -js")
+
+
+def _greeting(connection: socket.socket) -> bytes:
+    """Return the first line that the server sends unasked, without its end; what came in time if it is no line."""
+    line = b""
+    deadline_s = time.monotonic() + BROKER_LIMIT_S
+    while b"\n" not in line and len(line) < MAX_GREETING_BYTES and time.monotonic() < deadline_s:
+        try:
+            data = connection.recv(4096)
+        except TimeoutError:
+            break
+        if not data:
+            break
+        line += data
+    return line.split(b"\n")[0]
 
 
 def _is_own_address(host: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from cli.children import ClusterPlan, device_of, num_devices
 from cli.model import Model, find_model
 from cli.settings import UpSettings, load_up_settings
 from shared.errors import ConfigError, StartupError
+from shared.nats_server import EmbeddedNats
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +81,45 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_a_broker_that_does_not_answer_is_named() -> None:
     with pytest.raises(StartupError, match=r"no NATS server answers at 127\.0\.0\.1:1 .*unset NATS_URL"):
         checks.check_broker("nats://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("greeting", "line"),
+    [
+        (
+            b'INFO {"server_id":"x","version":"2.12.0","headers":true} \r\n',
+            r"runs without JetStream\. Start it with -js",
+        ),
+        (b"SSH-2.0-x\r\n", r"what listens at 127\.0\.0\.1:\d+ is no NATS server"),
+        (b"", "is no NATS server"),
+        (b'INFO {"server_id":"x","jetstream":true} \r\n', None),
+        (b'INFO {"server_id":"x","cluster":"c1"} \r\n', None),
+    ],
+)
+def test_a_broker_that_cannot_serve_is_refused_by_its_greeting(greeting: bytes, line: str | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"nats://127.0.0.1:{server.getsockname()[1]}"
+        connected: list[socket.socket] = []
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            connected.append(connection)
+            connection.sendall(greeting[:7])
+            connection.sendall(greeting[7:])
+            if not greeting:
+                connection.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(StartupError, match=line) if line else nullcontext():
+            checks.check_broker(url)
+        thread.join()
+        connected[0].close()
+
+
+def test_a_broker_of_our_own_kind_passes(tmp_path: Path) -> None:
+    with EmbeddedNats() as broker:
+        checks.check_broker(broker.start(tmp_path))
 
 
 def make_folder(folder: Path) -> Path:

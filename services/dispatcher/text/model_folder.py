@@ -78,9 +78,9 @@ def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(path))
     except (ValueError, RecursionError):
-        raise StartupError(f"{path} is not JSON") from None
+        raise StartupError(f"{path} is not JSON", "Copy the checkpoint again") from None
     if not isinstance(value, dict):
-        raise StartupError(f"{path} does not hold a JSON object")
+        raise StartupError(f"{path} does not hold a JSON object", "Copy the checkpoint again")
     return value
 
 

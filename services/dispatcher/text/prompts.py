@@ -124,7 +124,9 @@ def _load_tokenizer(source: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception for whatever it does not understand
-        raise StartupError(f"tokenizer.json cannot be read ({str(error)[:200]})") from None
+        raise StartupError(
+            f"tokenizer.json cannot be read ({str(error)[:200]})", "Save it in the format of the tokenizers library"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
