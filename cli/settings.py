@@ -39,7 +39,7 @@ class UpSettings(ServiceSettings):
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """CPU threads of each worker; 0 shares this machine's cores out evenly."""
+    """CPU threads of each worker; 0 shares this machine's cores out evenly (deterministic: one thread)."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""
     log_dir: str = ""
@@ -56,8 +56,15 @@ class UpSettings(ServiceSettings):
 
     def threads_per_worker(self, num_cores: int | None = None) -> int:
         """Return the CPU threads of each worker."""
-        cores = num_cores or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.threads or max(1, cores // self.workers)
+        if self.threads or self.deterministic:
+            return self.threads or 1
+        return max(1, (num_cores or _count_cores()) // self.workers)
+
+
+def _count_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> UpSettings:

@@ -29,6 +29,8 @@ LATENCY_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 class _Raw(Protocol):
     def labels(self, *labelvalues: Any) -> Any: ...
 
+    def clear(self) -> None: ...
+
 
 R = TypeVar("R", bound=_Raw)
 
@@ -55,6 +57,12 @@ class _Labelled(Generic[R]):
             if bounded == given:  # only these are bounded in number
                 self._children[given] = child
         return child
+
+    def _forget_children(self) -> None:
+        self._raw.clear()
+        self._children.clear()
+        for seen in self._seen.values():
+            seen.clear()
 
     def _bounded(self, label: str, value: str) -> str:
         value = value[:MAX_LABEL_CHARS]
@@ -84,6 +92,10 @@ class Gauge(_Labelled[prometheus_client.Gauge]):
     def add(self, amount: float, **labels: str) -> None:
         """Change the value by an amount, which may be negative."""
         self._child(labels).inc(amount)
+
+    def clear(self) -> None:
+        """Forget every labelled series; those that are set again reappear."""
+        self._forget_children()
 
 
 class Histogram(_Labelled[prometheus_client.Histogram]):

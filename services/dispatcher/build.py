@@ -64,7 +64,7 @@ class Dispatcher:
     ) -> None:
         self._settings = settings
         self._tasks = TaskOwner(on_failure)
-        self.service = DispatcherService(settings, bus, on_failure)
+        self.service = DispatcherService(settings, bus, on_failure, first_stream=secrets.randbits(32))
         now = asyncio.get_running_loop().time
         self.front = Front(
             settings=settings,

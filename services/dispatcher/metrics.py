@@ -52,6 +52,8 @@ class DispatcherMetrics:
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens of answers", model)
         self._requests = counter("sluice:requests", "Requests by endpoint and result", (*model, "endpoint", "finish"))
         self._shed = counter("sluice:shed", "Refused requests", (*model, "reason", "tier"))
+        self._bus = counter("sluice:bus", "Token traffic by what became of it", (*model, "what"))
+        self._bus_counted: dict[str, int] = {}
         self._prompt_tokens.inc(0, model_name=self._model)
         self._generation_tokens.inc(0, model_name=self._model)
 
@@ -72,7 +74,6 @@ class DispatcherMetrics:
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use", (*model, "worker"))
         self._open = gauge("sluice:requests_open", "Requests of this dispatcher that run or wait", model)
         self._queued = gauge("sluice:requests_queued", "Of these, the ones for which no worker has room", model)
-        self._bus = gauge("sluice:dispatcher_tokens", "Token messages by what became of them", (*model, "what"))
 
     def refused(self, reason: str, tier: str) -> None:
         """Count a request that was not admitted."""
@@ -110,6 +111,7 @@ class DispatcherMetrics:
         self._running.set(sum(report.num_running for report in reports), model_name=model)
         waiting = sum(report.num_waiting + report.num_preempted for report in reports)
         self._waiting.set(waiting + sessions.num_queued, model_name=model)
+        self._kv_usage.clear()  # a worker that is gone has no usage
         for report in reports:
             used = report.num_used_blocks / report.num_blocks if report.num_blocks else 0.0
             self._kv_usage.set(used, model_name=model, worker=report.worker_id)
@@ -123,7 +125,8 @@ class DispatcherMetrics:
             ("lost_messages", counters.num_lost_messages),
             ("replays", sessions.num_replays),
         ):
-            self._bus.set(value, model_name=model, what=what)
+            self._bus.inc(value - self._bus_counted.get(what, 0), model_name=model, what=what)
+            self._bus_counted[what] = value
 
 
 def _gap_lines(gaps: GapHistogram, model: str) -> bytes:

@@ -38,10 +38,16 @@ class DispatcherService:
         settings: checked; the model's folder is not read here.
         bus: connected; the caller closes it.
         on_failure: called with a task's name and error when one of the dispatcher's own tasks dies.
+        first_stream: first handle of a request; different in each process that goes by the same instance id.
     """
 
     def __init__(
-        self, settings: DispatcherSettings, bus: Bus, on_failure: Callable[[str, BaseException], None]
+        self,
+        settings: DispatcherSettings,
+        bus: Bus,
+        on_failure: Callable[[str, BaseException], None],
+        *,
+        first_stream: int = 0,
     ) -> None:
         self.bus = bus
         self.num_malformed = 0
@@ -65,6 +71,7 @@ class DispatcherService:
             ),
             now=self._now,
             tasks=self._tasks,
+            first_stream=first_stream,
         )
 
     async def start(self) -> None:

@@ -29,6 +29,11 @@ class _Known:
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
     """(when, sequences, tokens) of own submissions and endings that the report may not contain."""
 
+    @property
+    def process(self) -> tuple[str, int]:
+        """Host and process id of the last report."""
+        return self.status.report.host, self.status.report.pid
+
 
 class ClusterState:
     """The cluster as of the last view.
@@ -43,6 +48,8 @@ class ClusterState:
         self.view: ClusterView | None = None
         self.viewed_s = 0.0
         """When the view arrived."""
+        self.restarted: list[WorkerId] = []
+        """Workers that are another process than in the view before, sorted: what the old one ran may be lost."""
         self._step_limit_s = step_limit_s
         self._workers: dict[WorkerId, _Known] = {}
 
@@ -52,12 +59,15 @@ class ClusterState:
         A worker that is merely missing from the view is not lost: a monitor that has just started knows nobody.
         """
         self.view, self.viewed_s = view, now_s
+        self.restarted = []
         known: dict[WorkerId, _Known] = {}
         for status in view.workers:
             report = status.report
             if report.model and report.model != self.model:
                 continue
             worker = self._workers.get(report.worker_id) or _Known(status, now_s)
+            if worker.process != (report.host, report.pid):
+                self.restarted.append(report.worker_id)
             worker.status, worker.reported_s = status, now_s - status.age_s
             while worker.recent and worker.recent[0][0] < worker.reported_s:
                 worker.recent.popleft()
@@ -65,6 +75,7 @@ class ClusterState:
                 worker.num_steps, worker.stepped_s = report.num_steps, now_s
             known[report.worker_id] = worker
         self._workers = known
+        self.restarted.sort()
         return sorted(worker_id for worker_id, worker in known.items() if self._is_lost(worker))
 
     def _is_lost(self, worker: _Known) -> bool:

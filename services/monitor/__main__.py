@@ -32,7 +32,9 @@ async def serve(stop: asyncio.Event) -> None:
         failures.append(error)
         stop.set()
 
-    bus = await NatsBus.connect(settings.nats_url, name=f"sluice-{settings.instance_id}")
+    bus = await NatsBus.connect(
+        settings.nats_url, name=f"sluice-{settings.instance_id}", on_fatal=lambda error: fail("bus", error)
+    )
     try:
         monitor = build_monitor(settings, bus, fail)
         await monitor.start()

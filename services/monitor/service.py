@@ -49,6 +49,8 @@ class Monitor:
         """Hear reports and write views from now on."""
         self._view = await self._bus.key_value(self._subjects.view_bucket())
         self._last_turn_s = self._now()
+        # a new monitor has heard nobody yet: it lets every worker report before it replaces the view that is there
+        self._next_view_s = self._last_turn_s + self._settings.suspect_after_s
         self._open.append(await self._bus.subscribe(self._subjects.all_reports(), self._on_report))
         self._open.append(await self._bus.serve(self._info(), self._endpoints()))
         self._tasks.start(self._run(), name="monitor")

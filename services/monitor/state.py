@@ -128,7 +128,7 @@ class ClusterState:
         workers = tuple(
             WorkerStatus(liveness=record.liveness, age_s=max(0.0, now_s - record.heard_at_s), report=record.report)
             for _, record in sorted(self._records.items())
-            if not record.stopped
+            if not record.stopped or now_s - record.heard_at_s < self._params.dead_after_s  # long enough to be seen
         )
         return ClusterView(sequence_number=number, workers=workers)
 

@@ -37,7 +37,11 @@ class Worker:
     async def run(self) -> None:
         """Serve until told to stop, then drain."""
         spec = check_start(self._settings)
-        bus = await NatsBus.connect(self._settings.nats_url, name=f"sluice-{self._settings.instance_id}")
+        bus = await NatsBus.connect(
+            self._settings.nats_url,
+            name=f"sluice-{self._settings.instance_id}",
+            on_fatal=lambda error: self._fail("bus", error),
+        )
         reporter = make_reporter(self._settings, bus)
         reporting = TaskOwner(self._fail)
         reporting.start(reporter.run(), name="reporter")
@@ -60,6 +64,7 @@ class Worker:
         if loading.done():
             return loading.result()
         loading.cancel()
+        await reporter.leave()
         return None
 
     async def _serve(self, bus: Bus, reporter: Reporter, loaded: Loaded) -> None:

@@ -39,6 +39,14 @@ class ModelFacts:
     reserve_bytes: int = 0
 
 
+def _max_failures(max_batch_rows: int) -> int:
+    """Return after how many failed steps in a row the executor is to blame: several guilty rows cost fewer.
+
+    One costs a step per halving and two in the end.
+    """
+    return 4 * (max_batch_rows.bit_length() + 2)
+
+
 def make_reporter(settings: WorkerSettings, bus: Bus) -> Reporter:
     """Return the reporter; it can run while the model still loads."""
     subjects = Subjects(settings.cluster)
@@ -84,7 +92,9 @@ def build_worker(
     )
     now = asyncio.get_running_loop().time
     emitter = Emitter(worker_id, subjects, bus)
-    loop = StepLoop(engine, executor, emitter.emit, now, StepGate())
+    loop = StepLoop(
+        engine, executor, emitter.emit, now, StepGate(), max_failures=_max_failures(settings.max_batch_rows)
+    )
     facts = WorkerFacts(
         model=settings.model_name(),
         device=settings.device,

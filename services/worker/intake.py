@@ -24,6 +24,7 @@ from shared.messages.request import (
     ReplayUnknown,
     Submit,
 )
+from shared.subjects import check_token
 from shared.token_batch import stream_batch
 from shared.wire import decode, encode
 
@@ -71,6 +72,10 @@ class Intake:
             return refuse(RefusalReason.CANCELLED)
         if len(submit.prompt) % 4 or len(submit.generated) % 4:
             return refuse(RefusalReason.INVALID, "token ids are not whole u32 values")
+        try:
+            check_token(submit.dispatcher_id)
+        except ValueError as error:
+            return refuse(RefusalReason.INVALID, str(error))
         now_s = self._now()
         outcome = self._engine.add(
             NewSequence(

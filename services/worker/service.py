@@ -82,10 +82,10 @@ class WorkerService:
                 while self.engine.has_work or not self._emitter.idle:
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError:
-            _log.warning("drain_limit_reached", num_left=self.engine.stats.num_running, limit_s=limit_s)
+            _log.warning("drain_limit_reached", num_left=len(self.engine.row_of), limit_s=limit_s)
 
     async def stop(self) -> None:
-        """Leave the bus and release the executor. Sequences that still run are lost here; others hear it as DEAD."""
+        """Leave the bus and release the executor. Sequences that still run are lost: the dispatcher sees the phase."""
         self._intake.close()
         if self._endpoints is not None:
             await self._endpoints.close()

@@ -17,8 +17,8 @@ from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 NAMES = ("group of 2", "group of 1, tied", "group of 4, wide heads", "group of 8, three layers")
 LENGTHS = (3, 150, 4, 90, 5, 6, 64, 7, 8, 77, 9, 12)
 MAX_BLOCKS = 14
-"""The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin with
-one block each and end with five each, so one of them is preempted."""
+"""The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin
+with one block each and end with five each, so one of them is preempted."""
 MAX_ROUNDS = 5
 """How the requests arrive is not ours to say; so often may they be sent until a preemption has been seen."""
 

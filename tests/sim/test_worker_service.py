@@ -160,6 +160,20 @@ def test_refusals_say_why() -> None:
     in_virtual_time(test)
 
 
+def test_a_submission_that_names_no_possible_dispatcher_is_refused_and_harms_nobody() -> None:
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, _):
+            bad = dispatcher.make([300], 5).model_copy(update={"dispatcher_id": "not a token"})
+            answer = await dispatcher.submit("w0", bad)
+            assert isinstance(answer, Refused)
+            assert answer.reason is RefusalReason.INVALID
+            stream = await submitted(dispatcher, [300], 5)
+            await stream.ended.wait()
+            assert stream.tokens == undisturbed(worker, stream)
+
+    in_virtual_time(test)
+
+
 def test_drain_lets_running_sequences_finish() -> None:
     async def test() -> None:
         async with one_worker() as (worker, dispatcher, _):

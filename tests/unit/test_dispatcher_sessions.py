@@ -23,6 +23,7 @@ from services.dispatcher.session.session import (
     RequestFailedError,
     Session,
 )
+from services.dispatcher.session.table import MAX_STREAM, SessionTable
 from shared.ids import RequestId, StreamId
 from shared.memory_bus import MemoryBroker
 from shared.messages.report import Liveness, WorkerPhase
@@ -441,6 +442,25 @@ def test_a_restarted_worker_that_knows_nothing_of_the_request_loses_it() -> None
     go(main())
 
 
+def test_another_process_under_a_workers_name_is_asked_at_once_what_it_has() -> None:
+    """The silence that would lead to the same question is an hour; the sweep comes every 0.5 s."""
+
+    async def main() -> None:
+        async with cluster(silence_s=3600.0) as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            await made.view(make_status(pid=1))
+            worker.forgotten = True
+            await made.view(make_status(pid=2))
+            async with asyncio.timeout(1):
+                await session.ended.wait()
+            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
 def test_a_broker_that_is_down_for_a_minute_only_pauses_the_stream() -> None:
     async def main() -> None:
         async with cluster(silence_s=1.0) as made:
@@ -480,6 +500,33 @@ def test_late_tokens_of_an_older_attempt_and_of_strangers_are_ignored() -> None:
             assert made.sessions.table.counters.num_ignored >= 1
 
     go(main())
+
+
+def test_tokens_from_a_worker_that_does_not_run_the_request_are_ignored() -> None:
+    """As when a worker goes on for the dispatcher's process before, whose handles were the same."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            await made.add("a", script=None)
+            stranger = await made.add("b", script=None)
+            await made.view(make_status("a"))
+            session = await made.sessions.admit(made.request())
+            assert session.worker_id == "a"
+            await stranger.emit(Running(made.workers["a"].submits[0]), [9, 9, 9], FinishReason.STOP)
+            await asyncio.sleep(0.01)
+            assert session.tokens == []
+            assert session.is_running
+            assert made.sessions.table.counters.num_ignored == 1
+            made.sessions.release(session)
+            await asyncio.sleep(0.01)
+
+    go(main())
+
+
+def test_handles_begin_where_the_process_says() -> None:
+    table = SessionTable(lambda _: None, first_stream=MAX_STREAM)
+    request = NewRequest(RequestId("r"), b"1234", SamplingParams(max_tokens=1), arrival_s=0.0, limit_s=1.0)
+    assert [table.open(request).stream for _ in range(3)] == [MAX_STREAM, 0, 1]
 
 
 def test_tokens_that_overtake_the_workers_answer_are_not_lost() -> None:

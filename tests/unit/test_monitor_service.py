@@ -108,6 +108,26 @@ def test_the_view_is_written_at_the_moment_of_each_change_and_by_period() -> Non
     assert seen[0.77 + 3.0] is Liveness.DEAD
 
 
+def test_a_new_monitor_does_not_replace_the_view_before_it_has_heard_the_workers() -> None:
+    """The view of the monitor before stays; two workers report at 0.2 s and 0.4 s, as they do every 0.5 s."""
+
+    async def restart(room: Room) -> None:
+        await asyncio.sleep(0.2)
+        await room.report()
+        await asyncio.sleep(5)
+
+    first_at_s, first = in_room(restart).views[0]
+    assert first_at_s == 0.2
+    assert [status.report.worker_id for status in first.workers] == ["w"]
+
+
+def test_a_monitor_that_hears_nobody_says_so_after_a_while() -> None:
+    async def silence(_: Room) -> None:
+        await asyncio.sleep(1.6)
+
+    assert [(at_s, view.workers) for at_s, view in in_room(silence).views] == [(1.5, ())]
+
+
 def test_views_are_numbered_one_by_one() -> None:
     async def busy(room: Room) -> None:
         for _ in range(5):

@@ -86,14 +86,15 @@ def test_silence_is_judged_step_by_step_and_a_report_ends_it() -> None:
     assert shown(state, 80.0) == {}
 
 
-def test_a_stopped_worker_leaves_the_view_at_once_and_a_late_report_does_not_bring_it_back() -> None:
+def test_a_stopped_worker_is_shown_until_everybody_has_seen_it_and_a_late_report_does_not_bring_it_back() -> None:
     state = make_state()
     state.absorb(make_report(5), 0.0)
     state.absorb(make_report(6, phase=WorkerPhase.DRAINING), 0.1)
     state.absorb(make_report(8, phase=WorkerPhase.STOPPED), 0.2)
     assert names(state) == ["worker_ready", "worker_draining", "worker_gone"]
     assert state.absorb(make_report(7, phase=WorkerPhase.DRAINING), 0.3) is Verdict.STALE
-    assert shown(state, 0.3) == {}
+    assert list(shown(state, 3.1)) == ["w"]
+    assert shown(state, 3.2) == {}
     state.judge(100.0)
     assert names(state) == [], "it went in order: its silence is no news"
 

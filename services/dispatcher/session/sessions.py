@@ -72,9 +72,10 @@ class Sessions:
         limits: SessionLimits,
         now: Callable[[], float],
         tasks: TaskOwner,
+        first_stream: int = 0,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap)
+        self.table = SessionTable(self._on_gap, first_stream)
         self.draining = False
         self.num_replays = 0
         self._dispatcher_id = dispatcher_id
@@ -213,6 +214,9 @@ class Sessions:
             for session in self.table.on_worker(worker_id):
                 _log.warning("worker_lost", rid=session.request.request_id, worker=worker_id, attempt=session.attempt)
                 session.fail(FailureCode.WORKER_LOST)
+        for worker_id in self.cluster.restarted:  # the new process knows which requests it has: ask it about each
+            for session in self.table.on_worker(worker_id):
+                session.is_suspect = True
         self._waiting.signal()
 
     def fail_all(self, code: FailureCode) -> None:

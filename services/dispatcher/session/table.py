@@ -28,7 +28,7 @@ class TableCounters:
     num_batches: int = 0
     num_tokens: int = 0
     num_ignored: int = 0
-    """Rows of requests that are gone, or of older attempts."""
+    """Rows of requests that are gone, of older attempts, or from a worker that does not run the request."""
     num_lost_messages: int = 0
     """Numbers missing in a worker's channel."""
 
@@ -38,14 +38,16 @@ class SessionTable:
 
     Args:
         on_gap: called with a session that misses tokens.
+        first_stream: the first handle. Different in each process of a dispatcher: workers may still send tokens for
+            requests of the process before, and these must not meet a handle of this one.
     """
 
-    def __init__(self, on_gap: Callable[[Session], None]) -> None:
+    def __init__(self, on_gap: Callable[[Session], None], first_stream: int = 0) -> None:
         self.counters = TableCounters()
         self.gaps = GapHistogram()
         self._on_gap = on_gap
         self._sessions: dict[int, Session] = {}
-        self._next_stream = 0
+        self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
 
     def __len__(self) -> int:
@@ -89,7 +91,12 @@ class SessionTable:
         ):
             stop = start + count
             session = sessions.get(stream)
-            if session is None or session.attempt != attempt or session.ended.is_set():
+            if (
+                session is None
+                or session.attempt != attempt
+                or session.worker_id != batch.worker_id
+                or session.ended.is_set()
+            ):
                 self.counters.num_ignored += 1
             else:
                 if session.admitted_s is None:  # its first token overtook the worker's answer

@@ -18,9 +18,9 @@ class LivenessParams:
     """Ages of the last report, in seconds, at which the judgement changes; they must grow in this order."""
 
     suspect_after_s: float = 1.5
-    """From this age on the worker is suspect: nothing new is placed on it."""
+    """From this age on the worker is suspect: shown as such; nothing is done about it yet."""
     dead_after_s: float = 3.0
-    """From this age on it is dead: its requests are given to others. Lower recovers faster, and errs more often."""
+    """From this age on it is dead: its requests end there. Lower notices a loss sooner, and errs more often."""
     forget_after_s: float = 60.0
     """From this age on it is no longer shown."""
 
