@@ -14,7 +14,7 @@ from sluice_client.client import SluiceClient
 
 DEFAULTS = {"workers": 2, "port": 0}
 """Where `sluice demo` differs from `sluice up`."""
-MAX_TOKENS = 200
+MAX_TOKENS = 400
 
 
 async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_interactive: bool) -> int:

@@ -19,6 +19,8 @@ class RequestRecord:
     """One ended request, for metrics and the access log. Times in seconds; None if it never came so far."""
 
     request_id: str
+    public_id: str
+    """What the client was told (`x-request-id`), and what a refusal is logged under."""
     endpoint: str
     is_stream: bool
     tier: str
@@ -80,7 +82,7 @@ class DispatcherMetrics:
         self._shed.inc(model_name=self._model, reason=reason, tier=tier)
 
     def ended(self, record: RequestRecord) -> None:
-        """Count a request that was admitted and has ended."""
+        """Count a request that has ended, admitted or not."""
         model = self._model
         self._requests.inc(model_name=model, endpoint=record.endpoint, finish=record.finish)
         self._prompt_tokens.inc(record.num_prompt_tokens, model_name=model)

@@ -244,6 +244,39 @@ def test_full_workers_make_requests_wait_in_order_and_the_queue_is_bounded() -> 
     go(main())
 
 
+def test_a_burst_does_not_exceed_the_queue() -> None:
+    """All fifty ask before the first one has been refused by the worker; two may wait."""
+
+    async def main() -> None:
+        async with cluster(max_queued=2, queue_limit_s=5.0) as made:
+            worker = await made.add(script=None)
+            worker.refuse = RefusalReason.FULL
+            tasks = [asyncio.create_task(made.sessions.admit(made.request(f"r{index}"))) for index in range(50)]
+            await asyncio.sleep(1.0)
+            assert made.sessions.num_queued == 2
+            refused = [task.exception() for task in tasks if task.done()]
+            assert len(refused) == 48
+            assert all(
+                isinstance(error, RequestFailedError) and error.code is FailureCode.QUEUE_FULL for error in refused
+            )
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    go(main())
+
+
+def test_a_request_does_not_wait_longer_than_it_may_take() -> None:
+    async def main() -> None:
+        async with cluster(queue_limit_s=60.0) as made:
+            worker = await made.add(script=None)
+            worker.refuse = RefusalReason.FULL
+            began_s = asyncio.get_running_loop().time()
+            with pytest.raises(RequestFailedError):
+                await made.sessions.admit(made.request(limit_s=0.5))
+            assert asyncio.get_running_loop().time() - began_s == pytest.approx(0.5, abs=0.01)
+
+    go(main())
+
+
 def test_when_one_waiting_request_finds_room_the_next_one_tries_at_once() -> None:
     async def main() -> None:
         async with cluster() as made:

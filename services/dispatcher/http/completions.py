@@ -23,7 +23,8 @@ MAX_PROMPTS: Final = 1024
 _KNOWN = frozenset(
     {
         *COMPLETIONS,
-        *("model", "prompt", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "min_p"),
+        *("model", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "modalities"),
+        *("temperature", "top_p", "top_k", "min_p"),
         *("seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "presence_penalty"),
         *("frequency_penalty", "logit_bias", "logprobs", "response_format", "user"),
     }

@@ -102,8 +102,12 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
 }
 
 
+_NOT_TO_RETRY: Final = (FailureCode.REQUEST_FAILED, FailureCode.TIMED_OUT)
+"""It would cost as much again, and end alike."""
+
+
 def failure_error(code: FailureCode) -> ApiError:
     """Return the error of a request that has no (whole) answer."""
     status, message, retry_after_s = _FAILURES[code]
-    headers = {"x-should-retry": "false"} if code is FailureCode.REQUEST_FAILED else {}
+    headers = {"x-should-retry": "false"} if code in _NOT_TO_RETRY else {}
     return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)

@@ -48,7 +48,7 @@ class Fields:
             code = "decimal_above_max_value" if value > 0 else "decimal_below_min_value"
             raise invalid(code, self._prefix + name, f"'{self._prefix}{name}' must be a finite number.")
         if above and value <= low:
-            raise self._out_of_range(name, "decimal", f"above {low:g}", is_above=False)
+            raise self._out_of_range(name, "decimal", f"above {_plain(low)}", is_above=False)
         return float(self._in_range(name, "decimal", value, low, high))
 
     def boolean(self, name: str, *, default: bool = False) -> bool:
@@ -82,15 +82,20 @@ class Fields:
 
     def _in_range(self, name: str, kind: str, value: float, low: float, high: float) -> float:
         if value < low:
-            raise self._out_of_range(name, kind, f"at least {low:g}", is_above=False)
+            raise self._out_of_range(name, kind, f"at least {_plain(low)}", is_above=False)
         if value > high:
-            raise self._out_of_range(name, kind, f"at most {high:g}", is_above=True)
+            raise self._out_of_range(name, kind, f"at most {_plain(high)}", is_above=True)
         return value
 
     def _out_of_range(self, name: str, kind: str, allowed: str, *, is_above: bool) -> ApiError:
         path = self._prefix + name
         code = f"{kind}_{'above_max' if is_above else 'below_min'}_value"
         return invalid(code, path, f"'{path}' must be {allowed}.")
+
+
+def _plain(number: float) -> str:
+    """Return the number as a person writes it: whole ones with every digit."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 _TYPE_NAMES = {

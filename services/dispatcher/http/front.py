@@ -14,6 +14,7 @@ from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from shared.bus import Bus
 from shared.log import get_logger
+from shared.messages.request import MAX_PROMPT_TOKENS
 
 _log = get_logger()
 
@@ -63,5 +64,5 @@ class Front:
 
     @property
     def max_request_tokens(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.sessions.cluster.max_request_tokens(self.max_model_len)
+        """Most tokens of prompt and output together: what every worker holds, and one message carries."""
+        return min(self.sessions.cluster.max_request_tokens(self.max_model_len), MAX_PROMPT_TOKENS)

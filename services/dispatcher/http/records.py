@@ -37,6 +37,7 @@ def make_record(front: Front, call: Call, session: Session | None, num_tokens: i
         qoe = session.qoe.final()
     return RequestRecord(
         request_id=call.request_id,
+        public_id=call.public_id,
         endpoint=call.endpoint,
         is_stream=call.params.stream,
         tier=call.params.service_tier,

@@ -25,7 +25,7 @@ class WaitingRoom:
         return len(self._tickets)
 
     def enter(self) -> Ticket:
-        """Join the end of the queue. The limit is admission's business; the caller must `leave`."""
+        """Join the end of the queue. The caller keeps the limit (`len`), and must `leave`."""
         ticket = Ticket()
         self._tickets.append(ticket)
         return ticket

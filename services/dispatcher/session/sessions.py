@@ -133,7 +133,10 @@ class Sessions:
     async def _queue_and_submit(self, session: Session) -> None:
         if not len(self._waiting) and await self._submit_somewhere(session):
             return
-        until_s = self._now() + self._limits.queue_limit_s
+        if len(self._waiting) >= self._limits.max_queued:  # they came while this one asked the workers
+            raise RequestFailedError(FailureCode.QUEUE_FULL)
+        request = session.request
+        until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
         ticket = self._waiting.enter()
         try:
             while await self._waiting.turn(ticket, until_s):
