@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
@@ -14,8 +14,24 @@ settings.register_profile("sluice", deadline=None, derandomize=True)
 settings.load_profile("sluice")
 
 
-@pytest.fixture(autouse=True)
-def _log_within_the_test() -> Iterator[None]:
-    """Have what a test logs written while its output is captured: the log's own thread may be late."""
-    yield
-    flush_log()
+def _flushed() -> Generator[None, None, None]:
+    """Have what was logged written while the output is still captured: the log's own thread may be late."""
+    try:
+        return (yield)
+    finally:
+        flush_log()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    return (yield from _flushed())
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    return (yield from _flushed())
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    return (yield from _flushed())
