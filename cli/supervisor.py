@@ -238,7 +238,7 @@ class Supervisor:
             self._fail(Failure(child.log.refusal(), REFUSED))
             return None
         child.exits_s.append(now_s)
-        words = child.log.last_words() if code >= 0 else ""
+        words = child.log.last_words() if code > 0 else ""
         said = f": {words}" if words else ""
         delay_s = restart_delay_s(self._params, child.exits_s, now_s)
         if delay_s is None:

@@ -60,6 +60,17 @@ async def test_a_child_that_dies_is_started_again_with_another_pid(tmp_path: Pat
     await supervisor.close()
 
 
+async def test_an_orderly_end_is_not_blamed_on_an_old_warning(tmp_path: Path) -> None:
+    shown: list[str] = []
+    supervisor = make_supervisor(tmp_path, shown)
+    await supervisor.start(python("w", f"""print('{{"level": "warning", "event": "old"}}'); {SERVE}"""))
+    await wait_for_output(tmp_path, "w", "up")
+    os.kill(supervisor.pids()["w"], signal.SIGTERM)
+    await wait_for_output(tmp_path, "w", 'up\n{"level": "warning", "event": "old"}\nup')
+    assert "w ended with exit code 0; it starts again in 0.0 s" in shown
+    await supervisor.close()
+
+
 async def test_the_supervisor_gives_up_with_one_line_that_names_the_cause(tmp_path: Path) -> None:
     shown: list[str] = []
     supervisor = make_supervisor(tmp_path, shown)
