@@ -14,6 +14,8 @@ from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 
 _MAX_RECENT = 4096
+_RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
+"""What was placed on a worker that loads was placed on the process before this one."""
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ class ClusterState:
         self._workers: dict[WorkerId, _Known] = {}
 
     def apply(self, view: ClusterView, now_s: float) -> list[WorkerId]:
-        """Take a new view, and return the workers whose requests are lost, sorted: dead, stopped, or stuck in a step.
+        """Take a new view and return the workers whose requests are lost, sorted: dead, stopped, started anew, stuck.
 
         A worker that is merely missing from the view is not lost: a monitor that has just started knows nobody.
         """
@@ -79,7 +81,7 @@ class ClusterState:
         return sorted(worker_id for worker_id, worker in known.items() if self._is_lost(worker))
 
     def _is_lost(self, worker: _Known) -> bool:
-        if worker.status.liveness is Liveness.DEAD or worker.status.report.phase is WorkerPhase.STOPPED:
+        if worker.status.liveness is Liveness.DEAD or worker.status.report.phase in _RUNS_NOTHING:
             return True
         return self.viewed_s - worker.stepped_s > self._step_limit_s  # without views nobody is judged
 

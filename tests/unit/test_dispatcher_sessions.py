@@ -413,14 +413,17 @@ def test_a_request_that_waits_at_its_worker_is_asked_about_ever_more_rarely() ->
     go(main())
 
 
-@pytest.mark.parametrize("status", [{"liveness": Liveness.DEAD}, {"phase": WorkerPhase.STOPPED}])
+@pytest.mark.parametrize(
+    "status", [{"liveness": Liveness.DEAD}, {"phase": WorkerPhase.STOPPED}, {"phase": WorkerPhase.LOADING, "pid": 7}]
+)
 def test_requests_of_a_dead_worker_fail_as_worker_lost(status: dict[str, Any]) -> None:
     async def main() -> None:
         async with cluster() as made:
             await made.add("a", script=None)
             session = await made.sessions.admit(made.request())
             await made.view(make_status("a", **status))
-            await session.ended.wait()
+            async with asyncio.timeout(0.5):
+                await session.ended.wait()
             assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
             made.sessions.release(session)
             await asyncio.sleep(0.01)
