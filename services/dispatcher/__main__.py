@@ -4,58 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import sys
 
 from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
-from shared.config import load
-from shared.log import configure, get_logger
-from shared.nats_bus import NatsBus
-from shared.process import run_service
+from shared.log import get_logger
+from shared.service_process import ServiceProcess, run_service_process
 
 _log = get_logger()
 
 
-class Process:
-    """The process: its settings, and the failure that ends it."""
-
-    def __init__(self, settings: DispatcherSettings, stop: asyncio.Event) -> None:
-        self._settings = settings
-        self._stop = stop
-        self._failure: BaseException | None = None
-
-    def _fail(self, name: str, error: BaseException) -> None:
-        _log.error("task_died", task=name, error=repr(error))
-        self._failure = self._failure or error
-        self._stop.set()
-
-    async def run(self) -> None:
-        """Serve until told to stop, then drain."""
-        settings = self._settings
-        text = await asyncio.to_thread(load_text, settings)
-        bus = await NatsBus.connect(
-            settings.nats_url,
-            name=f"sluice-{settings.instance_id}",
-            on_fatal=lambda error: self._fail("bus", error),
-        )
+async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
+    """Run one dispatcher until told to stop; then drain it."""
+    text = await asyncio.to_thread(load_text, settings)
+    async with process.bus() as bus:
+        dispatcher = Dispatcher(settings, bus, text, process.fail)
         try:
-            dispatcher = Dispatcher(settings, bus, text, self._fail)
-            try:
-                port = await dispatcher.start()
-                if not _is_local(settings.host):
-                    _log.warning(
-                        "no_keys", host=settings.host, meaning="whoever reaches this address can use the model"
-                    )
-                _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
-                await self._stop.wait()
-                if self._failure is None:
-                    await dispatcher.drain()
-            finally:
-                await dispatcher.stop()
+            port = await dispatcher.start()
+            if not _is_local(settings.host):
+                _log.warning("no_keys", host=settings.host, meaning="whoever reaches this address can use the model")
+            _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
+            await process.wait_stop()
+            if process.failure is None:
+                await dispatcher.drain()
         finally:
-            await bus.close()
-        if self._failure is not None:
-            raise self._failure
+            await dispatcher.stop()
 
 
 def _is_local(host: str) -> bool:
@@ -65,16 +37,5 @@ def _is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def main() -> None:
-    """Read the settings and run."""
-
-    async def serve(stop: asyncio.Event) -> None:
-        settings = load(DispatcherSettings, "dispatcher", sys.argv[1:])
-        configure("dispatcher", settings.instance_id, settings.log_level, settings.log_format)
-        await Process(settings, stop).run()
-
-    run_service("dispatcher", serve)
-
-
 if __name__ == "__main__":
-    main()
+    run_service_process("dispatcher", DispatcherSettings, serve)

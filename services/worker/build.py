@@ -12,7 +12,7 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor
+from services.worker.engine.types import Executor, KvCapacity
 from services.worker.intake import Intake
 from services.worker.policy.registry import make_scheduler
 from services.worker.reporter import Reporter, WorkerFacts
@@ -72,55 +72,13 @@ def build_worker(
         on_failure: called with a task's name and error when one of the worker's own tasks dies.
     """
     subjects = Subjects(settings.cluster)
-    worker_id = WorkerId(settings.instance_id)
-    system = find_system(settings.system)
-    capacity = executor.capacity
-    num_blocks = min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
-    max_model_len = min(model.max_model_len, num_blocks * capacity.block_size)
-    engine = Engine(
-        EngineConfig(
-            max_sequences=settings.max_sequences,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_batch_rows=settings.max_batch_rows,
-            max_model_len=max_model_len,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-            block_size=capacity.block_size,
-        ),
-        make_scheduler(system.scheduler),
-        num_blocks,
-    )
-    now = asyncio.get_running_loop().time
-    emitter = Emitter(worker_id, subjects, bus)
-    loop = StepLoop(
-        engine, executor, emitter.emit, now, StepGate(), max_failures=_max_failures(settings.max_batch_rows)
-    )
-    facts = WorkerFacts(
-        model=settings.model_name(),
-        device=settings.device,
-        system=system.name,
-        max_model_len=max_model_len,
-        block_size=capacity.block_size,
-        max_sequences=settings.max_sequences,
-        param_bytes=model.param_bytes,
-        kv_bytes=model.kv_bytes,
-        reserve_bytes=model.reserve_bytes,
-        memory_bytes=settings.memory,
-    )
-    info = ServiceInfo(
-        name="sluice-worker",
-        version=VERSION,
-        description=DESCRIPTION,
-        metadata={
-            "cluster": settings.cluster,
-            "model": facts.model,
-            "device": facts.device,
-            "system": facts.system,
-        },
-        instance_id=worker_id,
-    )
+    facts = _facts(settings, executor.capacity, model)
+    engine = _engine(settings, executor.capacity, model, facts.max_model_len)
+    emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
+    now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
+    loop = StepLoop(engine, executor, emitter.emit, now, StepGate(), max_failures=max_failures)
     return WorkerService(
-        info=info,
+        info=_info(settings, facts),
         facts=facts,
         bus=bus,
         subjects=subjects,
@@ -131,4 +89,52 @@ def build_worker(
         emitter=emitter,
         reporter=reporter,
         tasks=TaskOwner(on_failure),
+    )
+
+
+def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:
+    return min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
+
+
+def _facts(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts) -> WorkerFacts:
+    return WorkerFacts(
+        model=settings.model_name(),
+        device=settings.device,
+        system=settings.system,
+        max_model_len=min(model.max_model_len, _num_blocks(settings, capacity) * capacity.block_size),
+        block_size=capacity.block_size,
+        max_sequences=settings.max_sequences,
+        param_bytes=model.param_bytes,
+        kv_bytes=model.kv_bytes,
+        reserve_bytes=model.reserve_bytes,
+        memory_bytes=settings.memory,
+    )
+
+
+def _engine(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, max_model_len: int) -> Engine:
+    config = EngineConfig(
+        max_sequences=settings.max_sequences,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_rows=settings.max_batch_rows,
+        max_model_len=max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        block_size=capacity.block_size,
+    )
+    scheduler = make_scheduler(find_system(settings.system).scheduler)
+    return Engine(config, scheduler, _num_blocks(settings, capacity))
+
+
+def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:
+    return ServiceInfo(
+        name="sluice-worker",
+        version=VERSION,
+        description=DESCRIPTION,
+        metadata={
+            "cluster": settings.cluster,
+            "model": facts.model,
+            "device": facts.device,
+            "system": facts.system,
+        },
+        instance_id=settings.instance_id,
     )
