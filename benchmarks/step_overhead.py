@@ -1,9 +1,14 @@
 """What a worker adds to a step of decodes: scheduler, blocks, hand-off to the thread, stop rules, packing, the bus.
 
 The worker's own step loop, thread executor and emitter run on a real NATS connection; only the model is missing: its
-runner answers at once. So the time from one step to the next is Sluice's own.
+runner sleeps for STEP_MS, as a device that computes, with the interpreter's lock released. Three figures per size:
 
-    python -m benchmarks.step_overhead [--rows 1 64 1024] [--steps 3000]
+- gap: from the end of one step on the device to the start of the next, which is what throughput loses;
+- CPU: of the event loop's thread per step, emitting included, which overlaps with the device;
+- hand-off: the same gap for an executor that is given the next batch without any engine: two wake-ups of a thread, so
+  the part of the gap that is the machine's.
+
+    python -m benchmarks.step_overhead [--rows 1 64 1024] [--steps 1500]
 """
 
 from __future__ import annotations
@@ -30,37 +35,68 @@ from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
 
 WARM_UP = 200
+STEP_MS = 2.0
 
 
-class NoModel:
-    """A runner that samples token 7 everywhere, at once."""
+class SleepingModel:
+    """A runner that takes STEP_MS and samples token 7 everywhere; notes when each step began and ended."""
+
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float]] = []
 
     @property
     def capacity(self) -> KvCapacity:
         return KvCapacity(1, 16)
 
     def run(self, batch: Batch) -> BatchOutput:
-        return BatchOutput(batch.step_id, np.full(len(batch.rows), 7, dtype=np.int32), 0.0)
+        began_s = time.perf_counter()
+        time.sleep(STEP_MS / 1e3)
+        output = BatchOutput(batch.step_id, np.full(len(batch.rows), 7, dtype=np.int32), STEP_MS / 1e3)
+        self.times.append((began_s, time.perf_counter()))
+        return output
 
     def close(self) -> None:
         pass
 
+    def gaps_s(self) -> list[float]:
+        """Return the seconds between each step's end and the next one's start, without the first ones."""
+        times = np.array(self.times)
+        gaps: list[float] = (times[1:, 0] - times[:-1, 1])[WARM_UP:].tolist()
+        return gaps
 
-async def measure(url: str, num_rows: int, num_steps: int) -> list[float]:
-    """Return the seconds from one step's tokens to the next step's."""
+
+async def hand_offs(num_steps: int) -> list[float]:
+    """Return the gaps when each finished step is answered with the next batch at once."""
+    model = SleepingModel()
+    executor = ThreadExecutor(model, asyncio.get_running_loop())
+    engine = decoding_engine("chunked", 1, 8)
+    batch = engine.next_batch(0.0)
+    assert batch is not None
+    for _ in range(num_steps + WARM_UP):
+        await executor.submit(batch)
+    await executor.close()
+    return model.gaps_s()
+
+
+async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float], float]:
+    """Return the gaps between steps, and the CPU seconds of this thread per step."""
     loop = asyncio.get_running_loop()
-    engine: Engine = decoding_engine("chunked", num_rows, num_steps + WARM_UP + 10)
+    total = num_steps + WARM_UP
+    engine: Engine = decoding_engine("chunked", num_rows, total + 10)
     bus = await NatsBus.connect(url, name="worker")
     emitter = Emitter(WorkerId("bench"), Subjects(), bus)
     emitter.channel(DispatcherId("nobody"))
-    executor = ThreadExecutor(NoModel(), loop)
-    times: list[float] = []
+    model = SleepingModel()
+    executor = ThreadExecutor(model, loop)
     enough = asyncio.Event()
+    cpu_before = 0.0
 
     def emit(events: StepEvents) -> None:
+        nonlocal cpu_before
         emitter.emit(events)
-        times.append(time.perf_counter())
-        if len(times) >= num_steps + WARM_UP:
+        if len(model.times) == WARM_UP:
+            cpu_before = time.thread_time()
+        elif len(model.times) >= total:
             enough.set()
 
     steps = StepLoop(engine, executor, emit, loop.time, StepGate())
@@ -68,24 +104,31 @@ async def measure(url: str, num_rows: int, num_steps: int) -> list[float]:
     gc.collect()
     running = asyncio.ensure_future(steps.run())
     await enough.wait()
+    cpu_s = (time.thread_time() - cpu_before) / num_steps
     steps.close()
     await running
     emitting.cancel()
     await executor.close()
     await bus.close()
-    gaps: list[float] = np.diff(times)[WARM_UP:].tolist()
-    return gaps
+    return model.gaps_s(), cpu_s
 
 
 async def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 1024])
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=1500)
     chosen = parser.parse_args()
+    table = [["no engine (hand-off)", percentiles(await hand_offs(chosen.steps), scale=1e6), ""]]
     async with broker() as url:
-        rows = [[str(num), percentiles(await measure(url, num, chosen.steps), scale=1e6)] for num in chosen.rows]
-    print_table(f"A step without a model ({machine()})", ["rows", "µs per step (p50 / p99)"], rows)
+        for num_rows in chosen.rows:
+            gaps, cpu_s = await measure(url, num_rows, chosen.steps)
+            table.append([str(num_rows), percentiles(gaps, scale=1e6), f"{1e6 * cpu_s:.0f}"])
+    print_table(
+        f"Between two steps of {STEP_MS:g} ms ({machine()})",
+        ["rows", "gap, µs (p50 / p99)", "CPU of the loop's thread per step, µs"],
+        table,
+    )
 
 
 if __name__ == "__main__":
