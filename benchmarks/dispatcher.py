@@ -77,6 +77,7 @@ class PlayedWorker:
                 num_blocks=100_000,
                 max_sequences=4096,
                 num_running=len(self.streams),
+                num_steps=self.counter,
             )
             self.number += 1
             await self.bus.publish(self.subjects.report(WORKER), encode_json(report))
