@@ -1,7 +1,8 @@
 """What a worker adds to a step of decodes: scheduler, blocks, hand-off to the thread, stop rules, packing, the bus.
 
 The worker's own step loop, thread executor and emitter run on a real NATS connection; only the model is missing: its
-runner sleeps for STEP_MS, as a device that computes, with the interpreter's lock released. Three figures per size:
+runner sleeps for STEP_MS, as a device that computes, with the interpreter's lock released. Three figures per size, and
+then the parts of the gap:
 
 - gap: from the end of one step on the device to the start of the next, which is what throughput loses;
 - CPU: of the event loop's thread per step, emitting included, which overlaps with the device;
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import gc
 import time
+from itertools import pairwise
 
 import numpy as np
 import uvloop
@@ -65,6 +67,44 @@ class SleepingModel:
         return gaps
 
 
+class Stamps:
+    """When the calls of a step began and ended, by name."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[tuple[float, float]]] = {}
+
+    def watch(self, owner: object, name: str) -> None:
+        """Note the times of this method of this object."""
+        method = getattr(owner, name)
+        times = self.times.setdefault(name, [])
+
+        def watched(*arguments: object) -> object:
+            began_s = time.perf_counter()
+            result = method(*arguments)
+            times.append((began_s, time.perf_counter()))
+            return result
+
+        setattr(owner, name, watched)
+
+    def parts_s(self, steps: list[tuple[float, float]]) -> list[list[float]]:
+        """Return, per step: to the loop's thread, absorb, next_batch, submit, to the device's thread; seconds."""
+        columns = {name: np.array(times) for name, times in self.times.items()}
+        parts = []
+        for (_, ended_s), (begins_s, _) in pairwise(steps[WARM_UP:]):
+            calls = [columns[name][np.searchsorted(columns[name][:, 0], ended_s)] for name in ("absorb", "next_batch")]
+            submit = columns["submit"][np.searchsorted(columns["submit"][:, 0], calls[1][1])]
+            parts.append(
+                [
+                    calls[0][0] - ended_s,
+                    calls[0][1] - calls[0][0],
+                    calls[1][1] - calls[1][0],
+                    submit[1] - submit[0],
+                    begins_s - submit[1],
+                ]
+            )
+        return parts
+
+
 async def hand_offs(num_steps: int) -> list[float]:
     """Return the gaps when each finished step is answered with the next batch at once."""
     model = SleepingModel()
@@ -78,8 +118,8 @@ async def hand_offs(num_steps: int) -> list[float]:
     return model.gaps_s()
 
 
-async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float], float]:
-    """Return the gaps between steps, and the CPU seconds of this thread per step."""
+async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float], float, list[list[float]]]:
+    """Return the gaps between steps, the CPU seconds of this thread per step, and the parts of each gap."""
     loop = asyncio.get_running_loop()
     total = num_steps + WARM_UP
     engine: Engine = decoding_engine("chunked", num_rows, total + 10)
@@ -99,6 +139,9 @@ async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float],
         elif len(model.times) >= total:
             enough.set()
 
+    stamps = Stamps()
+    for owner, name in ((engine, "absorb"), (engine, "next_batch"), (executor, "submit")):
+        stamps.watch(owner, name)
     steps = StepLoop(engine, executor, emit, loop.time, StepGate())
     emitting = asyncio.ensure_future(emitter.run())
     gc.collect()
@@ -110,7 +153,7 @@ async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float],
     emitting.cancel()
     await executor.close()
     await bus.close()
-    return model.gaps_s(), cpu_s
+    return model.gaps_s(), cpu_s, stamps.parts_s(model.times[:total])
 
 
 async def main() -> None:
@@ -120,14 +163,21 @@ async def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     chosen = parser.parse_args()
     table = [["no engine (hand-off)", percentiles(await hand_offs(chosen.steps), scale=1e6), ""]]
+    parts = []
     async with broker() as url:
         for num_rows in chosen.rows:
-            gaps, cpu_s = await measure(url, num_rows, chosen.steps)
+            gaps, cpu_s, steps = await measure(url, num_rows, chosen.steps)
             table.append([str(num_rows), percentiles(gaps, scale=1e6), f"{1e6 * cpu_s:.0f}"])
+            parts.append([str(num_rows), *(f"{1e6 * median:.0f}" for median in np.median(steps, axis=0))])
     print_table(
         f"Between two steps of {STEP_MS:g} ms ({machine()})",
         ["rows", "gap, µs (p50 / p99)", "CPU of the loop's thread per step, µs"],
         table,
+    )
+    print_table(
+        "The parts of the gap, µs (p50); the last one overlaps with sending the tokens of the step before",
+        ["rows", "to the loop's thread", "absorb", "next_batch", "submit", "to the device's thread"],
+        parts,
     )
 
 
