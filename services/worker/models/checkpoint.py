@@ -12,7 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from services.worker.models.spec import ModelSpec, read_json
+from services.worker.models.config_json import read_json
+from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import all_parts
 from shared.errors import StartupError
 
