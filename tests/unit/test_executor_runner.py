@@ -170,9 +170,13 @@ def test_the_budget_holds_parameters_reserve_and_kv(runner: ModelRunner) -> None
     assert info.kv_bytes == runner.cache.num_bytes
 
 
-def test_the_reserve_covers_the_peak_of_a_full_batch() -> None:
+WIDE = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
+WINDOWS = (("use_sliding_window", True), ("sliding_window", 100), ("max_window_layers", 1))
+
+
+@pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
+def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape) -> None:
     """A vocabulary of 931 in batches of 200 drawn rows and 2 000 tokens: tens of MiB, far above the least reserve."""
-    shape = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
     opened = open_runner(
         shape, memory_bytes=256 * MIB, max_batch_tokens=2000, max_batch_rows=200, max_rows=200, max_model_len=400
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.attention import torch_paged
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
@@ -20,6 +22,15 @@ from services.worker.models.spec import ModelSpec, RopeSpec
 
 BLOCK_SIZE = 8
 MAX_KEYS = 600
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing from threads, and lose much where other processes use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_spec(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> ModelSpec:
@@ -132,6 +143,27 @@ def test_border_cases_of_groups_tiles_splits_and_windows(
     torch.testing.assert_close(
         attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 200])
+def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(torch_paged, "LONG_KEYS", 90)
+    case = Case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
+    actual = attend(TorchPagedAttention(case.spec, case.cache), case)
+    torch.testing.assert_close(actual.double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+def test_a_plan_has_no_more_keys_than_the_window_shows() -> None:
+    """Window 10: a decode gathers 10 keys, a chunk of 20 gathers 9 + 20. Until outgrown, it costs nothing."""
+    case = Case([(100, 1), (4, 1), (60, 20)], (4, 2, 8), 3, 10)
+    attention = TorchPagedAttention(case.spec, case.cache)
+    plan = attention.plan(case.rows)
+    assert sum(group.slots.numel() for group in plan[10].groups) == 2 * 10
+    assert [row.slots.numel() for row in plan[10].prefills] == [29]
+    assert [row.slots.numel() for row in plan[None].prefills] == [80]
+    short = Case([(8, 1), (4, 6)], (4, 2, 8), 3, 10)
+    plan = TorchPagedAttention(short.spec, short.cache).plan(short.rows)
+    assert plan[10] is plan[None]
 
 
 @given(

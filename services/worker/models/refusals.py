@@ -65,10 +65,11 @@ def _refused(name: str, what: str) -> StartupError:
 
 
 def _is_reference_code(auto_map: object, family: Family, architecture: str) -> bool:
-    """Tell whether the code that the folder names is the one that the reference later took over."""
+    """Tell whether the code that the folder (or, before `--`, a repository) names is the reference's by now."""
     if not family.published_with_code or not isinstance(auto_map, dict):
         return False
-    return auto_map.get("AutoModelForCausalLM") == f"modeling_{family.model_type}.{architecture}"
+    named = auto_map.get("AutoModelForCausalLM")
+    return isinstance(named, str) and named.split("--")[-1] == f"modeling_{family.model_type}.{architecture}"
 
 
 def refuse_adapter(model_dir: Path) -> None:
