@@ -133,8 +133,10 @@ def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
     )
 
 
-@pytest.mark.parametrize("lengths", [[(0, 1)] * 3, [(9, 1), (300, 1), (2, 1)], [(0, 129)], [(255, 1), (256, 1)]])
-@pytest.mark.parametrize("window", [None, 1, 8, 129, 256])
+@pytest.mark.parametrize(
+    "lengths", [[(0, 1)] * 3, [(9, 1), (300, 1), (2, 1)], [(0, 129)], [(9, 140)], [(255, 1), (256, 1)]]
+)
+@pytest.mark.parametrize("window", [None, 1, 2, 8, 129, 256])
 @pytest.mark.parametrize("kind", [TorchPagedAttention, FixedSplitAttention])
 def test_border_cases_of_groups_tiles_splits_and_windows(
     kind: type[Any], window: int | None, lengths: list[tuple[int, int]]
