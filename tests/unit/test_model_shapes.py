@@ -18,14 +18,15 @@ ACTIVATIONS = ("silu", "gelu", "relu", "gelu_new")
 
 
 def draw(family: str, seed: int) -> CheckpointShape:
+    """Return a checkpoint of at least 12 hidden dimensions: narrower products have other bits in other rows."""
     rng = random.Random(f"{family} {seed}")
     num_kv_heads = rng.choice((1, 2, 3))
     num_heads = num_kv_heads * (1 if family == "opt" else rng.choice((1, 2, 3, 5)))
-    head_dim = rng.choice((4, 12, 20, 32, 36))
+    head_dim = rng.choice((12, 20, 32, 36) if family == "opt" else (4, 12, 20, 32, 36))
     return CheckpointShape(
         family=family,
         vocab_size=rng.choice((259, 300, 384)),
-        hidden_size=num_heads * (head_dim if family == "opt" else rng.choice((8, 14, 22))),
+        hidden_size=num_heads * (head_dim if family == "opt" else rng.choice((12, 14, 22))),
         intermediate_size=rng.choice((30, 65, 96)),
         num_layers=rng.choice((1, 2, 3)),
         num_heads=num_heads,
