@@ -170,10 +170,14 @@ def test_the_budget_holds_parameters_reserve_and_kv(runner: ModelRunner) -> None
     assert info.kv_bytes == runner.cache.num_bytes
 
 
+WIDE = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
+WINDOWS = (("use_sliding_window", True), ("sliding_window", 100), ("max_window_layers", 1))
+
+
+@pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])
 @pytest.mark.parametrize(("kernels", "chunks"), [("torch", 4), ("auto", 12)])
-def test_the_reserve_covers_the_peak_of_a_full_batch(kernels: str, chunks: int) -> None:
+def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape, kernels: str, chunks: int) -> None:
     """A vocabulary of 931 in batches of 200 drawn rows and thousands of tokens: far above the least reserve."""
-    shape = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
     opened = open_runner(
         shape,
         memory_bytes=256 * MIB,

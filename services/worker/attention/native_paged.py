@@ -86,7 +86,7 @@ class NativePagedAttention:
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=self._cache.block_size,
-            window=0,
+            window=spec.windows[layer] or 0,
             scale=spec.head_dim**-0.5,
             keys=keys.data_ptr(),
             values=self._cache.values[layer].data_ptr(),

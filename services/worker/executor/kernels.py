@@ -60,24 +60,32 @@ def choose_kernels(wanted: str, spec: ModelSpec, device: torch.device) -> Kernel
     if wanted == "torch":
         return Kernels("torch")
     library = open_library() if device.type == "cpu" else None
-    reason = _refusal(spec, device, library)
-    if library is not None and not reason:
-        return Kernels(f"native {library.level}", library, whole=True)
+    if library is None or spec.group_size > MAX_GROUP:
+        return _without_library(wanted, spec, device, is_there=library is not None)
+    unknown = _unknown_layers(spec)
+    if unknown:
+        structlog.get_logger().warning("only attention is by native kernels", reason=unknown)
+        return Kernels(f"attention {library.level}", library)
+    return Kernels(f"native {library.level}", library, whole=True)
+
+
+def _without_library(wanted: str, spec: ModelSpec, device: torch.device, *, is_there: bool) -> Kernels:
+    reason = "no library is built for this processor"
+    if device.type != "cpu":
+        reason = f"the device is {device}"
+    elif is_there:
+        reason = f"{spec.group_size} query heads share a key head, at most {MAX_GROUP} may"
     if wanted == "native":
-        raise StartupError(
-            f"native kernels are not possible: {reason}", "Run make install, or start with --kernels auto"
-        )
+        raise StartupError(f"native kernels are not possible: {reason}", "Run make install, or use --kernels auto")
     if device.type == "cpu":
         structlog.get_logger().warning("kernels are torch's, which is slower", reason=reason)
     return Kernels("torch")
 
 
-def _refusal(spec: ModelSpec, device: torch.device, library: NativeLibrary | None) -> str:
-    """Return why the library cannot compute the model; empty if it can."""
-    if device.type != "cpu":
-        return f"the device is {device}"
-    if library is None:
-        return "no library is built for this processor (no C++ compiler when it was installed?)"
-    if spec.group_size > MAX_GROUP:
-        return f"{spec.group_size} query heads share a key head, at most {MAX_GROUP} may"
+def _unknown_layers(spec: ModelSpec) -> str:
+    """Return what the library does not compute outside of attention; empty if it computes all."""
+    if not spec.norm_first or not spec.final_norm:
+        return "the model's norms stand behind its sums"
+    if spec.embedding_size is not None:
+        return "the model's embedding is projected"
     return ""

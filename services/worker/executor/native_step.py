@@ -67,7 +67,7 @@ class NativeForward:
         self._rope = rope
         self._dtype = cache.keys[0].dtype
         self._layers = (LayerArgs * spec.num_layers)(
-            *(_layer_args(weights.layers[i], cache, i) for i in range(spec.num_layers))
+            *(_layer_args(spec, weights.layers[i], cache, i) for i in range(spec.num_layers))
         )
         self._model = self._model_args()
         self._workspace = _Workspace.make(spec, 1, self._dtype)
@@ -135,9 +135,9 @@ class NativeForward:
         spec, outer = self._spec, self._weights.outer
         return ModelArgs(
             is_bf16=int(self._dtype == torch.bfloat16),
-            layer_norm=0,
-            activation=ACTIVATIONS["silu"],
-            gated=1,
+            layer_norm=int(spec.norm_kind == "layer"),
+            activation=ACTIVATIONS[spec.activation],
+            gated=int(spec.gated_mlp),
             hidden=spec.hidden_size,
             inner=spec.intermediate_size,
             vocab=spec.vocab_size,
@@ -145,12 +145,14 @@ class NativeForward:
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            rotary_dim=self._rope.cos.shape[1],
+            rotary_dim=spec.rotary_dim,
             block_size=self.cache.block_size,
             norm_eps=spec.norm_eps,
             scale=spec.head_dim**-0.5,
             embedding=_pointer(outer, "embedding"),
+            position_embedding=_positions_pointer(spec, outer),
             norm=_pointer(outer, "norm"),
+            norm_bias=_pointer(outer, "norm_bias"),
             head=_pointer(outer, "embedding" if spec.tied_embeddings else "head"),
             cos=self._rope.cos.data_ptr(),
             sin=self._rope.sin.data_ptr(),
@@ -158,9 +160,11 @@ class NativeForward:
         )
 
 
-def _layer_args(weights: ParameterBuffer, cache: KVCache, layer: int) -> LayerArgs:
+def _layer_args(spec: ModelSpec, weights: ParameterBuffer, cache: KVCache, layer: int) -> LayerArgs:
+    up = "gate_up" if spec.gated_mlp else "up"
     return LayerArgs(
         attention_norm=_pointer(weights, "attention_norm"),
+        attention_norm_bias=_pointer(weights, "attention_norm_bias"),
         qkv=_pointer(weights, "qkv"),
         qkv_bias=_pointer(weights, "qkv_bias"),
         q_norm=_pointer(weights, "q_norm"),
@@ -168,13 +172,21 @@ def _layer_args(weights: ParameterBuffer, cache: KVCache, layer: int) -> LayerAr
         output=_pointer(weights, "output"),
         output_bias=_pointer(weights, "output_bias"),
         mlp_norm=_pointer(weights, "mlp_norm"),
-        up=_pointer(weights, "gate_up"),
-        up_bias=_pointer(weights, "gate_up_bias"),
+        mlp_norm_bias=_pointer(weights, "mlp_norm_bias"),
+        up=_pointer(weights, up),
+        up_bias=_pointer(weights, f"{up}_bias"),
         down=_pointer(weights, "down"),
         down_bias=_pointer(weights, "down_bias"),
         keys=cache.keys[layer].data_ptr(),
         values=cache.values[layer].data_ptr(),
+        window=spec.windows[layer] or 0,
     )
+
+
+def _positions_pointer(spec: ModelSpec, outer: ParameterBuffer) -> int | None:
+    """Return where the learned embedding of position 0 lies."""
+    table = outer.get("positions")
+    return None if table is None else table[spec.position_offset].data_ptr()
 
 
 def _pointer(weights: ParameterBuffer, name: str) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 import torch
 
-from services.worker.attention.torch_paged import GROUP_BYTES, max_group_keys
+from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
@@ -33,7 +33,7 @@ from services.worker.memory.measure import peak_bytes
 from services.worker.models.checkpoint import check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.rope import RopeTable
-from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.models.spec import ModelSpec, check_context, read_spec
 from services.worker.models.weights import ModelWeights, num_parameters, parameter_bytes
 from shared.errors import StartupError
 from shared.types import SamplingParams
@@ -58,6 +58,7 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     progress(0.0, "checking the checkpoint")
     device, dtype = _device(settings.device), _dtype(settings.dtype)
     spec = read_spec(settings.model_dir)
+    check_context(spec, settings.max_model_len)
     tensors = find_tensors(settings.model_dir)
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
@@ -110,7 +111,7 @@ class _Loader:
             dtype=settings.dtype,
             kernels=self._kernels.name,
         )
-        rope = RopeTable(spec.rope, spec.head_dim, max_model_len, self._dtype, self._device)
+        rope = RopeTable(spec.rope, spec.rotary_dim, max_model_len, self._dtype, self._device)
         forward = self._kernels.open(spec, self._weights, rope, cache, deterministic=settings.deterministic)
         return ModelRunner(
             info,
@@ -138,7 +139,7 @@ class _Loader:
 
         def dry_steps() -> None:
             try:
-                runner.run(_worst_batch(settings, context, max_group_keys(spec, self._dtype) // context + 1))
+                runner.run(_worst_batch(settings, context, max_group_rows(spec, self._dtype, context) + 1))
             except BatchFailedError as error:
                 raise StartupError(
                     f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
@@ -154,9 +155,8 @@ class _Loader:
             measured = estimated_reserve(
                 spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
             )
-        return (
-            max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + 2 * context * spec.head_dim * self._dtype.itemsize
-        )
+        angle_bytes = 2 * context * spec.rotary_dim * self._dtype.itemsize
+        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
 
 
 def _worst_batch(settings: RunnerSettings, context: int, num_long: int) -> Batch:

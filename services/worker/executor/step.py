@@ -68,7 +68,7 @@ class TorchForward:
         decoder, cache, attention = self._decoder, self.cache, self._attention
         plan = attention.plan(inputs.rows)
         angles = Angles(*self._rope.rows(inputs.positions))
-        hidden = decoder.embed(inputs.tokens)
+        hidden = decoder.embed(inputs.tokens, inputs.positions)
         for layer in range(decoder.spec.num_layers):
             queries, keys, values = decoder.pre(layer, hidden, angles)
             cache.write(layer, inputs.slots, keys, values)

@@ -12,7 +12,7 @@ inline const T* as(const void* pointer) {
   return static_cast<const T*>(pointer);
 }
 
-// Normalises one row; bias may be null.
+// Normalises one row; weight and bias may be null.
 template <class T>
 inline void norm_row(const T* in, const T* weight, const T* bias, int64_t size, float eps, bool subtract_mean, T* out) {
   float mean = 0.0f;
@@ -28,13 +28,10 @@ inline void norm_row(const T* in, const T* weight, const T* bias, int64_t size, 
     squares += value * value;
   }
   const float factor = 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
-  if (bias == nullptr) {
 #pragma omp simd
-    for (int64_t i = 0; i < size; i++) out[i] = from_float<T>((to_float(in[i]) - mean) * factor * to_float(weight[i]));
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < size; i++)
-      out[i] = from_float<T>((to_float(in[i]) - mean) * factor * to_float(weight[i]) + to_float(bias[i]));
+  for (int64_t i = 0; i < size; i++) {
+    const float value = (to_float(in[i]) - mean) * factor * (weight == nullptr ? 1.0f : to_float(weight[i]));
+    out[i] = from_float<T>(value + (bias == nullptr ? 0.0f : to_float(bias[i])));
   }
 }
 
@@ -124,7 +121,7 @@ class Forward {
       for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {
         const void* weight = h < model_.heads ? layer.q_norm : layer.k_norm;
         if (weight != nullptr) norm_row<T>(row + h * size, as<T>(weight), nullptr, size, model_.norm_eps, false, row + h * size);
-        turn(row + h * size, step_.positions[t]);
+        if (model_.rotary_dim > 0) turn(row + h * size, step_.positions[t]);
       }
       T* keys = row + model_.heads * size;
       std::memcpy(static_cast<T*>(layer.keys) + step_.slots[t] * kv_width, keys, kv_width * sizeof(T));
