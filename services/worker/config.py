@@ -26,6 +26,14 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KernelKind(StrEnum):
+    """What computes the forward pass on the CPU."""
+
+    AUTO = "auto"  # the worker's own kernels where they are built for this processor, else torch's operators
+    NATIVE = "native"  # the worker's own, or no start
+    TORCH = "torch"  # torch's operators
+
+
 class WorkerSettings(ServiceSettings):
     """One worker: one device, one copy of the model, one hard memory budget."""
 
@@ -61,6 +69,8 @@ class WorkerSettings(ServiceSettings):
     """The same text whatever else is in the batch; somewhat slower."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of one step on the CPU; 0 leaves the choice to torch."""
+    kernels: KernelKind = KernelKind.AUTO
+    """What computes the forward pass on the CPU: `auto`, `native` or `torch`."""
     report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between two reports to the monitor; a change is reported at once."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0

@@ -14,10 +14,10 @@ import torch
 
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
+from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.sampler import DRAW_ELEMENTS
 from services.worker.executor.selftest import prove_deterministic
-from services.worker.executor.step import ForwardPass
 from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
     RESERVE_MARGIN,
@@ -63,9 +63,10 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
     context = longest_context(demand)
-    _set_threads(settings, device)
+    kernels = choose_kernels(settings.kernels, spec, device)
+    _set_threads(settings, device, kernels)
     weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
-    loader = _Loader(settings, spec, weights, demand)
+    loader = _Loader(settings, spec, weights, demand, kernels)
     progress(_LOADED, "measuring the workspace")
     reserve_bytes, division = loader.divide(context)
     _log_context(settings, division.max_model_len, spec.max_positions)
@@ -80,13 +81,16 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
 class _Loader:
     """A model whose parameters are loaded, before its KV is."""
 
-    def __init__(self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand) -> None:
+    def __init__(
+        self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand, kernels: Kernels
+    ) -> None:
         self._settings = settings
         self._spec = spec
         self._weights = weights
         self._demand = demand
         self._dtype = _dtype(settings.dtype)
         self._device = weights.outer.storage.device
+        self._kernels = kernels
 
     def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
         """Return a runner with a cache of its own."""
@@ -105,9 +109,10 @@ class _Loader:
             capacity=KvCapacity(num_blocks, settings.block_size),
             device=str(self._device),
             dtype=settings.dtype,
+            kernels=self._kernels.name,
         )
         rope = RopeTable(spec.rope, spec.rotary_dim, max_model_len, self._dtype, self._device)
-        forward = ForwardPass(spec, self._weights, rope, cache, deterministic=settings.deterministic)
+        forward = self._kernels.open(spec, self._weights, rope, cache, deterministic=settings.deterministic)
         return ModelRunner(
             info,
             forward,
@@ -217,9 +222,9 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _set_threads(settings: RunnerSettings, device: torch.device) -> None:
-    """Set the threads of one operator; deterministic mode takes one: how work is split over threads is not fixed."""
-    num_threads = settings.num_threads or (1 if settings.deterministic else None)
+def _set_threads(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> None:
+    """Set the threads of one operator; torch takes one in deterministic mode: how it splits work is not fixed."""
+    num_threads = settings.num_threads or (1 if settings.deterministic and not kernels.whole else None)
     if device.type == "cpu" and num_threads is not None:
         torch.set_num_threads(num_threads)
 
