@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from cli.bench.options import bench
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
@@ -23,14 +24,17 @@ Examples:
   sluice up --model owner/name --device cuda   fetch from the Hugging Face hub, serve on GPUs
   sluice chat                                  talk with it
   sluice status                                what the workers do
+  sluice pull owner/name                       fetch a model from the hub
+  sluice bench --request-rate 4                put a load on a server and measure it
+  sluice profile --model ./llama               measure what a step costs, as a cost profile
 
 \b
 Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat)
-  130  stopped at once by a second Ctrl-C
+  3    nothing answers at the URL (status, chat, bench)
+  130  stopped at once by a second Ctrl-C (bench, pull: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
 NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting one.
@@ -156,6 +160,9 @@ def version() -> int:
     """Print the version."""
     click.echo(f"sluice {VERSION}")
     return 0
+
+
+cli.add_command(bench)
 
 
 def run_command(argv: list[str] | None = None) -> int:
