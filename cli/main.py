@@ -49,6 +49,15 @@ Examples:
 Ctrl-C finishes running answers (up to --drain-limit-s) and stops; a second Ctrl-C stops at once.
 """
 
+PROFILE_EPILOG = """\b
+Examples:
+  sluice profile --model ./llama --dtype bfloat16 --out llama.toml
+  sluice profile --nats-url nats://127.0.0.1:4222 --worker worker-0
+
+The formula: ms per step = max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P, with N tokens in the step, KVdec tokens of KV read
+by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held out, to tell the error.
+"""
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 # name, metavar, help; the meaning and the check of each value are in cli.settings
@@ -153,6 +162,31 @@ def status(*, url: str, as_json: bool) -> int:
 
     click.echo(asyncio.run(run_status(url, as_json=as_json)))
     return 0
+
+
+@cli.command(epilog=PROFILE_EPILOG)
+@cluster_options
+@click.option("--worker", metavar="NAME", default="", help="Worker of a running cluster. [the first that is ready]")
+@click.option("--out", metavar="FILE.toml", default="", help="File to write. [<model>-tp1-<device>.toml]")
+@click.option("--force", is_flag=True, help="Write over a file that exists.")
+@click.option("--limit-s", type=click.IntRange(min=1), default=120, show_default=True, help="Begin nothing new after.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=128, show_default=True, help="Most decodes together.")
+@click.option("--num-decodes", type=click.IntRange(2, 512), default=24, show_default=True, help="Steps per batch.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts, order, held-out steps."
+)
+def profile(**flags: Any) -> int:
+    """Measure what a step costs on this hardware, and write it as a cost profile.
+
+    With a broker (--nats-url, NATS_URL) and no --model, a worker of the cluster there is measured; it need not be idle,
+    but other work makes the figures worse. Otherwise a cluster is started for it.
+    """
+    from cli.console import Console
+    from cli.profile.command import DEFAULTS, ProfileSettings, run_profile
+    from cli.settings import load_up_settings
+
+    settings = ProfileSettings(**{name: flags.pop(name) for name in ProfileSettings.__dataclass_fields__})
+    return asyncio.run(run_profile(load_up_settings(flags, DEFAULTS), settings, Console()))
 
 
 @cli.command()

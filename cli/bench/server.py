@@ -14,8 +14,9 @@ from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
-SHORT_WORDS, LONG_WORDS = 20, 120
-"""Lengths of the two prompts by which the server's counting is measured."""
+LONG_WORDS = 120
+"""The longer of the two prompts by which the server's counting is measured; a sixth of it is the shorter one. A small
+context shortens both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +80,16 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, in
 async def measure_scale(
     server: Server, session: aiohttp.ClientSession, rng: np.random.Generator, texts: Sequence[str]
 ) -> TokenScale:
-    """Return how the server counts words: of two made-up prompts, or of one word and a sample of the data set's texts.
+    """Return how the server counts words, from two prompts: of the data set's texts, or made up if there are none.
 
     Raises:
         CommandError: it refuses even a short request, so that a load makes no sense.
     """
-    plain = PromptMaker(rng, TokenScale(tokens_per_word=1.0))
-    short = str(plain.make(SHORT_WORDS))
-    long = " ".join(texts)[:4000] if texts else str(plain.make(LONG_WORDS))
-    if texts:
-        short = long.split()[0]
+    longest = min(LONG_WORDS, server.max_model_len // 8) if server.max_model_len else LONG_WORDS
+    drawn = str(PromptMaker(rng, TokenScale(tokens_per_word=1.0)).make(LONG_WORDS)).split()
+    words = [word for text in texts for word in text.split()]
+    words = (words if len(words) > 1 else drawn)[: max(longest, 2)]
+    short, long = " ".join(words[: max(len(words) // 6, 1)]), " ".join(words)
     counts = [await _count(server, session, text) for text in (short, long)]
     if counts[0] is None or counts[1] is None:
         return TokenScale()

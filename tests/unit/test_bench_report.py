@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from cli.bench.command import BenchSettings, run_bench
 from cli.bench.report import render, summarise
+from cli.bench.server import Server as ApiServer
+from cli.bench.server import measure_scale
 from cli.bench.stream import AnswerReader, Outcome, spread_tokens, stream_answer
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
@@ -174,6 +177,16 @@ def test_a_late_load_says_so() -> None:
     late.due_s = 0.9
     assert "late by 100 ms" in render(summarise([late], TARGET, is_held_back=False), TARGET)
     assert "late by" not in render(summarise([late], TARGET, is_held_back=True), TARGET)
+
+
+@pytest.mark.parametrize("context", [0, 16, 100, 4096])
+async def test_the_prompts_that_are_counted_first_fit_a_small_context(context: int) -> None:
+    server = counting_server()
+    async with running(server) as url, aiohttp.ClientSession() as session:
+        scale = await measure_scale(ApiServer(url, "demo", "chat", context), session, np.random.default_rng(0), ())
+    assert (scale.tokens_per_word, scale.overhead, scale.is_measured) == (2.0, 7.0, True)
+    counts = [len(body["messages"][0]["content"].split()) for body in server.posts]
+    assert counts[0] < counts[1] <= max(2, (context or 960) // 8)
 
 
 def counting_server(words: int = 4) -> Server:
