@@ -49,6 +49,15 @@ Examples:
 Ctrl-C finishes running answers (up to --drain-limit-s) and stops; a second Ctrl-C stops at once.
 """
 
+PULL_EPILOG = """\b
+Examples:
+  sluice pull owner/name                       into the hub's cache
+  sluice pull owner/name --revision v1.0       a branch, a tag or a commit
+  sluice pull owner/name --to ./model          into a folder
+
+HF_TOKEN is sent for gated and private models; HF_ENDPOINT names another hub; HF_HUB_OFFLINE=1 uses the cache only.
+"""
+
 PROFILE_EPILOG = """\b
 Examples:
   sluice profile --model ./llama --dtype bfloat16 --out llama.toml
@@ -161,6 +170,23 @@ def status(*, url: str, as_json: bool) -> int:
     from cli.status import run_status
 
     click.echo(asyncio.run(run_status(url, as_json=as_json)))
+    return 0
+
+
+@cli.command(epilog=PULL_EPILOG)
+@click.argument("model_id", metavar="OWNER/NAME[@REVISION]")
+@click.option("--revision", metavar="REV", default=None, help="Branch, tag or commit. [main]")
+@click.option("--to", metavar="DIR", default="", help="Put the files here. [the hub's cache, under HF_HOME]")
+def pull(*, model_id: str, revision: str | None, to: str) -> int:
+    """Fetch a model from the Hugging Face hub.
+
+    Only what is served: configuration, tokenizer, chat template, safetensors; never pickles or code. What was broken
+    off goes on. Prints the folder, which `sluice up --model` takes; it takes the id as well.
+    """
+    from cli.console import Console
+    from cli.pull import run_pull
+
+    click.echo(run_pull(model_id, revision, to, Console()))
     return 0
 
 
