@@ -14,7 +14,9 @@ from benchmarks.peers_engines import ChildEngine, Figures, Setting, parse_llama
 from benchmarks.peers_load import Share, descends, foreign_share, tree_ticks
 from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, make_tokenizer
 from benchmarks.peers_offline import load
+from benchmarks.peers_servers import VllmServer
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.processes import is_running
 
 LLAMA = """
 main: n_kv_max = 8192, n_batch = 2048
@@ -106,3 +108,51 @@ def test_our_engine_generates_offline() -> None:
         assert found["tokens_per_s"] > 0
         assert found["ttft_s"] > 0
         assert 0 < found["itl_s"] < found["ttft_s"] + 1
+
+
+FAKE_VLLM = """#!PYTHON
+import json, os, sys
+from aiohttp import web
+
+flags = dict(zip(sys.argv[3::1], sys.argv[4::1]))
+print("a banner " * 20000)  # nobody reads it: the pipe must not fill
+
+async def health(_request):
+    return web.Response()
+
+async def completions(request):
+    body = await request.json()
+    assert (body["model"], body["ignore_eos"], body["temperature"]) == (flags["--served-model-name"], True, 0)
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for _ in range(body["max_tokens"] - int(os.environ.get("TOO_FEW", 0))):
+        await response.write(b'data: {"choices": [{"text": "x"}]}\\n\\n')
+    await response.write(b"data: [DONE]\\n\\n")
+    return response
+
+app = web.Application()
+app.add_routes([web.get("/health", health), web.post("/v1/completions", completions)])
+assert sys.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-0"
+web.run_app(app, port=int(flags["--port"]), print=None)
+"""
+
+
+async def test_a_server_is_started_asked_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(FAKE_VLLM.replace("PYTHON", sys.executable))
+    python.chmod(0o755)
+    server = VllmServer(str(python), tmp_path)
+    await server.start(setting(tmp_path))
+    pid = server.pid
+    assert pid is not None
+    figures = await server.run([[5, 6]] * 3)
+    assert figures.tokens_per_s > 0
+    assert figures.ttft_s > 0
+    await server.stop()
+    assert not is_running(pid)
+    monkeypatch.setenv("TOO_FEW", "1")
+    await server.start(setting(tmp_path))
+    with pytest.raises(RuntimeError, match="answers failed or ended early"):
+        await server.run([[5, 6]])
+    await server.stop()
