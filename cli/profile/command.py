@@ -85,10 +85,10 @@ async def measure(
     rng = np.random.default_rng(settings.seed)
     shapes = plan_shapes(report, settings.max_batch, settings.num_decodes, rng)
     steps: list[StepRecord] = []
-    began_s = time.monotonic()
     async with Driver(bus, subjects, WorkerId(report.worker_id), rng) as driver:
         await driver.run(WARM_UP)
         _, next_step_id = await driver.read_steps(0)
+        began_s = time.monotonic()
         for done, shape in enumerate(shapes):
             elapsed_s = time.monotonic() - began_s
             if elapsed_s > settings.limit_s:
@@ -194,7 +194,7 @@ async def run_profile(up: UpSettings, settings: ProfileSettings, console: Consol
     if "model" not in up.model_fields_set and not up.has_own_broker:
         check_broker(up.nats_url)
         return await _profile(up.nats_url, up.cluster, settings, console)
-    threads = f", {up.threads_per_worker()} threads" if up.device == "cpu" else ""
+    threads = f", threads {up.threads_per_worker()}" if up.device == "cpu" else ""
     how = f", {up.dtype}{threads}"
 
     async def use(cluster: Cluster, stop: asyncio.Event) -> int:

@@ -64,11 +64,11 @@ def test_a_broker_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture
 
 
 def test_the_profile_says_where_it_comes_from() -> None:
-    Path("mine.toml").write_text(profile_toml(make_profile(REPORT, FIT, "mine", ", float32, 2 threads")))
+    Path("mine.toml").write_text(profile_toml(make_profile(REPORT, FIT, "mine", ", float32, threads 2")))
     profile = load_profile("mine.toml")
     assert profile.source.startswith("sluice profile, 2")
     assert profile.source.endswith(
-        "step log of a live worker (fcfs, float32, 2 threads): 300 steps fitted, 100 held out"
+        "step log of a live worker (fcfs, float32, threads 2): 300 steps fitted, 100 held out"
     )
     assert (profile.model, profile.gpu) == ("Qwen/Qwen2.5 14B", "cuda:1")
     assert profile.mean_error_ratio == pytest.approx(0.024)
