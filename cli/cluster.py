@@ -14,6 +14,7 @@ from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
 from cli.model import find_model
 from cli.progress import StartProgress
+from cli.pull import show_progress
 from cli.run_dir import RunDir
 from cli.settings import UpSettings, log_dir_of
 from cli.signals import StopSignals
@@ -62,7 +63,8 @@ class Cluster:
         settings = self._settings
         checks.check_settings(settings)
         port = checks.find_port(settings.host, settings.port)
-        model = await asyncio.to_thread(find_model, settings.model)
+        model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
+        self._console.end_live()
         broker = Broker(settings, self.supervisor, self._run_dir.path)
         broker.check()
         self._announce(settings.served_model_name or model.name)

@@ -73,6 +73,8 @@ class WorkerSettings(ServiceSettings):
     """What computes the forward pass on the CPU: `auto`, `native` or `torch`."""
     report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between two reports to the monitor; a change is reported at once."""
+    step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048
+    """Steps whose shapes and durations are kept for `sluice profile`; each takes 8 bytes per row. 0 keeps none."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
     """Seconds that running sequences get to finish after SIGTERM."""
 

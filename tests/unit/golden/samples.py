@@ -25,6 +25,7 @@ from shared.messages.request import (
     Submit,
     pack_token_ids,
 )
+from shared.messages.steps import StepLogPage, StepRecord
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
 from shared.wire import WireError, encode, encode_json
@@ -92,6 +93,15 @@ MESSAGES: dict[str, ControlMessage] = {
     "worker_report": _REPORT,
     "worker_status": _STATUS,
     "cluster_view": ClusterView(sequence_number=5, workers=(_STATUS,)),
+    "step_log": StepLogPage(
+        worker_id=WorkerId("w0"),
+        max_steps=2048,
+        next_step_id=44,
+        steps=(
+            StepRecord(step_id=41, num_decodes=3, kv_decode_tokens=700, duration_s=0.0125),
+            StepRecord(step_id=43, num_decodes=1, kv_decode_tokens=20, chunks=((0, 512), (16, 7)), duration_s=0.25),
+        ),
+    ),
     "plan": Plan(epoch=3, lever="drop", reason="KV 94 % full"),
     "event": Event(
         name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"
