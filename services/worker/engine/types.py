@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 
 I32 = NDArray[np.int32]
@@ -96,6 +97,8 @@ class BatchOutput:
     """[n] sampled ids, -1 where nothing was sampled."""
     duration_s: float
     """By the executor's own clock, never the event loop's (uvloop caches it, in whole milliseconds)."""
+    logprobs: dict[int, TokenLogprob] | None = None
+    """By position in the batch, for sampled rows that ask for them; None in almost every step."""
 
 
 class BatchFailedError(Exception):

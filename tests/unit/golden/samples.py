@@ -25,6 +25,7 @@ from shared.messages.request import (
     Submit,
     pack_token_ids,
 )
+from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
 from shared.wire import WireError, encode, encode_json
@@ -40,7 +41,20 @@ _SUBMIT = Submit(
     prompt=pack_token_ids([1, 2, 70_000, 2**32 - 1]),
     generated=pack_token_ids([9, 8]),
     sampling=SamplingParams(
-        max_tokens=200, temperature=0.5, top_p=0.875, top_k=40, seed=-3, stop_token_ids=(2, 7), ignore_eos=True
+        max_tokens=200,
+        temperature=0.5,
+        top_p=0.875,
+        top_k=40,
+        min_p=0.125,
+        presence_penalty=-1.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.125,
+        logit_bias=((5, -100.0), (70_000, 2.5)),
+        seed=-3,
+        stop_token_ids=(2, 7),
+        ignore_eos=True,
+        min_tokens=12,
+        logprobs=4,
     ),
     request_class=RequestClass.BEST_EFFORT,
     qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
@@ -107,6 +121,12 @@ BATCH = TokenBatch(
     count=np.array([1, 2, 0], dtype=np.uint8),
     finish=np.array([FinishReason.NONE, FinishReason.LENGTH, FinishReason.CANCELLED], dtype=np.uint8),
     tokens=np.array([11, 2**32 - 1, 33], dtype=np.uint32),
+    extras=pack_extras(
+        [
+            StreamExtra(0, cached_tokens=64),
+            StreamExtra(1, logprobs=(TokenLogprob(-0.5, ((9, -0.25), (2**32 - 1, -0.5))), TokenLogprob(-np.inf))),
+        ]
+    ),
 )
 
 
