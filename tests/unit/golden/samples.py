@@ -60,6 +60,8 @@ _SUBMIT = Submit(
     qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
     age_s=0.25,
     remaining_s=30.0,
+    fork_of=RequestId("r-0122"),
+    cache_salt="tenant-7",
 )
 _REPORT = WorkerReport(
     worker_id=WorkerId("w0"),
