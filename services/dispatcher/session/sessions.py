@@ -11,7 +11,7 @@ one that still runs cancels it at its worker at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.dispatcher.limits.waiting_room import WaitingRoom
@@ -19,9 +19,9 @@ from services.dispatcher.policy.admission import Admission, AdmissionInput, deci
 from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import ReplayOutcome, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
-from services.dispatcher.session.table import FINISH_REASONS, SessionTable
+from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
 from services.dispatcher.state import ClusterState
-from shared.ids import DispatcherId, WorkerId
+from shared.ids import DispatcherId, RequestId, WorkerId
 from shared.log import get_logger
 from shared.messages.report import ClusterView
 from shared.messages.request import Replay
@@ -101,17 +101,41 @@ class Sessions:
         Raises:
             RequestFailedError: refused, or no room in time.
         """
-        self.check_admission()
-        session = self.table.open(request)
+        (session,) = self.open([request])
+        await self.place(session)
+        return session
+
+    def open(self, requests: Sequence[NewRequest]) -> list[Session]:
+        """Return sessions that no worker runs yet: all of them are admitted, or none. Each must be released.
+
+        Raises:
+            RequestFailedError: draining, no worker, or too many requests.
+        """
+        self.check_admission(len(requests))
+        return [self.table.open(request) for request in requests]
+
+    async def place(self, session: Session, parent: Session | None = None) -> None:
+        """Return once a worker has accepted the session. If this call is cancelled or raises, it is released.
+
+        Args:
+            session: opened.
+            parent: placed already, with the same prompt: its worker is asked first, and shares the prompt's KV.
+
+        Raises:
+            RequestFailedError: no room in time, or no worker can ever take it.
+        """
         try:
-            await self._queue_and_submit(session)
+            if parent is None or not await self._submit_fork(session, parent):
+                await self._queue_and_submit(session)
         except BaseException:
             self.release(session)
             raise
-        return session
 
-    def check_admission(self) -> None:
+    def check_admission(self, num_new: int = 1) -> None:
         """Refuse early what has no chance now; also worth a call before work is put into a request.
+
+        Args:
+            num_new: sessions that it needs.
 
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
@@ -119,6 +143,7 @@ class Sessions:
         decision = decide_admission(
             AdmissionInput(
                 draining=self.draining,
+                num_new=num_new,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
                 num_queued=len(self._waiting),
@@ -158,21 +183,34 @@ class Sessions:
             placed = self._place(self.cluster.loads(), session.request.num_tokens, refused)
             if placed is None:
                 return False
-            outcome = await self._submit(session, placed.worker_id)
-            if outcome is SubmitOutcome.ACCEPTED:
+            if await self._submit(session, placed.worker_id):
                 return True
-            if outcome is SubmitOutcome.TOO_LONG:
-                raise RequestFailedError(FailureCode.TOO_LONG)
-            if outcome is SubmitOutcome.FAILED:
-                raise RequestFailedError(FailureCode.INTERNAL)
             refused.add(placed.worker_id)
 
-    async def _submit(self, session: Session, worker_id: WorkerId) -> SubmitOutcome:
-        """Begin the next attempt on this worker."""
-        request = session.request
-        submit = session.next_submit(self._dispatcher_id, self._now())
+    async def _submit_fork(self, session: Session, parent: Session) -> bool:
+        """Offer the request to its parent's worker, which has its prompt; return whether that one takes it."""
+        if parent.worker_id is None or parent.failure is not None:
+            return False
+        return await self._submit(session, parent.worker_id, parent.request.request_id)
+
+    async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
+        """Begin the next attempt on this worker; return whether it has the request.
+
+        Raises:
+            RequestFailedError: no worker can ever take it.
+        """
+        outcome = await self._attempt(session, worker_id, fork_of)
+        if outcome is SubmitOutcome.TOO_LONG:
+            raise RequestFailedError(FailureCode.TOO_LONG)
+        if outcome is SubmitOutcome.FAILED:
+            raise RequestFailedError(FailureCode.INTERNAL)
+        return outcome is SubmitOutcome.ACCEPTED
+
+    async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
+        submit = session.next_submit(self._dispatcher_id, self._now(), fork_of)
         session.worker_id = worker_id
-        self.cluster.submitted(worker_id, request.num_prompt_tokens, self._now())
+        session.num_placed_tokens = 0 if fork_of is not None else session.request.num_prompt_tokens
+        self.cluster.submitted(worker_id, session.num_placed_tokens, self._now())
         outcome = await self._calls.submit(worker_id, submit)
         if outcome is SubmitOutcome.ACCEPTED or session.admitted_s is not None:
             session.accept(worker_id, self._now())
@@ -197,7 +235,7 @@ class Sessions:
 
     def _left(self, session: Session) -> None:
         assert session.worker_id is not None
-        self.cluster.ended(session.worker_id, session.request.num_prompt_tokens, self._now())
+        self.cluster.ended(session.worker_id, session.num_placed_tokens, self._now())
 
     def _cancel(self, worker_id: WorkerId, session: Session) -> None:
         request_id, attempt = session.request.request_id, session.attempt
@@ -284,11 +322,11 @@ class Sessions:
         now_s, start = self._now(), 0
         session.num_lost_replies = 0
         tokens = batch.tokens.tolist()
-        for first_index, count, finish in zip(
-            batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), strict=True
-        ):
+        columns = (batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), extras_of(batch))
+        for first_index, count, finish, extra in zip(*columns, strict=True):
             if not session.ended.is_set():
-                self.table.receive(session, first_index, tokens[start : start + count], FINISH_REASONS[finish], now_s)
+                part = tokens[start : start + count]
+                self.table.receive(session, first_index, part, FINISH_REASONS[finish], now_s, extra)
             start += count
 
     def _on_no_replay(self, session: Session, outcome: ReplayOutcome, first_index: int) -> None:
