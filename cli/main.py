@@ -50,7 +50,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 # name, metavar, help; the meaning and the check of each value are in cli.settings
 _CLUSTER_OPTIONS = (
     ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
-    ("served-model-name", "NAME", "Name under which it is served. [the id, or the folder's name]"),
+    ("served-model-name", "NAME,…", "Names under which it is served. [the id, or the folder's name]"),
+    ("generation-config", "auto|none", "Default sampling from the model's generation_config.json, or none. [auto]"),
     ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
     ("device", "cpu|cuda", "Where the workers run; cuda:<index> names one device. [cpu]"),
     ("dtype", "float32|bfloat16", "Type of parameters and KV. [float32]"),

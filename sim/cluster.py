@@ -94,7 +94,7 @@ class SimCluster:
         settings = DispatcherSettings(
             instance_id="dispatcher",
             model=NO_FOLDER,
-            served_model_name=MODEL_NAME,
+            served_model_name=(MODEL_NAME,),
             system=params.system,
             max_requests=params.max_requests,
             max_queued=params.max_queued,

@@ -59,7 +59,7 @@ class SimWorker:
             cluster=params.cluster,
             instance_id=params.worker_id,
             model=NO_FOLDER,
-            served_model_name=MODEL_NAME,
+            served_model_name=(MODEL_NAME,),
             executor=ExecutorKind.MODELLED,
             system=params.system,
             max_sequences=params.max_sequences,

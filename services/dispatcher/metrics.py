@@ -28,7 +28,9 @@ class RequestRecord:
     """`stop`, `length`, `cancelled` (by the client), or the code of an error."""
     worker: str
     attempts: int
+    num_choices: int
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     queue_s: float | None
     ttft_s: float | None

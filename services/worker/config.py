@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shared.config import ServiceSettings, Size
+from shared.config import ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -31,8 +31,8 @@ class WorkerSettings(ServiceSettings):
 
     model: Path
     """Folder of the checkpoint in Hugging Face format."""
-    served_model_name: str = ""
-    """Name under which the model is served; empty: the folder's name."""
+    served_model_name: ModelNames = ()
+    """Names under which the model is served, with commas; the worker is known by the first. None: the folder's name."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
     executor: ExecutorKind = ExecutorKind.TORCH
@@ -68,4 +68,4 @@ class WorkerSettings(ServiceSettings):
 
     def model_name(self) -> str:
         """Return the name under which the model is served."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name[0] if self.served_model_name else self.model.resolve().name
