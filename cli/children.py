@@ -64,7 +64,7 @@ class ClusterPlan:
 
     def _worker(self, index: int, name: str) -> ChildSpec:
         settings = self.settings
-        flags = ["--model", str(self.model.folder), f"--served-model-name={self.model_name}"]
+        flags = ["--model", str(self.model.folder), "--served-model-name", self.model_name]
         flags += [
             "--device",
             device_of(settings.device, index, num_devices()),
@@ -82,7 +82,7 @@ class ClusterPlan:
     def _dispatcher(self) -> ChildSpec:
         settings = self.settings
         flags = ["--host", settings.host, "--port", str(self.port), "--model", str(self.model.folder)]
-        flags += [f"--served-model-name={','.join(self.model_names)}", "--system", settings.system]
+        flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
         flags += ["--generation-config", settings.generation_config]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         return self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")

@@ -125,8 +125,9 @@ class Sessions:
             RequestFailedError: no room in time, or no worker can ever take it.
         """
         try:
-            if parent is None or not await self._submit_fork(session, parent):
-                await self._queue_and_submit(session)
+            refused: set[WorkerId] = set()
+            if parent is None or not await self._submit_fork(session, parent, refused):
+                await self._queue_and_submit(session, refused)
         except BaseException:
             self.release(session)
             raise
@@ -155,8 +156,8 @@ class Sessions:
         if decision is not Admission.ADMIT:
             raise RequestFailedError(_REFUSED[decision])
 
-    async def _queue_and_submit(self, session: Session) -> None:
-        if not len(self._waiting) and await self._submit_somewhere(session):
+    async def _queue_and_submit(self, session: Session, refused: set[WorkerId]) -> None:
+        if not len(self._waiting) and await self._submit_somewhere(session, refused):
             return
         if len(self._waiting) >= self._limits.max_queued:  # they came while this one asked the workers
             raise RequestFailedError(FailureCode.QUEUE_FULL)
@@ -165,20 +166,19 @@ class Sessions:
         ticket = self._waiting.enter()
         try:
             while await self._waiting.turn(ticket, until_s):
-                if await self._submit_somewhere(session):
+                if await self._submit_somewhere(session, set()):
                     return
         finally:
             self._waiting.leave(ticket)
         has_worker = self.cluster.num_ready > 0
         raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
 
-    async def _submit_somewhere(self, session: Session) -> bool:
-        """Offer the request to one worker after the other; return whether one has it.
+    async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
+        """Offer the request to one worker after the other but those that refused it; return whether one has it.
 
         Raises:
             RequestFailedError: no worker can ever take it.
         """
-        refused: set[WorkerId] = set()
         while True:
             placed = self._place(self.cluster.loads(), session.request.num_tokens, refused)
             if placed is None:
@@ -187,11 +187,13 @@ class Sessions:
                 return True
             refused.add(placed.worker_id)
 
-    async def _submit_fork(self, session: Session, parent: Session) -> bool:
+    async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
         """Offer the request to its parent's worker, which has its prompt; return whether that one takes it."""
-        if parent.worker_id is None or parent.failure is not None:
+        worker_id = parent.worker_id
+        if worker_id is None or parent.failure is not None:
             return False
-        return await self._submit(session, parent.worker_id, parent.request.request_id)
+        refused.add(worker_id)
+        return await self._submit(session, worker_id, parent.request.request_id)
 
     async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
         """Begin the next attempt on this worker; return whether it has the request.
