@@ -1,4 +1,4 @@
-"""Several choices of one request: their indices, ends, bill and workers; what happens when one fails or all are left."""
+"""Several choices of one request: indices, ends, bill and workers; what happens when one fails or all are left."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.dispatcher.build import ModelText
+from services.dispatcher.build import ModelText, load_text
 from shared.errors import StartupError
 from shared.messages.report import WorkerPhase
 from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
@@ -93,6 +93,29 @@ async def test_a_model_name_may_have_a_slash(text: ModelText, folder: Path) -> N
     async with running_dispatcher(text, folder, served_model_name="org/tiny-1.5") as running:
         for path in ("/v1/models/org/tiny-1.5", "/v1/models/org%2Ftiny-1.5"):
             assert (await get(running, path))[1]["id"] == "org/tiny-1.5"
+
+
+async def test_a_model_of_several_names_answers_to_each_under_the_first(text: ModelText, folder: Path) -> None:
+    names = "tiny,org/tiny-1.5,gpt-4"
+    async with running_dispatcher(text, folder, lambda _: [65], served_model_name=names) as running:
+        _, listed = await get(running, "/v1/models")
+        assert [(model["id"], model["root"]) for model in listed["data"]] == [(n, "tiny") for n in names.split(",")]
+        assert (await get(running, "/v1/models/org/tiny-1.5"))[1]["id"] == "org/tiny-1.5"
+        for name in names.split(","):
+            status, body = await running.post("/v1/chat/completions", model=name, messages=HELLO)
+            assert (status, body.get("model")) == (200, "tiny")
+        assert (await running.post("/v1/chat/completions", model="other", messages=HELLO))[0] == 404
+
+
+async def test_the_models_own_sampling_holds_unless_it_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 9}')
+    load_model(tmp_path)
+    for setting, expected in (("auto", (0.25, 9)), ("none", (1.0, 0))):
+        text = load_text(make_settings(tmp_path, generation_config=setting))
+        async with running_dispatcher(text, tmp_path, lambda _: [65]) as running:
+            await running.post("/v1/chat/completions", messages=HELLO)
+            sampling = running.worker.submits[-1].sampling
+            assert (sampling.temperature, sampling.top_k) == expected
 
 
 async def test_the_cluster_view_is_handed_on_with_its_age(served: Running) -> None:

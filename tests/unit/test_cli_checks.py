@@ -241,6 +241,16 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     assert flag(specs["dispatcher"], "--port") == "8123"
 
 
+def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_path: Path) -> None:
+    chosen = settings(served_model_name="mine,org/other", generation_config="none", max_model_len=128)
+    plan = ClusterPlan(chosen, Model(tmp_path, "m"), "nats://x", 80)
+    specs = {spec.name: spec.argv for spec in plan.specs()}
+    assert plan.model_name == flag(specs["worker-0"], "--served-model-name") == "mine"
+    assert flag(specs["worker-0"], "--max-model-len") == "128"
+    assert flag(specs["dispatcher"], "--served-model-name") == "mine,org/other"
+    assert flag(specs["dispatcher"], "--generation-config") == "none"
+
+
 @pytest.mark.parametrize(
     ("host", "url"),
     [
