@@ -59,11 +59,12 @@ def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
     """
     if not sampling.filtered.any():
         return draw_at(to_weights(logits, sampling.temperature), points)
-    tokens, settled = _draw_candidates(logits, sampling, points)
-    rest = np.flatnonzero(~settled)
+    found = find_candidates(logits, sampling)
+    tokens = _search(found.weights, found.ids, torch.from_numpy(points).to(logits.device).unsqueeze(1))
+    rest = np.flatnonzero(~found.settled)
     if len(rest):
         left = logits if len(rest) == len(logits) else logits[torch.from_numpy(rest).to(logits.device)]
-        tokens[rest] = draw_at(_filter_all(left, sampling.select(rest)), points[rest])
+        tokens[rest] = draw_at(filter_all(left, sampling.select(rest)), points[rest])
     return tokens
 
 
@@ -111,12 +112,21 @@ def _block_sums(weights: torch.Tensor) -> torch.Tensor:
     return torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
 
 
-def _draw_candidates(logits: torch.Tensor, sampling: RowSampling, points: F64) -> tuple[I64, Bool]:
-    """Return ids [n] drawn among the largest logits, and for which rows this is right.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The largest logits of some rows."""
 
-    It is right where the last candidate is not kept: then nothing below it is, and nothing ties with a kept one.
-    """
-    vocab_size = logits.shape[1]
+    ids: torch.Tensor
+    """[n, m] in ascending order"""
+    weights: torch.Tensor
+    """[n, m] float32, 0 where a filter takes the token away"""
+    settled: Bool
+    """[n] where no token beside these is kept: the last candidate is not, so nothing below it and no tie with it is."""
+
+
+def find_candidates(logits: torch.Tensor, sampling: RowSampling) -> Candidates:
+    """Return the largest logits of each row [n, vocab_size], filtered."""
+    vocab_size, device = logits.shape[1], logits.device
     top_k = np.where(sampling.top_k < vocab_size, sampling.top_k, 0)
     few = top_k < MAX_CANDIDATES
     top_k[~few] = 0
@@ -129,11 +139,10 @@ def _draw_candidates(logits: torch.Tensor, sampling: RowSampling, points: F64) -
         counted = weights.masked_fill(~in_top_k, 0)
         cumulative = counted.cumsum(dim=-1, dtype=torch.float64)
         total = _top_p_total(logits, sampling, top_k, cumulative)
-        kept &= weights >= _top_p_border(counted, cumulative, total, torch.from_numpy(sampling.top_p).to(logits.device))
-    last = torch.where(torch.from_numpy(top_k > 0).to(logits.device), in_top_k[:, -1], kept[:, -1]).cpu().numpy()
+        kept &= weights >= _top_p_border(counted, cumulative, total, torch.from_numpy(sampling.top_p).to(device))
+    last = torch.where(torch.from_numpy(top_k > 0).to(device), in_top_k[:, -1], kept[:, -1]).cpu().numpy()
     ids, order = ids.sort(dim=-1)
-    share = torch.from_numpy(points).to(logits.device).unsqueeze(1)
-    return _search(weights.masked_fill_(~kept, 0).gather(1, order), ids, share), few & (~last | (count == vocab_size))
+    return Candidates(ids, weights.masked_fill_(~kept, 0).gather(1, order), few & (~last | (count == vocab_size)))
 
 
 def _in_top_k(weights: torch.Tensor, top_k: I64) -> torch.Tensor:
@@ -155,8 +164,8 @@ def _top_p_total(logits: torch.Tensor, sampling: RowSampling, top_k: I64, cumula
     return total
 
 
-def _filter_all(logits: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
-    """Return the weights of whole rows with those that are not kept set to 0."""
+def filter_all(logits: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+    """Return the weights [n, vocab_size] with those set to 0 that a filter takes away; sorts whole rows."""
     weights = to_weights(logits, sampling.temperature)
     if (sampling.top_k > 0).any():
         weights = keep_top_k(weights, torch.from_numpy(sampling.top_k).to(logits.device))
