@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine import qoe_columns
-from services.worker.engine.assemble import decodes_first, input_tokens
+from services.worker.engine.assemble import decodes_first, input_tokens, row_init
 from services.worker.engine.blocks import BlockManager
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
-from services.worker.engine.events import NO_EVENTS, StepEvents
+from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.invariants import check_engine
+from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.sequence import SequenceKey
@@ -54,6 +55,7 @@ class Engine:
         max_blocks_per_row = -(-config.max_model_len // config.block_size)
         self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
         self.log = TokenLog(config.max_sequences, config.max_model_len)
+        self.logprobs = LogprobLog()
         self.flights: deque[Flight] = deque()
         self.retry = RetryQueue()
         self.totals = Totals()
@@ -120,9 +122,10 @@ class Engine:
         wanted = batch.sample
         if self.residents.num_cancelled:
             wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
+        extras = self.logprobs.take_in(self.table, rows, wanted, output.logprobs) if output.logprobs else ()
         if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
-        events = self._deliver(rows, tokens, now_s) if rows.size else NO_EVENTS
+        events = self._deliver(rows, tokens, now_s, extras) if rows.size else NO_EVENTS
         return StepEvents.concatenate([events, self.residents.end_cancelled(flight.rows)])
 
     def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
@@ -276,7 +279,7 @@ class Engine:
         self.totals.num_steps += 1
         return flight
 
-    def _deliver(self, rows: Rows, tokens: I32, now_s: float) -> StepEvents:
+    def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table
         first_index = table.num_output[rows]
         num_output = first_index + 1
@@ -295,6 +298,7 @@ class Engine:
             first_index=first_index.astype(np.uint32),
             tokens=tokens,
             finish=finish,
+            extras=extras,
         )
         for i in finish.nonzero()[0].tolist():
             self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
@@ -305,7 +309,7 @@ class Engine:
         table.admit(row)
         if not table.at_executor[row]:
             table.at_executor[row] = True
-            self._admits.append(RowInit(row, table.sequence(row).sampling))
+            self._admits.append(row_init(table, self.log, row))
             self.totals.num_prompt_tokens += int(table.num_prompt[row])
 
     def _preempt(self, row: int) -> None:
