@@ -26,14 +26,15 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice], ec
     Raises:
         ApiError: every choice failed.
     """
-    collectors = [Collector(choice, echo) for choice in choices]
+    logprobs = _logprob_writer(front, call)
+    collectors = [Collector(choice, echo, logprobs) for choice in choices]
     await _follow_all(front, choices, collectors, lambda _: None)
     errors = [_error_of(choice, len(choices)) for choice in choices]
     if None not in errors:
         raise errors[0] or AssertionError
-    shape, logprobs = _shape(front, call), _logprob_writer(front, call)
+    shape = _shape(front, call)
     content = [
-        collector.as_json(shape, logprobs, error_content(error) if error is not None else None)
+        collector.as_json(shape, error_content(error) if error is not None else None)
         for collector, error in zip(collectors, errors, strict=True)
     ]
     return web.Response(body=shape.whole(content, usage_of(choices)), content_type="application/json")
@@ -72,6 +73,10 @@ async def _follow_all(
     async with asyncio.TaskGroup() as group:
         for choice, reader in zip(choices, readers, strict=True):
             group.create_task(_follow(front, choice, reader, choices[0] if choice.index else None, end))
+    for choice in choices:
+        if choice.failure is not None:
+            rid = choice.opened.request.request_id
+            _log.info("choice_failed", rid=rid, index=choice.index, code=choice.failure.value)
 
 
 async def _follow(
@@ -87,8 +92,6 @@ async def _follow(
         choice.failure = front.sessions.outcome(session)
     except RequestFailedError as error:
         choice.failure = error.code
-    if choice.failure is not None:
-        _log.info("choice_failed", rid=session.request.request_id, index=choice.index, code=choice.failure.value)
     end(choice)
     front.sessions.release(session)  # before the last bytes are taken: the client may be slow
 

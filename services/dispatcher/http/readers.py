@@ -7,8 +7,8 @@ from typing import Any
 
 from services.dispatcher.http.answer_text import json_text
 from services.dispatcher.http.call import Choice
-from services.dispatcher.http.logprobs import LogprobWriter
-from services.dispatcher.http.shapes import FINISH_NAMES, ChoiceShape, Shape
+from services.dispatcher.http.logprobs import LogprobWriter, Row
+from services.dispatcher.http.shapes import FINISH_NAMES, NO_LOGPROBS, ChoiceShape, Shape
 from services.dispatcher.http.sse import EventStream
 from shared.types import FinishReason
 
@@ -56,8 +56,8 @@ class Streamer:
         shown = self._text.take_shown()
         if not text and not shown:
             return
-        logprobs = writer.write(self._choice, shown)
-        self._stream.write(self._shape.chunk_with_logprobs(text, self._num_pending, logprobs), now_s)
+        logprobs = writer.join(writer.rows(self._choice, shown))
+        self._stream.write(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
         self._num_pending = 0
 
     def end(self, estimate: dict[str, Any], now_s: float) -> None:
@@ -71,29 +71,32 @@ class Collector:
     Args:
         choice: its own.
         echo: text that stands before its own.
+        logprobs: None if nobody asked for them.
     """
 
-    __slots__ = ("_choice", "_texts")
+    __slots__ = ("_choice", "_logprobs", "_rows", "_texts")
 
-    def __init__(self, choice: Choice, echo: str) -> None:
+    def __init__(self, choice: Choice, echo: str, logprobs: LogprobWriter | None) -> None:
         self._choice = choice
         self._texts = [echo]
+        self._logprobs = logprobs
+        self._rows: list[Row] = []
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Take the next tokens (the session's `Reader`)."""
         self._texts.append(self._choice.text.push(token_ids, finish))
+        if self._logprobs is not None:
+            self._rows += self._logprobs.rows(self._choice, self._choice.text.take_shown())
         return not self._choice.text.was_cut
 
-    def as_json(self, shape: Shape, logprobs: LogprobWriter | None, error: dict[str, Any] | None) -> dict[str, Any]:
+    def as_json(self, shape: Shape, error: dict[str, Any] | None) -> bytes:
         """Return the choice; one that failed has what came of it, no finish reason, and its error.
 
         Args:
             shape: of the answer.
-            logprobs: None if nobody asked for them.
             error: None if the choice is whole.
         """
         choice = self._choice
         reason = FINISH_NAMES[choice.opened.finish] if error is None else None
-        written = logprobs.write(choice, choice.text.take_shown()) if logprobs is not None else None
-        whole = shape.whole_choice(choice.index, "".join(self._texts), reason, written)
-        return whole if error is None else {**whole, "error": error}
+        logprobs = self._logprobs.join(self._rows) if self._logprobs is not None else NO_LOGPROBS
+        return shape.whole_choice(choice.index, "".join(self._texts), reason, logprobs, error)

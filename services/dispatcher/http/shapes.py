@@ -6,6 +6,7 @@ A chunk's parts before and after the text are bytes that are made once per choic
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,7 +16,9 @@ from shared.types import FinishReason
 FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 FINGERPRINT: Final = "sluice"
 DONE: Final = b"data: [DONE]\n\n"
-_MARK: Final = "\ue000 the text stands here \ue000"
+NO_LOGPROBS: Final = b"null"
+_LOGPROBS: Final = b'"logprobs":%b'
+_MARK: Final = "\ue000 this is replaced \ue000"
 _UNFINISHED: Final = {"logprobs": None, "finish_reason": None}
 
 
@@ -82,20 +85,23 @@ class Shape:
         """Return the event after all choices; b"" if nobody asked for it."""
         return self.event([], {"usage": usage.as_json(), "sluice": extra}) if self.include_usage else b""
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def whole(self, choices: Sequence[bytes], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed."""
-        return _json({**self._common(in_stream=False), "choices": choices, "usage": usage.as_json()})
+        content = {**self._common(in_stream=False), "choices": _MARK, "usage": usage.as_json()}
+        return _json(content).replace(_json(_MARK), b"[%b]" % b",".join(choices), 1)
 
     def whole_choice(
-        self, index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        """Return one choice of such a body."""
-        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
+        self, index: int, text: str, finish_reason: str | None, logprobs: bytes, error: dict[str, Any] | None
+    ) -> bytes:
+        """Return one choice of such a body; `logprobs` is JSON."""
+        choice: dict[str, Any] = {"index": index, "logprobs": _MARK, "finish_reason": finish_reason}
         if self.is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
-        return choice
+        if error is not None:
+            choice["error"] = error
+        return _json(choice).replace(_json(_MARK), logprobs, 1)  # the first one: no text stands before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +132,18 @@ class ChoiceShape:
         shown = {"delta": {"content": text}} if self.shape.is_chat else {"text": text}
         return {"index": self.index, **shown, **_UNFINISHED}
 
-    def chunk(self, text: bytes, num_tokens: int) -> bytes:
+    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None) -> bytes:
         """Return the event with some text.
 
         Args:
             text: as a JSON string (`json_text`).
             num_tokens: tokens that it holds.
+            logprobs: of these tokens, as JSON; None if nobody asked.
         """
-        if num_tokens == 1:
-            return self.head + text + self.tail
-        return self.head + text + self.tail_with_count % num_tokens
-
-    def chunk_with_logprobs(self, text: str, num_tokens: int, logprobs: dict[str, Any]) -> bytes:
-        """Return the event with some text and the log-probabilities of its tokens."""
-        more = {} if num_tokens == 1 else {"sluice": {"n": num_tokens}}
-        return self.shape.event([{**self._choice(text), "logprobs": logprobs}], more)
+        tail = self.tail if num_tokens == 1 else self.tail_with_count % num_tokens
+        if logprobs is not None:
+            tail = tail.replace(_LOGPROBS % NO_LOGPROBS, _LOGPROBS % logprobs, 1)
+        return self.head + text + tail
 
     def role_chunk(self) -> bytes:
         """Return the first event of a chat: whose turn it is; b"" for completions."""

@@ -136,7 +136,7 @@ class Session:
         self.num_delivered = 0
         """How many of them the reader has taken."""
         self.logprobs: list[TokenLogprob | None] | None = [] if request.sampling.logprobs is not None else None
-        """One per token, if the request asks for them; None for a token that came without (a replay)."""
+        """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
         self.cached_tokens: int | None = None
         """Tokens of the prompt whose KV the worker had already; None until it says so."""
         self.num_placed_tokens = 0
@@ -259,6 +259,12 @@ class Session:
         if finish and not self.ended.is_set():
             self.finish = finish
             self.ended.set()
+
+    def take_logprob(self, index: int) -> TokenLogprob | None:
+        """Return what is known of a token's probability, and forget it: nobody asks twice, and it takes memory."""
+        assert self.logprobs is not None, "the request did not ask for log-probabilities"
+        found, self.logprobs[index] = self.logprobs[index], None
+        return found
 
     def _hold(self, first_index: int, part: Part) -> None:
         """Keep a part that came early; of two with the same beginning, the one that says more."""
