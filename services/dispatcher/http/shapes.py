@@ -140,6 +140,8 @@ class ChoiceShape:
             num_tokens: tokens that it holds.
             logprobs: of these tokens, as JSON; None if nobody asked.
         """
+        if num_tokens == 1 and logprobs is None:  # nearly always
+            return self.head + text + self.tail
         tail = self.tail if num_tokens == 1 else self.tail_with_count % num_tokens
         if logprobs is not None:
             tail = tail.replace(_LOGPROBS % NO_LOGPROBS, _LOGPROBS % logprobs, 1)

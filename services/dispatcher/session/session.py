@@ -239,12 +239,18 @@ class Session:
         if first_index > len(self.tokens):
             self._hold(first_index, (token_ids, finish, logprobs))
             return False
-        self._take(first_index, (token_ids, finish, logprobs), now_s)
+        self._take(first_index, token_ids, finish, now_s, logprobs)
         return True if not self.held else self._take_held(now_s)
 
-    def _take(self, first_index: int, part: Part, now_s: float) -> None:
+    def _take(
+        self,
+        first_index: int,
+        token_ids: list[int],
+        finish: FinishReason,
+        now_s: float,
+        logprobs: Sequence[TokenLogprob],
+    ) -> None:
         """Take a part that begins where the output ends, or before."""
-        token_ids, finish, logprobs = part
         num_known = len(self.tokens)
         if first_index < num_known:
             if first_index + len(token_ids) < num_known:
@@ -281,7 +287,8 @@ class Session:
             first_index = next_index if next_index in self.held else min(self.held)
             if first_index > next_index:
                 return False
-            self._take(first_index, self.held.pop(first_index), now_s)
+            token_ids, finish, logprobs = self.held.pop(first_index)
+            self._take(first_index, token_ids, finish, now_s, logprobs)
         self.held.clear()
         return True
 
