@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from services.dispatcher.limits.waiting_room import WaitingRoom
 from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import Placement
-from services.dispatcher.session.calls import ReplayOutcome, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.calls import SubmitOutcome, WorkerCalls
+from services.dispatcher.session.replays import Replays
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
-from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
+from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
 from shared.ids import DispatcherId, RequestId, WorkerId
 from shared.log import get_logger
 from shared.messages.report import ClusterView
-from shared.messages.request import Replay
 from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason
@@ -35,10 +35,6 @@ SWEEP_PERIOD_S = 0.5
 """How often silent requests are looked for."""
 MAX_SILENCE_FACTOR = 8.0
 """The pause between two questions about a silent request doubles up to this many times the first one."""
-MAX_LOST_REPLIES = 3
-"""Unanswered questions in a row after which the worker counts as lost for this request."""
-MAX_REPLAYS = 64
-"""Questions for lost tokens at a time."""
 
 _REFUSED = {
     Admission.DRAINING: FailureCode.DRAINING,
@@ -77,7 +73,6 @@ class Sessions:
         self.cluster = cluster
         self.table = SessionTable(self._on_gap, first_stream)
         self.draining = False
-        self.num_replays = 0
         self._dispatcher_id = dispatcher_id
         self._calls = calls
         self._place = placement
@@ -85,12 +80,17 @@ class Sessions:
         self._now = now
         self._tasks = tasks
         self._waiting = WaitingRoom()
-        self._num_replaying = 0
+        self._replays = Replays(self.table, calls, limits.silence_s, now, tasks)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for room."""
         return len(self._waiting)
+
+    @property
+    def num_replays(self) -> int:
+        """Questions for lost tokens since the start."""
+        return self._replays.num_asked
 
     async def admit(self, request: NewRequest) -> Session:
         """Return the session once a worker has accepted the request.
@@ -285,58 +285,9 @@ class Sessions:
             if now_s - session.request.arrival_s > session.request.limit_s:
                 session.fail(FailureCode.TIMED_OUT)
             elif session.is_suspect:
-                session.is_suspect = not self._ask_again(session)
-            elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._ask_again(session):
+                session.is_suspect = not self._replays.ask(session)
+            elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._replays.ask(session):
                 session.silence_s = min(session.silence_s * 2, longest_s)
 
     def _on_gap(self, session: Session) -> None:
-        session.is_suspect = not self._ask_again(session)
-
-    def _ask_again(self, session: Session) -> bool:
-        """Ask the worker for everything after the last token that is here; return whether it could be asked."""
-        if session.replaying or session.worker_id is None or self._num_replaying >= MAX_REPLAYS:
-            return False
-        if not self._calls.connected:
-            return False  # a broken broker says nothing about the worker
-        session.replaying = True
-        session.asked_s = self._now()
-        self._num_replaying += 1
-        self.num_replays += 1
-        self._tasks.start(self._replay(session, session.worker_id), name=f"replay-{session.request.request_id}")
-        return True
-
-    async def _replay(self, session: Session, worker_id: WorkerId) -> None:
-        attempt = session.attempt
-        question = Replay(request_id=session.request.request_id, attempt=attempt, first_index=len(session.tokens))
-        try:
-            answer = await self._calls.replay(worker_id, question)
-        finally:
-            session.replaying = False
-            self._num_replaying -= 1
-        if session.attempt != attempt or not session.is_running:
-            return
-        if isinstance(answer, TokenBatch):
-            self._take_replay(session, answer)
-        else:
-            self._on_no_replay(session, answer, question.first_index)
-
-    def _take_replay(self, session: Session, batch: TokenBatch) -> None:
-        now_s, start = self._now(), 0
-        session.num_lost_replies = 0
-        tokens = batch.tokens.tolist()
-        columns = (batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), extras_of(batch))
-        for first_index, count, finish, extra in zip(*columns, strict=True):
-            if not session.ended.is_set():
-                part = tokens[start : start + count]
-                self.table.receive(session, first_index, part, FINISH_REASONS[finish], now_s, extra)
-            start += count
-
-    def _on_no_replay(self, session: Session, outcome: ReplayOutcome, first_index: int) -> None:
-        if len(session.tokens) > first_index or not self._calls.connected:
-            return  # the tokens came by themselves, or nobody could be asked
-        session.num_lost_replies += 1
-        if outcome is ReplayOutcome.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
-            _log.warning("tokens_lost", rid=session.request.request_id, worker=session.worker_id)
-            session.fail(FailureCode.WORKER_LOST)
-        else:
-            session.silence_s = self._limits.silence_s
+        session.is_suspect = not self._replays.ask(session)
