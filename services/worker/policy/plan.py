@@ -153,8 +153,9 @@ class StepPlan:
 
     def _give_way(self, kept: int) -> None:
         """Preempt all running rows after the first `kept`."""
-        self._preempt = self._running[kept:]
-        self._free_blocks += int(self._view.columns.freeable_blocks[self._preempt].sum())
+        leaving = self._running[kept:]
+        self._preempt = np.concatenate([leaving, self._preempt])
+        self._free_blocks += int(self._view.columns.freeable_blocks[leaving].sum())
         self._running = self._running[:kept]
         self._computed, self._remaining = self._computed[:kept], self._remaining[:kept]
 
