@@ -63,7 +63,7 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
         counts.update(story.finish.name for story in chaos.harness.stories.values())
         counts["preempted"] += chaos.harness.engine.stats.num_preemptions
         counts["tokens"] += chaos.harness.engine.stats.num_generated_tokens
-        counts["found"] += chaos.harness.engine.stats.num_cached_prompt_tokens
+        counts["found"] += chaos.harness.engine.stats.num_prefix_cache_hits
         counts["copies"] += chaos.harness.num_copies
     wanted = {
         "fork",

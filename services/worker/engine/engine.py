@@ -329,7 +329,9 @@ class Engine:
         num_prompt = int(self.table.num_prompt[row])
         num_cached = min(num_cached, num_prompt)
         self.totals.num_prompt_tokens += num_prompt
-        self.totals.num_cached_prompt_tokens += num_cached
+        if self.config.prefix_caching:
+            self.totals.num_prefix_cache_queries += num_prompt
+            self.totals.num_prefix_cache_hits += num_cached
         if num_cached:
             self._cached_tokens[row] = num_cached
 

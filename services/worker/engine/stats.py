@@ -17,8 +17,10 @@ class Totals:
     """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
     num_prompt_tokens: int = 0
     """Prompt tokens of the sequences that were admitted, each sequence once."""
-    num_cached_prompt_tokens: int = 0
-    """Of these, the ones whose KV was there already."""
+    num_prefix_cache_queries: int = 0
+    """Of these, the tokens looked up in the prefix cache: all of them while it is on."""
+    num_prefix_cache_hits: int = 0
+    """Of these, the tokens whose KV was there already."""
     num_generated_tokens: int = 0
     num_finished: int = 0
     """Sequences that ended, for whatever reason."""
@@ -44,7 +46,8 @@ class EngineStats:
     num_preemptions: int
     num_recomputed_tokens: int
     num_prompt_tokens: int
-    num_cached_prompt_tokens: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
     num_generated_tokens: int
     num_finished: int
     busy_s: float
