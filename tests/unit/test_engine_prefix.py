@@ -151,6 +151,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     """12 prompt tokens and 2 outputs are computed when the memory goes: 3 full blocks; block 0 does not come back."""
     harness = EngineHarness(make_engine(num_blocks=16))
     row = harness.add(new_sequence(0, prompt=PROMPT[:12], max_tokens=9))
+    assert isinstance(row, int)
     for _ in range(3):
         harness.step()
     assert harness.engine.table.num_computed[row] == 14
