@@ -84,3 +84,8 @@ class SamplingParams(Value):
     """No EOS and no stop id before this many outputs: they cannot be drawn."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
     """Report the chosen token's log-probability and this many likeliest tokens; None: nothing. See `TokenLogprob`."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before, beyond the model's own logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

@@ -115,4 +115,16 @@ def _is_valid(new: NewSequence, config: EngineConfig) -> bool:
         return False
     if new.generated.size and int(new.generated.max()) >= config.vocab_size:
         return False
+    if not _is_choice_possible(new.sampling, config):
+        return False
     return new.generated.size == 0 or new.prompt.size + new.generated.size <= config.max_model_len
+
+
+def _is_choice_possible(sampling: SamplingParams, config: EngineConfig) -> bool:
+    """Return whether the biased ids exist, and a token is left to choose while `min_tokens` excludes the stop ids."""
+    if sampling.logit_bias and max(token for token, _ in sampling.logit_bias) >= config.vocab_size:
+        return False
+    if not sampling.min_tokens:
+        return True
+    stops = {*sampling.stop_token_ids, *config.eos_token_ids}
+    return sum(0 <= token < config.vocab_size for token in stops) < config.vocab_size

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine import qoe_columns
-from services.worker.engine.assemble import decodes_first, input_tokens
+from services.worker.engine.assemble import decodes_first, input_tokens, row_init
 from services.worker.engine.blocks import BlockManager
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.invariants import check_engine
+from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.sequence import SequenceKey
@@ -55,6 +56,7 @@ class Engine:
         max_blocks_per_row = -(-config.max_model_len // config.block_size)
         self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
         self.log = TokenLog(config.max_sequences, config.max_model_len)
+        self.logprobs = LogprobLog()
         self.flights: deque[Flight] = deque()
         self.retry = RetryQueue()
         self.totals = Totals()
@@ -125,9 +127,10 @@ class Engine:
         wanted = batch.sample
         if self.residents.num_cancelled:
             wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
+        extras = self.logprobs.take_in(self.table, rows, wanted, output.logprobs) if output.logprobs else ()
         if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
-        events = self._deliver(rows, tokens, now_s) if rows.size else NO_EVENTS
+        events = self._deliver(rows, tokens, now_s, extras) if rows.size else NO_EVENTS
         return StepEvents.concatenate([events, self.residents.end_cancelled(flight.rows)])
 
     def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
@@ -282,7 +285,7 @@ class Engine:
         self.totals.num_steps += 1
         return flight
 
-    def _deliver(self, rows: Rows, tokens: I32, now_s: float) -> StepEvents:
+    def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table
         first_index = table.num_output[rows]
         num_output = first_index + 1
@@ -301,16 +304,18 @@ class Engine:
             first_index=first_index.astype(np.uint32),
             tokens=tokens,
             finish=finish,
-            extras=self._extras(rows) if self._cached_tokens else (),
+            extras=self._with_cached_tokens(rows, extras) if self._cached_tokens else extras,
         )
         for i in finish.nonzero()[0].tolist():
             self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
 
-    def _extras(self, rows: Rows) -> tuple[RowExtra, ...]:
+    def _with_cached_tokens(self, rows: Rows, extras: tuple[RowExtra, ...]) -> tuple[RowExtra, ...]:
         """Say with a row's first token what its prompt found in the cache."""
-        said = ((i, self._cached_tokens.pop(row, None)) for i, row in enumerate(rows.tolist()))
-        return tuple(RowExtra(i, cached_tokens) for i, cached_tokens in said if cached_tokens is not None)
+        cached = {i: self._cached_tokens.pop(row, None) for i, row in enumerate(rows.tolist())}
+        said = {extra.index: extra for extra in extras}
+        said |= {i: replace(said.get(i, RowExtra(i)), cached_tokens=count) for i, count in cached.items() if count}
+        return tuple(said[i] for i in sorted(said))
 
     def _admit(self, rows: list[int], leaving: I32) -> None:
         table = self.table
@@ -321,7 +326,7 @@ class Engine:
             self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
             if not table.at_executor[row]:
                 table.at_executor[row] = True
-                self._admits.append(RowInit(row, table.sequence(row).sampling))
+                self._admits.append(row_init(table, self.log, row))
                 self._count_prompt(row, num_tokens)
         self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
 
