@@ -77,6 +77,7 @@ class ClusterPlan:
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads_per_worker())]
         flags += ["--deterministic"] if settings.deterministic else []
+        flags += [] if settings.prefix_caching else ["--no-prefix-caching"]
         return self._service(name, *flags)
 
     def _dispatcher(self) -> ChildSpec:

@@ -69,6 +69,7 @@ _CLUSTER_OPTIONS = (
     ("drain-limit-s", "S", "Seconds that running answers get at the end. [120]"),
 )
 _CLUSTER_SWITCHES = (
+    ("prefix-caching", "Keep KV until its memory is needed, for requests that begin alike. [on]"),
     ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
     ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),
 )

@@ -36,6 +36,8 @@ class UpSettings(ServiceSettings):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port of the API; 0 picks a free one."""
+    prefix_caching: bool = True
+    """Workers keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     max_model_len: Annotated[int, Field(ge=0)] = 0

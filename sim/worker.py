@@ -34,6 +34,7 @@ class SimWorkerParams:
     system: str = DEFAULT_SYSTEM
     max_model_len: int = 4096
     """Most tokens of prompt and output together."""
+    prefix_caching: bool = True
     max_sequences: int = 1024
     max_batch_rows: int = 256
     max_batch_tokens: int = 2048
@@ -66,6 +67,7 @@ class SimWorker:
             max_batch_rows=params.max_batch_rows,
             max_batch_tokens=params.max_batch_tokens,
             block_size=params.block_size,
+            prefix_caching=params.prefix_caching,
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw

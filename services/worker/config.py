@@ -57,6 +57,8 @@ class WorkerSettings(ServiceSettings):
     """Sequences in one step at most."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 2048
     """Tokens in one step at most; larger speeds up prompts and makes decodes wait longer."""
+    prefix_caching: bool = True
+    """Keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0

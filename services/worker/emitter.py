@@ -76,13 +76,18 @@ class Emitter:
             extras=_pack_extras(events, chosen) if events.extras else b"",
         )
         subject = self._subjects.tokens(self._names[channel])
-        for part in batch.split(self._bus.max_payload_bytes):
+        for part in batch.split(self.max_payload_bytes):
             self._counters[channel] = part.counter + 1
             self._queue.append((subject, part.pack()))
         while len(self._queue) > MAX_QUEUED_MESSAGES:
             self._queue.popleft()
             self.num_dropped += 1
         self._wake.set()
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest message that the bus carries."""
+        return self._bus.max_payload_bytes
 
     @property
     def idle(self) -> bool:

@@ -127,4 +127,6 @@ class Intake:
             finish=finish,
             logprobs=self._engine.logprobs.last((replay.request_id, replay.attempt), len(tokens)),
         )
-        return batch.split()[0].pack()  # what does not fit one message is asked for again
+        return batch.split(self._emitter.max_payload_bytes)[
+            0
+        ].pack()  # what does not fit one message is asked for again

@@ -217,7 +217,7 @@ def flag(argv: tuple[str, ...], name: str) -> str:
 
 def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     plan = ClusterPlan(
-        settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3),
+        settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3, prefix_caching=False),
         Model(tmp_path, "owner/name"),
         "nats://127.0.0.1:9",
         8123,
@@ -238,6 +238,7 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     assert flag(worker, "--threads") == "3"
     assert flag(worker, "--served-model-name") == flag(specs["dispatcher"], "--served-model-name") == "owner/name"
     assert "--deterministic" in worker
+    assert "--no-prefix-caching" in worker
     assert flag(specs["dispatcher"], "--port") == "8123"
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import (
-    LogitsProcessorList,
     MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -20,7 +19,7 @@ from transformers import (
 
 from services.worker.engine.types import F64
 from services.worker.executor import draw as draw_module
-from services.worker.executor.draw import BLOCK, RowSampling, draw, draw_at, filter_all, find_candidates
+from services.worker.executor.draw import BLOCK, RowSampling, draw, draw_at, filter_weights, first_largest, to_weights
 from services.worker.executor.sampler import Sampler
 
 REPEATABLE = settings(derandomize=True, deadline=None)
@@ -63,7 +62,9 @@ def reference_shares(logits: torch.Tensor, **values: float) -> F64:
         chain.append(TopPLogitsWarper(float(values["top_p"])))
     if "min_p" in values:
         chain.append(MinPLogitsWarper(float(values["min_p"])))
-    scores = LogitsProcessorList(chain)(torch.zeros((1, 1), dtype=torch.long), logits.double().unsqueeze(0))
+    scores = logits.double().unsqueeze(0)
+    for warper in chain:
+        scores = warper(torch.zeros((1, 1), dtype=torch.long), scores)
     shares: F64 = scores.softmax(-1)[0].numpy()
     return shares
 
@@ -97,7 +98,7 @@ def stratified(logits: torch.Tensor, num_points: int, **values: float) -> NDArra
 
 
 @pytest.mark.parametrize("values", COMBINATIONS, ids=str)
-@pytest.mark.parametrize("vocab_size", [41, 1500])
+@pytest.mark.parametrize("vocab_size", [41, 5000])
 def test_every_token_is_drawn_as_often_as_transformers_and_numpy_say(values: dict[str, float], vocab_size: int) -> None:
     logits = random_logits(vocab_size, seed=vocab_size)
     shares = reference_shares(logits, **values)
@@ -123,13 +124,8 @@ def test_seeded_draws_follow_the_reference_distribution(values: dict[str, float]
     assert statistic < freedom + 5 * np.sqrt(2 * freedom)
 
 
-def spread(weights: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    return torch.zeros(len(weights), vocab_size).scatter_(1, ids, weights)
-
-
 ROW = st.fixed_dictionaries(
     {
-        "temperature": st.sampled_from([0.3, 1.0, 2.0]),
         "top_k": st.sampled_from([0, 1, 3, 7, 8, 9, 31, 40, 1000]),
         "top_p": st.sampled_from([0.01, 0.3, 0.8, 0.999, 1.0]),
         "min_p": st.sampled_from([0.0, 0.01, 0.3, 1.0]),
@@ -139,44 +135,48 @@ ROW = st.fixed_dictionaries(
 
 @REPEATABLE
 @given(st.lists(ROW, min_size=1, max_size=6), st.integers(0, 2**30), st.sampled_from([0.0, 1.0, 6.0]), st.booleans())
-def test_candidates_that_are_settled_are_what_sorting_the_whole_row_keeps(
+def test_looking_at_the_largest_weights_first_changes_nothing(
     rows: list[dict[str, float]], seed: int, scale: float, rounded: bool
 ) -> None:
-    """Rounded logits tie often; scale 0 ties them all, so nothing can be settled below the size of the vocabulary."""
+    """Rounded logits tie often; scale 0 ties them all."""
     logits = torch.stack([random_logits(40, seed + i, scale) for i in range(len(rows))])
     logits = logits.round() if rounded else logits
     logits[:, seed % 40] = -torch.inf
-    columns = [np.array([row[name] for row in rows]) for name in ("temperature", "top_p", "top_k", "min_p")]
-    sampling = RowSampling(*columns[:2], columns[2].astype(np.int64), columns[3], np.zeros(len(rows), np.int64))
-    limits = {"CANDIDATES": 8, "MAX_CANDIDATES": 32}
+    weights = to_weights(logits, np.ones(len(rows)))
+    columns = {name: np.array([row[name] for row in rows]) for name in ("top_p", "top_k", "min_p")}
+    sampling = RowSampling(temperature=np.ones(len(rows)), seed=np.zeros(len(rows), np.int64), **columns)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in limits.items():
-            patch.setattr(draw_module, name, value)
-        found = find_candidates(logits, sampling)
-    whole = filter_all(logits, sampling)
-    assert (np.diff(found.ids.numpy(), axis=1) > 0).all()
-    partial = spread(found.weights, found.ids, 40)
-    for i in np.flatnonzero(found.settled):
-        assert torch.equal(partial[i], whole[i])
-    if scale == 6.0 and not rounded:
-        unsettled = [row for row, settled in zip(rows, found.settled, strict=True) if not settled]
-        assert all(row["min_p"] < 0.3 and (row["top_p"] > 0.3 or not 0 < row["top_k"] < 8) for row in unsettled)
+        patch.setattr(draw_module, "CANDIDATES", 8)
+        assert torch.equal(filter_weights(weights, sampling), filter_weights_by_definition(weights, sampling))
+    assert torch.equal(filter_weights(weights, sampling), filter_weights_by_definition(weights, sampling))
 
 
-def test_a_flat_row_falls_back_to_the_whole_vocabulary_beside_a_peaked_one() -> None:
+def filter_weights_by_definition(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+    """A token stays if fewer than k surpass it, what surpasses it is less than p, and it is not too small itself."""
+    kept = weights.clone()
+    for row, top_k, top_p, min_p in zip(kept, sampling.top_k, sampling.top_p, sampling.min_p, strict=True):
+        if top_k:
+            row[torch.tensor([int((row > value).sum()) >= top_k for value in row])] = 0
+        if top_p < 1:
+            exact = row.double()
+            row[torch.tensor([float(exact[exact > value].sum()) >= top_p * float(exact.sum()) for value in exact])] = 0
+        row[row < np.float32(min_p)] = 0
+    return kept
+
+
+def test_a_flat_row_needs_the_whole_vocabulary_and_takes_nothing_from_its_neighbour() -> None:
     flat, peaked = torch.zeros(3000), random_logits(3000, 1, 8.0)
     logits, values = torch.stack([flat, peaked]), {"top_p": 0.9}
-    assert find_candidates(logits, params(2, **values)).settled.tolist() == [False, True]
     points = np.array([0.7, 0.7])
     tokens = draw(logits, params(2, **values), points)
-    alone = [draw(logits[[i]], params(1, **values), points[[i]])[0] for i in range(2)]
-    assert tokens.tolist() == alone
+    assert tokens.tolist() == [draw(logits[[i]], params(1, **values), points[[i]])[0] for i in range(2)]
     assert tokens[0] == 2100  # all weights tie, so all stay
 
 
-@pytest.mark.parametrize("vocab_size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 4 * BLOCK - 7])
-def test_the_whole_row_is_searched_as_one_cdf(vocab_size: int) -> None:
+@pytest.mark.parametrize("vocab_size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 4 * BLOCK - 7, 5000])
+def test_the_whole_row_is_searched_as_one_cdf(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks are an inner matter: the token is the first whose running sum passes the point."""
+    monkeypatch.setattr(draw_module, "_SMALL_VOCABULARY", 1 + vocab_size % 2 * 300)
     weights = random_logits(vocab_size, 3).exp()
     weights[::3] = 0
     weights[-1] = 1
@@ -187,3 +187,15 @@ def test_the_whole_row_is_searched_as_one_cdf(vocab_size: int) -> None:
     assert (weights[torch.from_numpy(drawn)] > 0).all()
     differ = drawn != expected
     assert np.count_nonzero(differ) <= 1, "a point within rounding of a border may fall on either side"
+
+
+@pytest.mark.parametrize("vocab_size", [40, 4096, 5000, 8191])
+def test_the_first_of_the_largest_is_found_wherever_it_is(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_module, "_FEW_LOGITS", 0)
+    logits = random_logits(vocab_size, 1).clamp_max(3.0).repeat(40, 1)
+    logits[-1] = -torch.inf
+    places = [0, vocab_size // 2, vocab_size - 1, *range(7, vocab_size, vocab_size // 30)]
+    for row, place in enumerate(places[:39]):
+        logits[row, place] = 9.0
+        logits[row, min(place + 300 * (row % 2), vocab_size - 1)] = 9.0
+    assert first_largest(logits).tolist() == [int((row == row.amax()).nonzero()[0]) for row in logits]

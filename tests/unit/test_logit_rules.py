@@ -175,7 +175,7 @@ def test_repetition_is_transformers_processor_to_the_bit(penalty: float) -> None
 
 
 def test_bias_is_transformers_processor_and_entries_of_one_id_add_up() -> None:
-    expected = SequenceBiasLogitsProcessor({(4,): 7.5, (9,): -100.0})(KNOWN, LOGITS.unsqueeze(0))[0]
+    expected = SequenceBiasLogitsProcessor([[[4], 7.5], [[9], -100.0]])(KNOWN, LOGITS.unsqueeze(0))[0]
     bias = ((9, -100.0), (4, 5.0), (4, 2.5))
     assert torch.equal(changed(*one_row(PROMPT, OUTPUTS, logit_bias=bias), LOGITS), expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from services.worker.engine.types import I64
-from services.worker.executor.draw import RowSampling, keep_top_k, keep_top_p
+from services.worker.executor.draw import RowSampling, filter_weights
 from services.worker.executor.random import uniforms
 from services.worker.executor.sampler import Sampler, SamplingTable
 from shared.types import SamplingParams
@@ -152,7 +153,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 ) -> None:
     top_k = np.array([(k + row) % 15 for row in range(len(weights))])
     top_k[0] = max(k, 1)
-    kept = keep_top_k(torch.from_numpy(weights), torch.from_numpy(top_k)).numpy()
+    kept = filter_weights(torch.from_numpy(weights), replace(sampling(len(weights)), top_k=top_k)).numpy()
     for row, of_row in enumerate(top_k):
         for index, weight in enumerate(weights[row]):
             stays = of_row == 0 or (weights[row] > weight).sum() < of_row
@@ -163,7 +164,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 def test_top_p_keeps_exactly_those_whose_betters_do_not_reach_p(
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]], p: float
 ) -> None:
-    kept = keep_top_p(torch.from_numpy(weights), torch.full((len(weights),), p, dtype=torch.float64)).numpy()
+    kept = filter_weights(torch.from_numpy(weights), sampling(len(weights), top_p=p)).numpy()
     for row in range(len(weights)):
         for index, weight in enumerate(weights[row].astype(np.float64)):
             betters = weights[row][weights[row] > weight].astype(np.float64).sum()

@@ -81,7 +81,7 @@ class NewSequence:
     qoe: QoeTarget | None = None
     """The reader's schedule; None when no reader follows."""
     fork_of: RequestId | None = None
-    """A sequence here with the same prompt and salt: this one waits until that prompt is computed, and shares its KV. If
+    """A sequence here with the same prompt and salt: this one waits until that prompt is computed and shares its KV. If
     it is not here, or gives its KV up before, this one runs by itself."""
     cache_salt: str = ""
     """Sequences find each other's cached KV only under the same salt."""

@@ -10,8 +10,8 @@ from services.worker.executor.draw import RowSampling, draw, first_largest
 from services.worker.executor.random import uniforms
 from shared.types import SamplingParams
 
-DRAW_ELEMENTS = 2**22
-"""Logits that are sorted and summed at a time, unless one row has more: bounds the workspace for a large vocabulary."""
+DRAW_ELEMENTS = 2**20
+"""Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
 
 
 class SamplingTable:

@@ -94,6 +94,8 @@ _REPORT = WorkerReport(
     num_prompt_tokens_total=5_000_000_000,
     num_generated_tokens_total=77,
     num_finished_total=8,
+    num_prefix_cache_queries_total=4_000_000_000,
+    num_prefix_cache_hits_total=3_000,
 )
 _STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
 
