@@ -100,6 +100,36 @@ def test_log_probabilities_are_those_of_the_reference_whatever_the_temperature(s
         assert sorted(top.values())[-3:] == pytest.approx(sorted(row.topk(3).values.tolist()), abs=1e-3)
 
 
+def test_a_prompt_is_cached_for_the_key_and_the_salt_that_sent_it_and_its_text_is_the_same(served: Served) -> None:
+    """70 tokens are four whole blocks of 16, and the last token is always computed: 64 can be found."""
+    prompt = [100 + index for index in range(70)]
+
+    def send(key: str, **more: str) -> tuple[int, str]:
+        answer = served.client.with_options(api_key=key).completions.create(
+            model="mine", prompt=prompt, seed=9, max_tokens=8, extra_body=more
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0, answer.choices[0].text
+
+    told = [send("a"), send("a"), send("b"), send("b"), send("a", cache_salt="x"), send("a", cache_salt="x"), send("a")]
+    assert [cached for cached, _ in told] == [0, 64, 0, 64, 0, 64, 64]
+    assert len({text for _, text in told}) == 1
+
+
+def test_choices_share_their_prompt(served: Served) -> None:
+    """Each of the four siblings finds at least five whole blocks of 16, 80 of the 90 tokens."""
+    before = served.cluster.total("num_prefix_cache_hits_total")
+    prompt = [300 - index for index in range(90)]
+    answer = served.client.completions.create(model="mine", prompt=prompt, n=NUM_CHOICES, seed=2, max_tokens=8)
+    assert len({choice.text for choice in answer.choices}) > 1
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    served.cluster.wait_until_idle()
+    assert served.cluster.total("num_prefix_cache_hits_total") - before >= (NUM_CHOICES - 1) * 80
+
+
 def test_the_limit_of_the_workers_is_the_limit_of_every_name(served: Served) -> None:
     models = served.client.models.list().data
     assert [(model.id, model.model_dump()["max_model_len"]) for model in models] == [
