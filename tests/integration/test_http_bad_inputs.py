@@ -148,6 +148,7 @@ CHAT_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("25 far too long", message(role="user", content="a b" * 40_000), "context_length_exceeded", "messages"),
     ("25 too long", message(role="user", content="fox " * 512), "context_length_exceeded", "messages"),
+    ("25 a long name", message(role="user", content="a", name="b" * 120_000), "context_length_exceeded", "messages"),
     ("26 zero", with_hello(max_tokens=0), "integer_below_min_value", "max_tokens"),
     ("26 negative", with_hello(max_tokens=-1), "integer_below_min_value", "max_tokens"),
     ("26 fraction", with_hello(max_tokens=1.5), "invalid_type", "max_tokens"),

@@ -9,7 +9,7 @@ from services.dispatcher.http.call import Call, Prompt
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import generate
-from services.dispatcher.http.messages import parse_messages
+from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.params import parse_params
 from services.dispatcher.http.salt import cache_salt
 from services.dispatcher.http.sampling import chat_logprobs
@@ -43,7 +43,7 @@ async def chat_completions(front: Front, request: web.BaseRequest, public_id: st
         is_chat=True,
         params=params,
         encode=lambda: Prompt(front.codec.encode_chat(messages)),
-        num_chars=sum(len(message["content"]) for message in messages),
+        num_chars=count_chars(messages),
         prompt_param="messages",
         default_max_tokens=None,
         cache_salt=cache_salt(request.headers, params.salt),

@@ -75,8 +75,9 @@ class Fields:
         if not isinstance(value, list):
             raise self._wrong_type(name, "an array of token ids", value)
         if len(value) > max_length:
-            raise invalid("array_above_max_length", name, f"'{name}' takes at most {max_length} ids.")
-        return tuple(check_token_ids(value, name, vocab_size))
+            path = self._prefix + name
+            raise invalid("array_above_max_length", path, f"'{path}' takes at most {max_length} ids.")
+        return tuple(check_token_ids(value, self._prefix + name, vocab_size))
 
     def mapping(self, name: str) -> Fields | None:
         """Return the parameters of an inner object, or None if it is not given."""

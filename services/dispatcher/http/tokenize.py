@@ -13,7 +13,7 @@ from services.dispatcher.http.errors import failure_error, invalid
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import refused_by_template
-from services.dispatcher.http.messages import parse_messages
+from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.unsupported import TOKENIZE, refuse_unsupported
 from services.dispatcher.session.session import FailureCode
 from services.dispatcher.text.pool import TextPoolFullError
@@ -87,7 +87,7 @@ def _encoder(fields: Fields, codec: PromptCodec) -> tuple[Callable[[], list[int]
         is_special = fields.boolean("add_special_tokens", default=True)
         return lambda: codec.encode_text(text, add_special_tokens=is_special), "prompt"
     conversation = parse_messages(messages)
-    _check_size(sum(len(message["content"]) for message in conversation), "messages")
+    _check_size(count_chars(conversation), "messages")
     is_special = fields.boolean("add_special_tokens")
     is_prompt = fields.boolean("add_generation_prompt", default=True)
     return (
