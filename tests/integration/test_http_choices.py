@@ -254,7 +254,109 @@ async def test_one_line_of_the_log_and_one_count_stand_for_all_choices(
 ) -> None:
     capsys.readouterr()
     await served.post(CHAT, messages=HELLO, n=3)
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    (line,) = [line for line in lines if line["event"] == "request"]
-    assert (line["num_choices"], line["num_prompt_tokens"], line["num_cached_tokens"]) == (3, 13, 11)
+    written = ""
+
+    def is_written() -> bool:  # the log is written by a thread of its own
+        nonlocal written
+        written += capsys.readouterr().err
+        return '"num_choices": 3' in written and written.endswith("\n")
+
+    await until(is_written)
+    lines = [json.loads(line) for line in written.splitlines()]
+    (line,) = [line for line in lines if line.get("num_choices") == 3]
+    assert (line["event"], line["num_prompt_tokens"], line["num_cached_tokens"]) == ("request", 13, 11)
     assert line["num_output_tokens"] == billed(served)
+
+
+def answer_to(prompt: list[int]) -> str:
+    return f"answer of {prompt[0] - 40}"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def echoing(text: ModelText, folder: Path) -> AsyncIterator[Running]:
+    """A worker whose answer names the first token of its prompt."""
+
+    def script(submit: Submit) -> list[int]:
+        words = answer_to(submit.prompt_ids().tolist())
+        ids: list[int] = text.codec.tokenizer.encode(words, add_special_tokens=False).ids
+        return ids
+
+    async with running_dispatcher(text, folder, script, queue_limit_s=5.0) as running:
+        running.worker.finish = FinishReason.LENGTH
+        yield running
+
+
+PROMPTS = [[40, 50], [41, 50, 51], [42, 50, 51, 52]]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+async def test_several_prompts_are_answered_one_after_the_other_in_the_indices(
+    echoing: Running, streamed: bool, count: int
+) -> None:
+    expected = [answer_to(prompt) for prompt in PROMPTS for _ in range(count)]
+    body = {"prompt": PROMPTS, "n": count, "max_tokens": 100}
+    if streamed:
+        events = await events_of(echoing, COMPLETIONS, stream_options={"include_usage": True}, **body)
+        texts, usage = texts_of(events, 3 * count), events[-1]["usage"]
+    else:
+        _, answer = await echoing.post(COMPLETIONS, **body)
+        texts, usage = [choice["text"] for choice in answer["choices"]], answer["usage"]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(3 * count))
+    assert texts == expected
+    assert usage["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert usage["completion_tokens"] == sum(len(echoing.encode(words)) for words in expected)
+    by_id = {submit.request_id: submit for submit in echoing.worker.submits}
+    forks = [submit for submit in by_id.values() if submit.fork_of is not None]
+    assert len(forks) == 3 * (count - 1)
+    assert all(by_id[fork.fork_of].prompt == fork.prompt for fork in forks if fork.fork_of is not None)
+
+
+async def test_each_prompt_is_repeated_before_its_own_choices(echoing: Running) -> None:
+    _, answer = await echoing.post(COMPLETIONS, prompt=["a cat", "b dog"], n=2, echo=True, max_tokens=100)
+    prompts = [echoing.encode("a cat"), echoing.encode("b dog")]
+    shown = [f"{word}{answer_to(prompt)}" for word, prompt in zip(("a cat", "b dog"), prompts, strict=True)]
+    assert [choice["text"] for choice in answer["choices"]] == [shown[0], shown[0], shown[1], shown[1]]
+
+
+async def test_equal_prompts_without_a_seed_draw_differently_and_with_one_alike(echoing: Running) -> None:
+    await echoing.post(COMPLETIONS, prompt=[[40], [40]])
+    assert len({submit.sampling.seed for submit in echoing.worker.submits}) == 2
+    echoing.worker.submits.clear()
+    await echoing.post(COMPLETIONS, prompt=[[40], [40]], seed=3)
+    assert {submit.sampling.seed for submit in echoing.worker.submits} == {3}
+
+
+async def test_prompts_for_which_there_is_no_room_wait_and_take_one_place_in_the_queue(echoing: Running) -> None:
+    """The worker runs two at a time; the third and later prompts of eight wait for the ends of others."""
+    worker, sessions = echoing.worker, echoing.dispatcher.service.sessions
+    worker.step_s = 0.002
+    most_queued = 0
+
+    def judge(_submit: Submit) -> RefusalReason | None:
+        nonlocal most_queued
+        most_queued = max(most_queued, sessions.num_queued)
+        running = [item for item in worker.running.values() if not item.finish]
+        return RefusalReason.FULL if len(running) >= 2 else None
+
+    worker.judge = judge
+    prompts = [[40 + index] for index in range(8)]
+    status, answer = await echoing.post(COMPLETIONS, prompt=prompts, max_tokens=100)
+    assert status == 200
+    assert [choice["text"] for choice in answer["choices"]] == [answer_to(prompt) for prompt in prompts]
+    assert most_queued == 1
+
+
+async def test_a_prompt_that_fails_costs_no_other_prompt_its_answer(text: ModelText, folder: Path) -> None:
+    async with running_dispatcher(text, folder) as running:
+        task = asyncio.create_task(running.post(COMPLETIONS, prompt=[[40], [41]], n=2))
+        await until(lambda: len(running.worker.running) == 4)
+        for item in list(running.worker.running.values()):
+            if index_of(item.submit) == 2:
+                await running.worker.emit(item, [], FinishReason.ERROR)
+            else:
+                await running.worker.emit(item, running.encode("x"), FinishReason.LENGTH)
+        status, body = await task
+    assert status == 200
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length", None, "length"]
+    assert body["choices"][2]["error"]["code"] == "request_failed"

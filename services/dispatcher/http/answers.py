@@ -20,14 +20,14 @@ from shared.log import get_logger
 _log = get_logger()
 
 
-async def collect_answer(front: Front, call: Call, choices: Sequence[Choice], echo: str) -> web.Response:
+async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) -> web.Response:
     """Return the whole answer. A choice that failed stands beside those that did not.
 
     Raises:
         ApiError: every choice failed.
     """
     logprobs = _logprob_writer(front, call)
-    collectors = [Collector(choice, echo, logprobs) for choice in choices]
+    collectors = [Collector(choice, logprobs) for choice in choices]
     await _follow_all(front, choices, collectors, lambda _: None)
     errors = [_error_of(choice, len(choices)) for choice in choices]
     if None not in errors:
@@ -41,7 +41,7 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice], ec
 
 
 async def stream_answer(
-    front: Front, call: Call, choices: Sequence[Choice], echo: str, request: web.BaseRequest
+    front: Front, call: Call, choices: Sequence[Choice], request: web.BaseRequest
 ) -> web.StreamResponse:
     """Stream the answer; an error of a choice comes when all others have ended."""
     shape, logprobs = _shape(front, call), _logprob_writer(front, call)
@@ -49,7 +49,7 @@ async def stream_answer(
     try:
         streamers = [Streamer(choice, ChoiceShape(shape, choice.index), stream, logprobs) for choice in choices]
         for streamer in streamers:
-            streamer.begin(echo, front.now())
+            streamer.begin(front.now())
 
         def end(choice: Choice) -> None:
             if choice.failure is None:
@@ -66,32 +66,44 @@ async def stream_answer(
 async def _follow_all(
     front: Front, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
 ) -> None:
-    """Return when every choice has ended; the first is placed already, the others are placed beside it."""
+    """Return when every choice has ended; the first is placed already."""
     if len(choices) == 1:
-        await _follow(front, choices[0], readers[0], None, end)
+        await _follow(front, choices[0], readers[0], end)
         return
+    turn = asyncio.Lock()  # of several prompts one at a time asks for room: the others take no place in the queue
     async with asyncio.TaskGroup() as group:
         for choice, reader in zip(choices, readers, strict=True):
-            group.create_task(_follow(front, choice, reader, choices[0] if choice.index else None, end))
+            group.create_task(_place_and_follow(front, choice, reader, turn, end))
     for choice in choices:
         if choice.failure is not None:
             rid = choice.opened.request.request_id
             _log.info("choice_failed", rid=rid, index=choice.index, code=choice.failure.value)
 
 
-async def _follow(
-    front: Front, choice: Choice, reader: Reader, first: Choice | None, end: Callable[[Choice], None]
+async def _place_and_follow(
+    front: Front, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
 ) -> None:
-    """Return when the choice has ended, with its failure noted and nothing of it left at a worker."""
-    session = choice.opened
     try:
-        if first is not None:
-            await front.sessions.place(session, first.opened)
-        session.attach(reader, front.now())
-        await session.ended.wait()
-        choice.failure = front.sessions.outcome(session)
+        if choice.parent is not None:
+            await choice.parent.placed.wait()
+            await front.sessions.place(choice.opened, choice.parent.opened)
+        elif not choice.placed.is_set():
+            async with turn:
+                await front.sessions.place(choice.opened)
     except RequestFailedError as error:
         choice.failure = error.code
+        return
+    finally:
+        choice.placed.set()
+    await _follow(front, choice, reader, end)
+
+
+async def _follow(front: Front, choice: Choice, reader: Reader, end: Callable[[Choice], None]) -> None:
+    """Return when the choice has ended, with its failure noted and nothing of it left at a worker."""
+    session = choice.opened
+    session.attach(reader, front.now())
+    await session.ended.wait()
+    choice.failure = front.sessions.outcome(session)
     end(choice)
     front.sessions.release(session)  # before the last bytes are taken: the client may be slow
 
@@ -113,9 +125,12 @@ def _error_of(choice: Choice, num_choices: int) -> ApiError | None:
 
 def usage_of(choices: Sequence[Choice]) -> Usage:
     """Return what an admitted request costs."""
-    first = choices[0].opened
-    num_output = sum(choice.text.num_tokens for choice in choices)
-    return Usage(first.request.num_prompt_tokens, num_output, first.cached_tokens or 0)
+    firsts = [choice.opened for choice in choices if choice.parent is None]
+    return Usage(
+        num_prompt_tokens=sum(session.request.num_prompt_tokens for session in firsts),
+        num_output_tokens=sum(choice.text.num_tokens for choice in choices),
+        num_cached_tokens=sum(session.cached_tokens or 0 for session in firsts),
+    )
 
 
 def _estimate(choices: Sequence[Choice]) -> dict[str, Any]:

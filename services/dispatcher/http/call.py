@@ -1,9 +1,10 @@
-"""One checked request, and its choices: what the endpoints hand to `generate`."""
+"""One checked request, its prompts and choices: what the endpoints hand to `generate`."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.dispatcher.http.answer_text import AnswerText
 from services.dispatcher.http.params import Params
@@ -17,7 +18,7 @@ class Prompt:
 
     token_ids: list[int]
     echo: str = ""
-    """Text that stands before each choice's own (`echo`)."""
+    """Text that stands before that of each of its choices (`echo`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,11 @@ class Call:
     """What `x-request-id` says."""
     is_chat: bool
     params: Params
-    encode: Callable[[], Prompt]
-    """Makes the prompt; runs off the event loop."""
+    encode: Callable[[], list[Prompt]]
+    """Makes the prompts; runs off the event loop."""
+    num_prompts: int
     num_chars: int
-    """Characters of the prompt."""
+    """Characters of the longest prompt."""
     prompt_param: str
     """`messages` or `prompt`: what an error about the prompt names."""
     default_max_tokens: int | None
@@ -49,10 +51,17 @@ class Call:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the `n` answers to a request."""
+    """One of the `n` answers to a prompt."""
 
     index: int
+    """In the request: prompt by prompt."""
     text: AnswerText
+    parent: Choice | None
+    """The first choice of the same prompt; None if this is it."""
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    """A worker has taken it, or none will."""
+    echo: str = ""
+    """Text that stands before its own."""
     session: Session | None = None
     """None until the request is admitted."""
     failure: FailureCode | None = None

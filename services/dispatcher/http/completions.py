@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from aiohttp import web
@@ -41,8 +42,10 @@ async def completions(front: Front, request: web.BaseRequest, public_id: str) ->
     fields = Fields(body)
     check_model(front, fields)
     refuse_unsupported(body, COMPLETIONS)
-    encode, num_chars = _prompt(body.get("prompt"), front.codec, echo=fields.boolean("echo"))
+    prompts = _prompts(body.get("prompt"), front.codec.vocab_size)
+    encode = partial(_encode, prompts, front.codec, echo=fields.boolean("echo"))
     params = parse_params(fields, front.rules, completion_logprobs(fields))
+    _check_count(len(prompts), params.num_choices, front.rules.max_choices)
     _check_echo(fields)
     front.unknown_names.note(body, _KNOWN)
     call = Call(
@@ -51,7 +54,8 @@ async def completions(front: Front, request: web.BaseRequest, public_id: str) ->
         is_chat=False,
         params=params,
         encode=encode,
-        num_chars=num_chars,
+        num_prompts=len(prompts),
+        num_chars=max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0),
         prompt_param="prompt",
         default_max_tokens=DEFAULT_MAX_TOKENS,
         cache_salt=cache_salt(request.headers, params.salt),
@@ -66,28 +70,44 @@ def _check_echo(fields: Fields) -> None:
         raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")
 
 
-def _prompt(value: Any, codec: PromptCodec, *, echo: bool) -> tuple[Callable[[], Prompt], int]:
-    """Return how to make the prompt, and its characters: a string, a list with one string, or token ids."""
+def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
+    if num_prompts * num_choices > most:
+        message = f"This server takes at most {most} choices at a time, over all prompts."
+        raise invalid("array_above_max_length", "prompt", message)
+
+
+def _encode(prompts: Sequence[str | list[int]], codec: PromptCodec, *, echo: bool) -> list[Prompt]:
+    return [_encode_one(prompt, codec, echo=echo) for prompt in prompts]
+
+
+def _encode_one(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(codec.encode_text(prompt), prompt if echo else "")
+    return Prompt(prompt, codec.decode(prompt, skip_special_tokens=True) if echo else "")
+
+
+def _prompts(value: Any, vocab_size: int) -> Sequence[str | list[int]]:
+    """Return the prompts: all of them texts, or all of them token ids."""
     if value is None:
         raise invalid("missing_required_parameter", "prompt", "Missing required parameter: 'prompt'.")
     if isinstance(value, str):
-        return lambda: Prompt(codec.encode_text(value), value if echo else ""), len(value)
+        return [value]
     if not isinstance(value, list):
         raise invalid("invalid_type", "prompt", f"'prompt' must be a string or an array, not {type_name(value)}.")
     if not value:
         raise invalid("array_below_min_length", "prompt", "'prompt' must not be empty.")
-    if isinstance(value[0], str | list):
-        return _one_prompt(value, codec, echo=echo)
-    ids = check_token_ids(value, "prompt", codec.vocab_size)
-    return lambda: Prompt(ids, codec.decode(ids, skip_special_tokens=True) if echo else ""), 0
-
-
-def _one_prompt(values: list[Any], codec: PromptCodec, *, echo: bool) -> tuple[Callable[[], Prompt], int]:
-    if len(values) > MAX_PROMPTS:
+    if not isinstance(value[0], str | list):
+        return [check_token_ids(value, "prompt", vocab_size)]
+    if len(value) > MAX_PROMPTS:
         raise invalid("array_above_max_length", "prompt", f"'prompt' takes at most {MAX_PROMPTS} prompts.")
-    if len(values) > 1:
-        raise unsupported("prompt", "Only one prompt per request is supported.")
-    inner = values[0]
-    if isinstance(inner, list) and inner and isinstance(inner[0], str | list):
-        raise invalid("invalid_type", "prompt", "'prompt' is nested too deeply.")
-    return _prompt(inner, codec, echo=echo)
+    kind = type(value[0])
+    if not all(isinstance(inner, kind) for inner in value):
+        raise invalid("invalid_type", "prompt", "The prompts must be all strings, or all arrays of token ids.")
+    return value if kind is str else [_ids(inner, index, vocab_size) for index, inner in enumerate(value)]
+
+
+def _ids(value: list[Any], index: int, vocab_size: int) -> list[int]:
+    path = f"prompt.{index}"
+    if not value:
+        raise invalid("array_below_min_length", path, f"'{path}' must not be empty.")
+    return check_token_ids(value, path, vocab_size)

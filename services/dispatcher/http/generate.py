@@ -23,7 +23,7 @@ from shared.messages.request import pack_token_ids
 SLACK: Final = 4
 """A prompt is refused untokenised if it has this many times more characters than the context could hold."""
 MAX_COPIED_TOKENS: Final = 4_000_000
-"""Tokens of a prompt times its choices: each choice's submission carries the prompt."""
+"""Tokens of all prompts times `n`: each choice's submission carries its prompt."""
 
 
 async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
@@ -32,15 +32,15 @@ async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.St
     Raises:
         ApiError: it was refused, or it failed and nothing has been sent yet.
     """
-    choices = [Choice(index, _answer_text(front, call)) for index in range(call.params.num_choices)]
+    choices = _make_choices(front, call)
     finish = "cancelled"  # unless something better happens: the client may leave at any await
     response: web.StreamResponse
     try:
-        echo = await _admit(front, call, choices)
+        await _admit(front, call, choices)
         if call.params.stream:
-            response = await stream_answer(front, call, choices, echo, request)
+            response = await stream_answer(front, call, choices, request)
         else:
-            response = await collect_answer(front, call, choices, echo)
+            response = await collect_answer(front, call, choices)
         finish = _finish_of(choices)
     except ApiError as error:
         finish = error.code or "error"
@@ -51,6 +51,16 @@ async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.St
                 front.sessions.release(choice.session)
         report_record(front, make_record(front, call, choices, finish))
     return response
+
+
+def _make_choices(front: Front, call: Call) -> list[Choice]:
+    choices: list[Choice] = []
+    for _ in range(call.num_prompts):
+        parent: Choice | None = None
+        for _ in range(call.params.num_choices):
+            choices.append(Choice(len(choices), _answer_text(front, call), parent))
+            parent = parent or choices[-1]
+    return choices
 
 
 def _answer_text(front: Front, call: Call) -> AnswerText:
@@ -72,46 +82,49 @@ def _finish_of(choices: Sequence[Choice]) -> str:
     return (choices[0].failure or FailureCode.INTERNAL).value
 
 
-async def _admit(front: Front, call: Call, choices: Sequence[Choice]) -> str:
-    """Give every choice a session, and the first one a worker; return the text that stands before the answer."""
+async def _admit(front: Front, call: Call, choices: Sequence[Choice]) -> None:
+    """Give every choice a session, and the first one a worker."""
     try:
         front.sessions.check_admission(len(choices))
-        prompt = await _encode(front, call)
-        sessions = front.sessions.open(_new_requests(front, call, prompt.token_ids))
+        prompts = await _encode(front, call)
+        sessions = front.sessions.open(_new_requests(front, call, prompts))
         for choice, session in zip(choices, sessions, strict=True):
             choice.session = session
+            choice.echo = prompts[choice.index // call.params.num_choices].echo
         await front.sessions.place(sessions[0])
+        choices[0].placed.set()
     except TextPoolFullError:
         code = FailureCode.QUEUE_FULL
     except RequestFailedError as error:
         code = error.code
     else:
-        return prompt.echo
+        return
     front.metrics.refused(code.value, call.params.service_tier)
     if code is FailureCode.TOO_LONG:
         raise invalid(code.value, call.prompt_param, failure_error(code).message)
     raise failure_error(code)
 
 
-async def _encode(front: Front, call: Call) -> Prompt:
+async def _encode(front: Front, call: Call) -> list[Prompt]:
     limit = front.max_request_tokens
     if call.num_chars > SLACK * limit * front.codec.max_token_bytes:
         raise _too_long(call, limit, "far more")
     try:
-        prompt = await front.pool.run(call.encode)
+        prompts = await front.pool.run(call.encode)
     except TemplateRefusalError as error:
         raise refused_by_template(error, call.prompt_param) from None
     except TooManyTokensError as error:
         raise _too_long(call, limit, str(error.num_tokens)) from None
-    num_tokens = len(prompt.token_ids)
-    if not num_tokens:
-        raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
-    if num_tokens >= limit:
-        raise _too_long(call, limit, str(num_tokens))
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
+        if len(prompt.token_ids) >= limit:
+            raise _too_long(call, limit, str(len(prompt.token_ids)))
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     if num_tokens * call.params.num_choices > MAX_COPIED_TOKENS:
         most = MAX_COPIED_TOKENS // num_tokens
-        raise invalid("integer_above_max_value", "n", f"With a prompt of {num_tokens} tokens, 'n' is at most {most}.")
-    return prompt
+        raise invalid("integer_above_max_value", "n", f"With {num_tokens} tokens of prompts, 'n' is at most {most}.")
+    return prompts
 
 
 def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:
@@ -125,8 +138,16 @@ def _too_long(call: Call, limit: int, found: str) -> ApiError:
     return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
 
 
-def _new_requests(front: Front, call: Call, prompt: list[int]) -> list[NewRequest]:
-    """Return each choice's request in tokens; `max_tokens` is cut to what the context still holds."""
+def _new_requests(front: Front, call: Call, prompts: Sequence[Prompt]) -> list[NewRequest]:
+    """Return each choice's request in tokens, prompt by prompt."""
+    found: list[NewRequest] = []
+    for prompt in prompts:
+        found += _of_prompt(front, call, prompt.token_ids, len(found))
+    return found
+
+
+def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) -> list[NewRequest]:
+    """Return the requests of one prompt; `max_tokens` is cut to what the context still holds."""
     params = call.params
     room = front.max_request_tokens - len(prompt)
     wanted = params.max_tokens or call.default_max_tokens or room
@@ -143,6 +164,6 @@ def _new_requests(front: Front, call: Call, prompt: list[int]) -> list[NewReques
             cache_salt=call.cache_salt,
         )
         for index, sampling in enumerate(
-            params.sampling.choices(params.num_choices, min(wanted, room), front.draw_seed())
+            params.sampling.choices(params.num_choices, min(wanted, room), front.draw_seed()), start=first_index
         )
     ]

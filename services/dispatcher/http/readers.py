@@ -33,8 +33,9 @@ class Streamer:
         self._logprobs = logprobs
         self._num_pending = 0  # tokens since the last event: their text was not decided yet
 
-    def begin(self, echo: str, now_s: float) -> None:
+    def begin(self, now_s: float) -> None:
         """Write what comes before the first token."""
+        echo = self._choice.echo
         data = self._shape.role_chunk() + (self._shape.chunk(json_text(echo), 0) if echo else b"")
         if data:
             self._stream.write(data, now_s)
@@ -70,15 +71,14 @@ class Collector:
 
     Args:
         choice: its own.
-        echo: text that stands before its own.
         logprobs: None if nobody asked for them.
     """
 
     __slots__ = ("_choice", "_logprobs", "_rows", "_texts")
 
-    def __init__(self, choice: Choice, echo: str, logprobs: LogprobWriter | None) -> None:
+    def __init__(self, choice: Choice, logprobs: LogprobWriter | None) -> None:
         self._choice = choice
-        self._texts = [echo]
+        self._texts = [choice.echo]
         self._logprobs = logprobs
         self._rows: list[Row] = []
 

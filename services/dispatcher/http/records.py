@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from services.dispatcher.http.answers import usage_of
 from services.dispatcher.http.call import Call, Choice
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.shapes import Usage
 from services.dispatcher.metrics import RequestRecord
 from services.dispatcher.session.session import Session
 from shared.log import get_logger
@@ -25,6 +27,7 @@ def make_record(front: Front, call: Call, choices: Sequence[Choice], finish: str
     """
     sessions = [choice.session for choice in choices if choice.session is not None]
     first = sessions[0] if sessions else None
+    usage = usage_of(choices) if sessions else Usage(0, 0)
     admitted_s = [session.admitted_s for session in sessions if session.admitted_s is not None]
     first_s = [session.first_token_s for session in sessions if session.first_token_s is not None]
     qoe = [session.qoe.final() for session in sessions if session.qoe is not None]
@@ -38,9 +41,9 @@ def make_record(front: Front, call: Call, choices: Sequence[Choice], finish: str
         worker=(first.worker_id or "") if first is not None else "",
         attempts=first.attempt if first is not None else 0,
         num_choices=len(choices),
-        num_prompt_tokens=first.request.num_prompt_tokens if first is not None else 0,
-        num_cached_tokens=(first.cached_tokens or 0) if first is not None else 0,
-        num_output_tokens=sum(choice.text.num_tokens for choice in choices),
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_output_tokens=usage.num_output_tokens,
         queue_s=min(admitted_s) - call.arrival_s if admitted_s else None,
         ttft_s=min(first_s) - call.arrival_s if first_s else None,
         tpot_s=_mean([tpot_s for session in sessions if (tpot_s := _tpot_s(session)) is not None]),
