@@ -72,13 +72,13 @@ class SimWorker:
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
         self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
-        self._reporter = make_reporter(self._settings, bus)
+        self.reporter = make_reporter(self._settings, bus)
         self.service: WorkerService = build_worker(
             self._settings,
             bus,
             ModelledExecutor(params.cost, self.kv, failure=params.failure),
             ModelFacts(params.vocab_size, params.eos_token_ids, params.max_model_len),
-            self._reporter,
+            self.reporter,
             self._fail,
         )
 
@@ -87,7 +87,7 @@ class SimWorker:
 
     async def start(self) -> None:
         """Join the cluster."""
-        self._tasks.start(self._reporter.run(), name=f"{self.params.worker_id}-reporter")
+        self._tasks.start(self.reporter.run(), name=f"{self.params.worker_id}-reporter")
         await self.service.start()
 
     async def stop(self, *, drain_limit_s: float = 0.0) -> None:

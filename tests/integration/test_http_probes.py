@@ -164,6 +164,21 @@ async def test_metrics_carry_both_families_of_names_and_true_counts(served: Runn
     assert value("sluice:qoe_count") == 2
 
 
+async def test_the_cache_counts_of_a_worker_that_was_started_anew_go_on(served: Running) -> None:
+    """The worker has looked up 100 tokens and found 64, then starts anew and finds 10 of 30: 130 and 74 in all."""
+    counts: list[dict[str, float]] = []
+    for number, (queries, hits) in enumerate(((100, 64), (100, 64), (30, 10)), start=1):
+        status = make_status(num_prefix_cache_queries_total=queries, num_prefix_cache_hits_total=hits)
+        await publish_view(served.bus, status, number=number)
+        await asyncio.sleep(0.01)
+        async with served.http.get(served.url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+        samples = [sample for family in families for sample in family.samples if "prefix_cache" in sample.name]
+        assert all(sample.labels == {"model_name": "tiny", "worker": "w0"} for sample in samples)
+        counts.append({sample.name.removeprefix("vllm:prefix_cache_"): sample.value for sample in samples})
+    assert counts == [{"queries_total": 100, "hits_total": 64}] * 2 + [{"queries_total": 130, "hits_total": 74}]
+
+
 async def test_a_port_that_is_taken_stops_the_start_with_one_line(text: ModelText, folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from services.worker.engine.config import NewSequence
 from services.worker.engine.events import RowExtra
 from services.worker.engine.prefix import PrefixIndex, following_names, root_name
-from services.worker.engine.types import I32, Batch
+from services.worker.engine.types import I32, Batch, BatchOutput
 from services.worker.policy.registry import SCHEDULERS
+from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness
@@ -78,6 +79,18 @@ def test_the_first_token_says_how_much_of_the_prompt_was_found() -> None:
         events.append(harness.land())
     assert events[0].stream.tolist() == [1001, 1002]
     assert [step.extras for step in events] == [(RowExtra(1, cached_tokens=16),), (), (), ()]
+
+
+def test_what_was_found_and_log_probabilities_come_in_one_extra() -> None:
+    harness = EngineHarness(make_engine())
+    first_batch_of(harness, new_sequence(0, prompt=PROMPT[:20]))
+    for name, prompt in ((1, [5] * 6), (2, PROMPT[:20]), (3, PROMPT[:18])):
+        harness.add(new_sequence(name, prompt=prompt, max_tokens=1))
+    batch, said = harness.submit(), TokenLogprob(-0.5)
+    assert batch is not None
+    output = BatchOutput(batch.step_id, np.full(3, 7, dtype=np.int32), 0.0, {0: said, 1: said})
+    events = harness.engine.absorb(batch, output, 0.0)
+    assert events.extras == (RowExtra(0, None, (said,)), RowExtra(1, 16, (said,)), RowExtra(2, 16))
 
 
 def test_the_next_turn_of_a_talk_finds_the_answer_too() -> None:

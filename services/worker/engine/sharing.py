@@ -68,18 +68,15 @@ class Sharing:
 
     def cached(self, row: int) -> CachedPrefix:
         """Return what a waiting or preempted row would share if it were admitted now."""
-        match = self._match(row)
-        if match.partial is not None or not self.prefix_caching:
-            shared = self._blocks.in_use(np.array(match.ids, dtype=np.int32))
-            return CachedPrefix(match.num_tokens, shared) if match.num_tokens else NOTHING_CACHED
-        names, num_full = self._chains[row].names, self._num_shareable(row)
-        following = names[len(match.ids) + 1] if len(match.ids) < num_full else None
-        return CachedPrefix(
-            num_tokens=match.num_tokens,
-            num_shared_blocks=self._blocks.in_use(np.array(match.ids, dtype=np.int32)) if match.ids else 0,
-            next_block=following,
-            is_coming=following in self._claims,
-        )
+        match, following = self._match(row), None
+        if self.prefix_caching and match.partial is None and len(match.ids) < self._num_shareable(row):
+            following = self._chains[row].names[len(match.ids) + 1]
+            if following in self._claims:
+                return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
+        if not match.num_tokens and following is None:
+            return NOTHING_CACHED
+        num_shared = self._blocks.in_use(np.array(match.ids, dtype=np.int32)) if match.ids else 0
+        return CachedPrefix(match.num_tokens, num_shared, following)
 
     # Rows come, run and go
 

@@ -71,7 +71,8 @@ class CachedPrefix:
     next_block: bytes | None = None
     """Names the block that follows, if it could be shared. Rows with equal names would compute the same KV."""
     is_coming: bool = False
-    """A row that was admitted is computing that block; the row finds it there soon."""
+    """A row that was admitted is computing that block; the row finds it there soon. Shared blocks are not counted then:
+    `num_shared_blocks` is 0."""
 
 
 NOTHING_CACHED = CachedPrefix()
