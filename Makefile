@@ -41,7 +41,7 @@ test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
 test-torch-kernels: $(VENV)/.dev ## run what the CPU kernels compute once more without them
-	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "not gpu" tests/unit/test_executor_runner.py \
+	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "not gpu" tests/unit/test_executor_runner.py tests/unit/test_executor_deterministic.py \
 	  tests/unit/test_model_oracle.py tests/integration/test_cluster_text.py
 
 check: $(VENV)/.dev ## format, lint, types, import rules

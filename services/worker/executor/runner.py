@@ -15,6 +15,7 @@ import torch
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.kernels import Kernels, choose_kernels
+from services.worker.executor.logit_rules import MAX_EDITS
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.sampler import DRAW_ELEMENTS
 from services.worker.executor.selftest import prove_deterministic
@@ -139,7 +140,8 @@ class _Loader:
 
         def dry_steps() -> None:
             try:
-                runner.run(_worst_batch(settings, context, max_group_rows(spec, self._dtype, context) + 1))
+                num_long = max_group_rows(spec, self._dtype, context) + 1
+                runner.run(_worst_batch(settings, spec.vocab_size, context, num_long))
             except BatchFailedError as error:
                 raise StartupError(
                     f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
@@ -159,11 +161,12 @@ class _Loader:
         return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
 
 
-def _worst_batch(settings: RunnerSettings, context: int, num_long: int) -> Batch:
+def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_long: int) -> Batch:
     """Return a batch that takes as much workspace as any can: decodes, and a prompt's last chunk that fills it up.
 
-    All rows share the same blocks, since what is computed does not matter. Only `num_long` decodes see the whole
-    context, as many as attention gathers at a time: more would take longer, not more memory.
+    Sampling sorts whole rows, penalises as many logits as it does at a time, and reports log-probabilities. All rows
+    share the same blocks, since what is computed does not matter. Only `num_long` decodes see the whole context, as
+    many as attention gathers at a time: more would take longer, not more memory.
     """
     max_tokens, max_rows = settings.max_batch_tokens, settings.max_batch_rows
     num_blocks = -(-context // settings.block_size)
@@ -178,7 +181,10 @@ def _worst_batch(settings: RunnerSettings, context: int, num_long: int) -> Batch
         np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
         np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
     )
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=2**30)
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, top_k=vocab_size - 1, repetition_penalty=1.5, logprobs=20)
+    known = np.arange(context, dtype=np.int32) % np.int32(vocab_size)
+    num_penalised = MAX_EDITS // min(context, vocab_size) + 1
+    unpenalised = sampling.model_copy(update={"repetition_penalty": 1.0})
     return Batch(
         step_id=0,
         rows=np.arange(len(start), dtype=np.int32),
@@ -187,7 +193,10 @@ def _worst_batch(settings: RunnerSettings, context: int, num_long: int) -> Batch
         tokens=np.zeros(int(num_tokens.sum()), dtype=np.int32),
         sample=np.ones(len(start), dtype=np.bool_),
         table_delta=table,
-        admits=tuple(RowInit(row, sampling) for row in range(len(start))),
+        admits=tuple(
+            RowInit(row, sampling, context, known) if row < num_penalised else RowInit(row, unpenalised, context)
+            for row in range(len(start))
+        ),
     )
 
 
