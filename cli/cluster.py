@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from cli import checks
 from cli.broker import Broker
-from cli.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan
+from cli.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan, names_of
 from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
@@ -67,7 +67,7 @@ class Cluster:
         self._console.end_live()
         broker = Broker(settings, self.supervisor, self._run_dir.path)
         broker.check()
-        self._announce(settings.served_model_name or model.name)
+        self._announce(", ".join(names_of(settings, model)))
         nats_url = await broker.start()
         self._plan = ClusterPlan(settings, model, nats_url, port)
         for spec in self._plan.specs():

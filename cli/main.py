@@ -72,7 +72,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 # name, metavar, help; the meaning and the check of each value are in cli.settings
 _CLUSTER_OPTIONS = (
     ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
-    ("served-model-name", "NAME", "Name under which it is served. [the id, or the folder's name]"),
+    ("served-model-name", "NAME,…", "Names under which it is served. [the id, or the folder's name]"),
+    ("generation-config", "auto|none", "Default sampling from the model's generation_config.json, or none. [auto]"),
     ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
     ("device", "cpu|cuda", "Where the workers run; cuda:<index> names one device. [cpu]"),
     ("dtype", "float32|bfloat16", "Type of parameters and KV. [float32]"),
@@ -90,6 +91,7 @@ _CLUSTER_OPTIONS = (
     ("drain-limit-s", "S", "Seconds that running answers get at the end. [120]"),
 )
 _CLUSTER_SWITCHES = (
+    ("prefix-caching", "Keep KV until its memory is needed, for requests that begin alike. [on]"),
     ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
     ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),
 )

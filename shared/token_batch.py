@@ -5,14 +5,16 @@ numbers are little-endian; every length is checked before anything is read.
 
     offset  bytes  what
     0       4      magic b"SLTB"
-    4       1      format version (1)
+    4       1      format version (2)
     5       1      length of the worker id, 1 to 64
     6       2      zero
     8       4      m = rows
     12      4      t = tokens in all rows
     16      8      counter of the (worker, dispatcher) channel
-    24      w      worker id, ASCII, padded with zeros to a multiple of 4
-    24 + w         stream u32[m] · first_index u32[m] · tokens u32[t] · attempt u16[m] · count u8[m] · finish u8[m]
+    24      4      e = bytes of the extras
+    28      w      worker id, ASCII, padded with zeros to a multiple of 4
+    28 + w         stream u32[m] · first_index u32[m] · tokens u32[t] · attempt u16[m] · count u8[m] · finish u8[m]
+    end - e e      extras (`shared.stream_extras`), checked only by who asks for them
 
 12 bytes per row and 4 per token: 16 per token in a decode step. A row may have no token (a finish by itself); a stream
 may have several rows, in order (a replay of more than 255 tokens).
@@ -21,7 +23,8 @@ may have several rows, in order (a replay of more than 255 tokens).
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +33,7 @@ from numpy.typing import NDArray
 from shared.bus import MAX_PAYLOAD_BYTES
 from shared.errors import WireError, WireSizeError
 from shared.ids import StreamId, WorkerId
+from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras
 from shared.subjects import check_token
 from shared.types import FinishReason
 
@@ -41,14 +45,14 @@ U32 = NDArray[np.uint32]
 I64 = NDArray[np.int64]
 
 MAGIC: Final = b"SLTB"
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 MAX_STREAMS: Final = 65_536
 """Most rows of one batch."""
 MAX_COUNT: Final = 255
 """Most tokens of one row; more need another row of the same stream."""
 ROW_BYTES: Final = 12
 TOKEN_BYTES: Final = 4
-_HEADER: Final = struct.Struct("<4sBBHIIQ")
+_HEADER: Final = struct.Struct("<4sBBHIIQI")
 _MAX_COUNTER: Final = 2**64 - 1
 _LAST_FINISH: Final = max(FinishReason)
 _COLUMNS: Final = (  # in wire order; 4-byte columns first, so that every view is aligned
@@ -80,6 +84,8 @@ class TokenBatch:
     """[m] `shared.types.FinishReason`; NONE while the stream goes on."""
     tokens: U32
     """[sum(count)] token ids, row after row."""
+    extras: bytes = b""
+    """What rarely goes with tokens, packed by `pack_extras`; empty in almost every step."""
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -88,20 +94,37 @@ class TokenBatch:
         if not isinstance(other, TokenBatch):
             return NotImplemented
         same = all(np.array_equal(getattr(self, name), getattr(other, name)) for name, _ in _COLUMNS)
-        return same and self.worker_id == other.worker_id and self.counter == other.counter
+        names = (self.worker_id, self.counter, self.extras)
+        return same and names == (other.worker_id, other.counter, other.extras)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
     @property
     def packed_bytes(self) -> int:
         """Size of `pack()`."""
-        return _prefix_bytes(self.worker_id) + ROW_BYTES * len(self.stream) + TOKEN_BYTES * len(self.tokens)
+        columns = ROW_BYTES * len(self.stream) + TOKEN_BYTES * len(self.tokens)
+        return _prefix_bytes(self.worker_id) + columns + len(self.extras)
 
     def offsets(self) -> I64:
         """Return [m + 1]: the tokens of row i are `tokens[offsets[i]:offsets[i + 1]]`."""
         ends = np.zeros(len(self.count) + 1, dtype=np.int64)
         np.cumsum(self.count, out=ends[1:])
         return ends
+
+    def stream_extras(self) -> list[StreamExtra]:
+        """Return what goes with some rows; an empty list in almost every step.
+
+        Raises:
+            WireError: the extras are malformed or do not belong to these rows.
+        """
+        if not self.extras:
+            return []
+        extras = unpack_extras(self.extras)
+        if extras[-1].row >= len(self):
+            raise WireError(f"extras name row {extras[-1].row} of {len(self)}")
+        if any(extra.logprobs and len(extra.logprobs) != self.count[extra.row] for extra in extras):
+            raise WireError("extras: a row has other log-probabilities than tokens")
+        return extras
 
     def pack(self) -> bytes:
         """Return the message. Columns of other integer types are converted if their values fit.
@@ -117,9 +140,10 @@ class TokenBatch:
         if not 0 <= self.counter <= _MAX_COUNTER:
             raise ValueError(f"counter {self.counter} is not a u64")
         name = check_token(self.worker_id).encode("ascii")
-        header = _HEADER.pack(MAGIC, FORMAT_VERSION, len(name), 0, num_rows, num_tokens, self.counter)
+        sizes = (num_rows, num_tokens, self.counter, len(self.extras))
+        header = _HEADER.pack(MAGIC, FORMAT_VERSION, len(name), 0, *sizes)
         _check_columns(self)
-        return b"".join([header, name, bytes(-len(name) % 4), *(column.data for column in columns)])
+        return b"".join([header, name, bytes(-len(name) % 4), *(column.data for column in columns), self.extras])
 
     @classmethod
     def unpack(cls, data: bytes) -> TokenBatch:
@@ -128,14 +152,15 @@ class TokenBatch:
         Raises:
             WireError: the bytes are no batch of this version, or contradict themselves.
         """
-        worker_id, num_rows, num_tokens, counter = _read_prefix(data)
+        worker_id, num_rows, num_tokens, counter, num_extra_bytes = _read_prefix(data)
         columns: dict[str, Any] = {}
         offset = _prefix_bytes(worker_id)
         for name, dtype in _COLUMNS:
             size = num_tokens if name == "tokens" else num_rows
             columns[name] = np.frombuffer(data, dtype, size, offset)
             offset += size * dtype.itemsize
-        batch = cls(worker_id=worker_id, counter=counter, **columns)
+        extras = bytes(data[offset:]) if num_extra_bytes else b""
+        batch = cls(worker_id=worker_id, counter=counter, extras=extras, **columns)
         try:
             _check_columns(batch)
         except ValueError as error:
@@ -149,12 +174,16 @@ class TokenBatch:
 
         Raises:
             ValueError: a row by itself is larger than `max_bytes`.
+            WireError: the batch is too large and its extras are malformed.
         """
         if self.packed_bytes <= max_bytes and len(self) <= MAX_STREAMS:
             return [self]
         room = max_bytes - _prefix_bytes(self.worker_id)
         token_ends = self.offsets()
         ends = token_ends * TOKEN_BYTES + np.arange(len(token_ends)) * ROW_BYTES
+        extras = self.stream_extras()
+        for extra in extras:
+            ends[extra.row + 1 :] += extra.packed_bytes
         parts: list[TokenBatch] = []
         start = 0
         while start < len(self):
@@ -162,14 +191,16 @@ class TokenBatch:
             stop = min(stop, start + MAX_STREAMS)
             if stop <= start:
                 raise ValueError(f"row {start} does not fit a message of {max_bytes} bytes")
-            parts.append(self._rows(start, stop, token_ends, self.counter + len(parts)))
+            part = self._rows(start, stop, token_ends)
+            own = [replace(extra, row=extra.row - start) for extra in extras if start <= extra.row < stop]
+            parts.append(replace(part, counter=self.counter + len(parts), extras=pack_extras(own)))
             start = stop
         return parts
 
-    def _rows(self, start: int, stop: int, token_ends: I64, counter: int) -> TokenBatch:
+    def _rows(self, start: int, stop: int, token_ends: I64) -> TokenBatch:
         return TokenBatch(
             worker_id=self.worker_id,
-            counter=counter,
+            counter=self.counter,
             stream=self.stream[start:stop],
             attempt=self.attempt[start:stop],
             first_index=self.first_index[start:stop],
@@ -188,25 +219,34 @@ def stream_batch(  # noqa: PLR0913 - one argument per column
     first_index: int,
     tokens: NDArray[np.integer],
     finish: FinishReason = FinishReason.NONE,
+    logprobs: Sequence[TokenLogprob] = (),
 ) -> TokenBatch:
     """Return a batch with one stream's tokens, however many (the answer to a replay): rows of at most 255.
 
-    The finish reason stands in the last row.
+    The finish reason stands in the last row. `logprobs` belong to the last tokens: those before may go without.
     """
-    starts = np.arange(0, max(len(tokens), 1), MAX_COUNT, dtype=np.int64)
-    num_rows = len(starts)
-    finishes = np.zeros(num_rows, dtype=np.uint8)
+    bare = len(tokens) - len(logprobs)
+    assert bare >= 0, "more log-probabilities than tokens"
+    starts = np.array([*range(0, bare, MAX_COUNT), *range(bare, len(tokens), MAX_COUNT)] or [0], dtype=np.int64)
+    finishes = np.zeros(len(starts), dtype=np.uint8)
     finishes[-1] = finish
     return TokenBatch(
         worker_id=worker_id,
         counter=counter,
-        stream=np.full(num_rows, stream, dtype=np.uint32),
-        attempt=np.full(num_rows, attempt, dtype=np.uint16),
+        stream=np.full(len(starts), stream, dtype=np.uint32),
+        attempt=np.full(len(starts), attempt, dtype=np.uint16),
         first_index=(starts + first_index).astype(np.uint32),
-        count=np.minimum(len(tokens) - starts, MAX_COUNT).astype(np.uint8),
+        count=np.diff(starts, append=len(tokens)).astype(np.uint8),
         finish=finishes,
         tokens=tokens.astype(np.uint32),
+        extras=_pack_logprobs(logprobs, starts - bare),
     )
+
+
+def _pack_logprobs(logprobs: Sequence[TokenLogprob], starts: I64) -> bytes:
+    """Return the extras of rows whose log-probabilities begin at `starts`; a row that begins before has none."""
+    own = ((i, tuple(logprobs[start : start + MAX_COUNT])) for i, start in enumerate(starts.tolist()) if start >= 0)
+    return pack_extras([StreamExtra(i, logprobs=of_row) for i, of_row in own if of_row])
 
 
 def _prefix_bytes(worker_id: str) -> int:
@@ -241,13 +281,13 @@ def _check_columns(batch: TokenBatch) -> None:
         raise ValueError("an output index is over 32 bits")
 
 
-def _read_prefix(data: bytes) -> tuple[WorkerId, int, int, int]:
-    """Return (worker id, rows, tokens, counter) after every check that needs no column."""
+def _read_prefix(data: bytes) -> tuple[WorkerId, int, int, int, int]:
+    """Return (worker id, rows, tokens, counter, bytes of extras) after every check that needs no column."""
     if len(data) > MAX_PAYLOAD_BYTES:
         raise WireSizeError("token batch", len(data), MAX_PAYLOAD_BYTES)
     if len(data) < _HEADER.size:
         raise WireError(f"token batch of {len(data)} bytes is shorter than its header")
-    magic, version, id_bytes, zero, num_rows, num_tokens, counter = _HEADER.unpack_from(data)
+    magic, version, id_bytes, zero, num_rows, num_tokens, counter, num_extra_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC or zero != 0:
         raise WireError("not a token batch")
     if version != FORMAT_VERSION:
@@ -255,9 +295,10 @@ def _read_prefix(data: bytes) -> tuple[WorkerId, int, int, int]:
     if num_rows > MAX_STREAMS:
         raise WireError(f"token batch with {num_rows} rows is over the limit of {MAX_STREAMS}")
     expected = _HEADER.size + id_bytes + (-id_bytes) % 4 + ROW_BYTES * num_rows + TOKEN_BYTES * num_tokens
+    expected += num_extra_bytes
     if len(data) != expected:
         raise WireError(f"token batch of {len(data)} bytes, its header says {expected}")
-    return _read_worker_id(data, id_bytes), num_rows, num_tokens, counter
+    return _read_worker_id(data, id_bytes), num_rows, num_tokens, counter, num_extra_bytes
 
 
 def _read_worker_id(data: bytes, id_bytes: int) -> WorkerId:

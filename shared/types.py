@@ -12,6 +12,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 1024
+"""Most tokens with a bias in one request."""
+MAX_TOP_LOGPROBS = 20
+"""Most alternatives whose log-probabilities go with a token."""
 
 
 class Value(BaseModel):
@@ -57,9 +61,31 @@ class SamplingParams(Value):
     """Keep the smallest set of most likely tokens whose probability reaches this."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Keep this many most likely tokens; 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Keep the tokens whose probability is at least this share of the likeliest one's; 0 keeps all."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtracted from the logit of each token that the output has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Subtracted from a token's logit once for each time that the output has it."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Divides the positive and multiplies the negative logits of tokens that the prompt or the output has."""
+    logit_bias: Annotated[
+        tuple[tuple[Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=-100, le=100)]], ...],
+        Field(max_length=MAX_LOGIT_BIAS),
+    ] = ()
+    """Added to the logits of these ids; of an id that occurs twice, both count."""
     seed: Annotated[int, Field(ge=-(2**63), le=MAX_SEED)] = 0
     """Key of the counter-based generator: the draw depends on (seed, position) alone."""
     stop_token_ids: Annotated[tuple[int, ...], Field(max_length=64)] = ()
     """Ids that end the sequence, besides the model's own EOS ids."""
     ignore_eos: bool = False
     """Go on past the model's EOS ids (benchmarks, simulation)."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """No EOS and no stop id before this many outputs: they cannot be drawn."""
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
+    """Report the chosen token's log-probability and this many likeliest tokens; None: nothing. See `TokenLogprob`."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before, beyond the model's own logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)

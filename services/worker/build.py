@@ -124,6 +124,7 @@ def _engine(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, m
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         block_size=capacity.block_size,
+        prefix_caching=settings.prefix_caching,
     )
     scheduler = make_scheduler(find_system(settings.system).scheduler)
     return Engine(config, scheduler, _num_blocks(settings, capacity))

@@ -16,6 +16,7 @@ from services.worker.engine.events import StepEvents
 from shared.bus import Bus, BusError
 from shared.ids import DispatcherId, WorkerId
 from shared.log import get_logger
+from shared.stream_extras import StreamExtra, pack_extras
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
 
@@ -72,15 +73,21 @@ class Emitter:
             count=has_token.astype(np.uint8),
             finish=events.finish[chosen],
             tokens=tokens[has_token].astype(np.uint32),
+            extras=_pack_extras(events, chosen) if events.extras else b"",
         )
         subject = self._subjects.tokens(self._names[channel])
-        for part in batch.split(self._bus.max_payload_bytes):
+        for part in batch.split(self.max_payload_bytes):
             self._counters[channel] = part.counter + 1
             self._queue.append((subject, part.pack()))
         while len(self._queue) > MAX_QUEUED_MESSAGES:
             self._queue.popleft()
             self.num_dropped += 1
         self._wake.set()
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest message that the bus carries."""
+        return self._bus.max_payload_bytes
 
     @property
     def idle(self) -> bool:
@@ -101,3 +108,16 @@ class Emitter:
                     self.num_dropped += 1
                     _log.warning("tokens_not_sent", subject=subject, error=str(error))
             self._sending = False
+
+
+def _pack_extras(events: StepEvents, chosen: slice | NDArray[np.bool_]) -> bytes:
+    """Return the extras of the chosen events, by their rows in the message."""
+    row_of = np.full(len(events), -1)
+    row_of[chosen] = np.arange(row_of[chosen].size)
+    return pack_extras(
+        [
+            StreamExtra(int(row_of[extra.index]), extra.cached_tokens, extra.logprobs)
+            for extra in events.extras
+            if row_of[extra.index] >= 0
+        ]
+    )

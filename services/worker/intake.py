@@ -90,6 +90,8 @@ class Intake:
                 expires_s=now_s + submit.remaining_s,
                 request_class=submit.request_class,
                 qoe=submit.qoe,
+                fork_of=submit.fork_of,
+                cache_salt=submit.cache_salt,
             )
         )
         if isinstance(outcome, AddRefusal):
@@ -115,7 +117,7 @@ class Intake:
         if found is None:
             return encode(ReplayUnknown(request_id=replay.request_id))
         tokens, finish = found
-        return stream_batch(
+        batch = stream_batch(
             self._emitter.worker_id,
             counter=0,
             stream=StreamId(0),  # the asker knows which stream it asked about
@@ -123,4 +125,8 @@ class Intake:
             first_index=replay.first_index,
             tokens=tokens,
             finish=finish,
-        ).pack()
+            logprobs=self._engine.logprobs.last((replay.request_id, replay.attempt), len(tokens)),
+        )
+        return batch.split(self._emitter.max_payload_bytes)[
+            0
+        ].pack()  # what does not fit one message is asked for again

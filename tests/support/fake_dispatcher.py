@@ -17,6 +17,7 @@ from shared.messages.request import (
     Submit,
     pack_token_ids,
 )
+from shared.stream_extras import StreamExtra
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, QoeTarget, SamplingParams
@@ -30,6 +31,7 @@ class Stream:
     submit: Submit
     worker_id: WorkerId
     tokens: list[int] = field(default_factory=list)
+    extras: list[StreamExtra] = field(default_factory=list)
     finish: FinishReason = FinishReason.NONE
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -105,6 +107,8 @@ class FakeDispatcher:
             self.faults.append(f"message {batch.counter} of {batch.worker_id} instead of {expected}")
         self.counters[batch.worker_id] = batch.counter + 1
         offsets = batch.offsets().tolist()
+        for extra in batch.stream_extras():
+            self.streams[int(batch.stream[extra.row])].extras.append(extra)
         for i in range(len(batch)):
             stream = self.streams[int(batch.stream[i])]
             if int(batch.first_index[i]) != len(stream.tokens) or stream.finish:

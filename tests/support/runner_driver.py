@@ -11,6 +11,7 @@ import torch
 
 from services.worker.engine.types import EMPTY_I32, NO_COPIES, Batch, CopyOps, RowInit, TableDelta
 from services.worker.executor.model_runner import ModelRunner
+from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -27,6 +28,7 @@ class Driven:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -50,8 +52,15 @@ class Driver:
         self._new: list[Driven] = []
         self._dropped: list[int] = []
 
-    def add(self, prompt: Sequence[int], sampling: SamplingParams = GREEDY, row: int | None = None) -> Driven:
-        sequence = Driven(len(self.sequences) if row is None else row, list(prompt), len(prompt), sampling)
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        row: int | None = None,
+        generated: Sequence[int] = (),
+    ) -> Driven:
+        known = [*prompt, *generated]
+        sequence = Driven(len(self.sequences) if row is None else row, known, len(prompt), sampling)
         self.sequences.append(sequence)
         self._new.append(sequence)
         return sequence
@@ -71,7 +80,7 @@ class Driver:
         """Lay out `count` tokens of each sequence, from where it stands."""
         delta = list(self._grow(work))
         columns = [np.array(column, dtype=np.int32) for column in zip(*delta, strict=True)] or [EMPTY_I32] * 3
-        new = tuple(RowInit(sequence.row, sequence.sampling) for sequence in self._new)
+        new = tuple(self._row_init(sequence) for sequence in self._new)
         dropped = np.array(self._dropped, dtype=np.int32)
         self._new, self._dropped = [], []
         self._steps += 1
@@ -88,11 +97,17 @@ class Driver:
             drops=dropped,
         )
 
+    def _row_init(self, sequence: Driven) -> RowInit:
+        tokens = np.array(sequence.tokens if sequence.sampling.counts_tokens else [], dtype=np.int32)
+        return RowInit(sequence.row, sequence.sampling, sequence.num_prompt, tokens)
+
     def step(self, work: Sequence[tuple[Driven, int]], copies: CopyOps = NO_COPIES) -> None:
         """Run one batch and append what was sampled."""
         batch = self.batch(work, copies)
-        tokens = self.runner.run(batch).tokens
-        for (sequence, count), token, sample in zip(work, tokens.tolist(), batch.sample.tolist(), strict=True):
+        output = self.runner.run(batch)
+        for i, said in (output.logprobs or {}).items():
+            work[i][0].logprobs.append(said)
+        for (sequence, count), token, sample in zip(work, output.tokens.tolist(), batch.sample.tolist(), strict=True):
             sequence.num_computed += count
             assert (token >= 0) == sample
             if sample:

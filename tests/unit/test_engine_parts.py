@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.assemble import decodes_first
-from services.worker.engine.events import NO_EVENTS, StepEvents
+from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.rows import RowQueue
 from services.worker.engine.sequence import FinishedStore
@@ -165,11 +165,27 @@ def test_events_are_joined_column_by_column() -> None:
             first_index=np.zeros(size, dtype=np.uint32),
             tokens=np.array(tokens, dtype=np.int32),
             finish=np.zeros(size, dtype=np.uint8),
+            extras=tuple(RowExtra(i, cached_tokens=token) for i, token in enumerate(tokens) if token > 1),
         )
 
     joined = StepEvents.concatenate([events(1, 2), NO_EVENTS, events(3)])
     assert joined.tokens.tolist() == [1, 2, 3]
     assert joined.stream.tolist() == [10, 11, 10]
     assert joined.attempt.dtype == np.uint16
+    assert joined.extras == (RowExtra(1, cached_tokens=2), RowExtra(2, cached_tokens=3))
     assert StepEvents.concatenate([NO_EVENTS]) is NO_EVENTS
     assert len(joined) == 3
+
+
+def test_no_stop_counts_before_the_minimal_length() -> None:
+    rules = StopRules(4, vocab_size=10, eos_token_ids=(9,))
+    rules.set(1, SamplingParams(max_tokens=9, min_tokens=3, stop_token_ids=(4,)))
+    rules.set(2, SamplingParams(max_tokens=9, min_tokens=2**40))
+    rows, most = np.array([1, 1, 1, 2, 1]), np.full(5, 9, dtype=np.int32)
+    finish = rules.check(
+        rows, np.array([9, 4, 9, 9, 5], dtype=np.int32), np.array([2, 3, 4, 8, 9], dtype=np.int32), most
+    )
+    assert finish.tolist() == [0, 0, FinishReason.STOP, 0, FinishReason.LENGTH]
+    rules.clear(1)
+    rules.set(1, SamplingParams(max_tokens=9))
+    assert rules.check(rows[:1], np.array([9], dtype=np.int32), np.array([1], dtype=np.int32), most[:1])[0]

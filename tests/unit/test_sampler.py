@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from services.worker.engine.types import I64
+from services.worker.executor.draw import RowSampling, filter_weights
 from services.worker.executor.random import uniforms
-from services.worker.executor.sampler import RowSampling, Sampler, SamplingTable, keep_top_k, keep_top_p
+from services.worker.executor.sampler import Sampler, SamplingTable
 from shared.types import SamplingParams
 
 DRAWS = 20_000
@@ -21,10 +23,17 @@ PINNED = [0.28176129772258496, 0.6524484863740322, 0.8628561488610587, 0.5118143
 
 
 def sampling(
-    count: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int | None = 1
+    count: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    seed: int | None = 1,
 ) -> RowSampling:
     seeds = np.arange(count, dtype=np.int64) if seed is None else np.full(count, seed, dtype=np.int64)
-    return RowSampling(np.full(count, temperature), np.full(count, top_p), np.full(count, top_k, dtype=np.int64), seeds)
+    whole = np.full(count, top_k, dtype=np.int64)
+    return RowSampling(np.full(count, temperature), np.full(count, top_p), whole, np.full(count, min_p), seeds)
 
 
 def positions(count: int) -> I64:
@@ -91,12 +100,13 @@ def test_greedy_and_drawn_rows_mix_in_one_batch() -> None:
         np.array([0.0, 1.0, 0.0, 1.0, 0.7, 1.0]),
         np.array([1.0, 1.0, 0.5, 0.8, 1.0, 1.0]),
         np.array([0, 0, 3, 0, 5, 0]),
+        np.array([0, 0, 0, 0.2, 0, 0.1]),
         np.arange(6, dtype=np.int64),
     )
     tokens = Sampler().sample(logits, mixed, positions(6) + 40)
     assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
     for row in range(6):
-        one = RowSampling(mixed.temperature[[row]], mixed.top_p[[row]], mixed.top_k[[row]], mixed.seed[[row]])
+        one = mixed.select(np.array([row]))
         for row_by_row in (False, True):
             alone = Sampler(row_by_row=row_by_row).sample(logits[[row]], one, np.array([40 + row]))
             assert alone[0] == tokens[row], "a draw depends on its seed and position, not on its neighbours"
@@ -106,7 +116,9 @@ def test_many_rows_of_a_large_vocabulary_are_drawn_in_parts_without_a_difference
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
-    params = RowSampling(np.full(7, 1.0), np.full(7, 0.9), np.array([0, 5] * 3 + [0]), np.arange(7, dtype=np.int64))
+    params = RowSampling(
+        np.full(7, 1.0), np.full(7, 0.9), np.array([0, 5] * 3 + [0]), np.zeros(7), np.arange(7, dtype=np.int64)
+    )
     whole = Sampler().sample(logits, params, positions(7))
     monkeypatch.setattr("services.worker.executor.sampler.DRAW_ELEMENTS", 90)
     assert Sampler().sample(logits, params, positions(7)).tolist() == whole.tolist()
@@ -141,7 +153,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 ) -> None:
     top_k = np.array([(k + row) % 15 for row in range(len(weights))])
     top_k[0] = max(k, 1)
-    kept = keep_top_k(torch.from_numpy(weights), torch.from_numpy(top_k)).numpy()
+    kept = filter_weights(torch.from_numpy(weights), replace(sampling(len(weights)), top_k=top_k)).numpy()
     for row, of_row in enumerate(top_k):
         for index, weight in enumerate(weights[row]):
             stays = of_row == 0 or (weights[row] > weight).sum() < of_row
@@ -152,7 +164,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 def test_top_p_keeps_exactly_those_whose_betters_do_not_reach_p(
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]], p: float
 ) -> None:
-    kept = keep_top_p(torch.from_numpy(weights), torch.full((len(weights),), p, dtype=torch.float64)).numpy()
+    kept = filter_weights(torch.from_numpy(weights), sampling(len(weights), top_p=p)).numpy()
     for row in range(len(weights)):
         for index, weight in enumerate(weights[row].astype(np.float64)):
             betters = weights[row][weights[row] > weight].astype(np.float64).sum()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shared.bus import MAX_PAYLOAD_BYTES
 from shared.ids import StreamId, WorkerId
+from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import MAX_COUNT, MAX_STREAMS, TokenBatch, WireError, stream_batch
 from shared.types import FinishReason
 from shared.wire import WireSizeError
@@ -56,11 +57,13 @@ BATCHES = st.builds(
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    """24 bytes of header, 5 of worker id padded to 8, then 12 per row and 4 per token."""
-    expected = struct.pack("<4sBBHIIQ", b"SLTB", 1, 5, 0, 3, 3, 2**40 + 1) + b"w0-a1\0\0\0"
+    """28 bytes of header, 5 of worker id padded to 8, then 12 per row and 4 per token, and the extras."""
+    expected = struct.pack("<4sBBHIIQI", b"SLTB", 2, 5, 0, 3, 3, 2**40 + 1, 56) + b"w0-a1\0\0\0"
     expected += struct.pack("<3I", 7, 4_000_000_000, 9) + struct.pack("<3I", 0, 300, 70_000)
     expected += struct.pack("<3I", 11, 2**32 - 1, 33)
     expected += struct.pack("<3H", 1, 2, 65_535) + bytes([1, 2, 0]) + bytes([0, 2, 3])
+    expected += struct.pack("<IIB3x", 0, 64, 0) + struct.pack("<IIB3x", 1, 2**32 - 1, 2)
+    expected += struct.pack("<fB3xIfIf", -0.5, 2, 9, -0.25, 2**32 - 1, -0.5) + struct.pack("<fB3x", -np.inf, 0)
     assert BATCH.pack() == expected
     assert len(expected) == BATCH.packed_bytes
 
@@ -75,6 +78,7 @@ def test_batches_differ_if_any_part_differs() -> None:
         {"worker_id": WorkerId("w9")},
         {"tokens": BATCH.tokens + np.uint32(1)},
         {"finish": np.zeros(3, dtype=np.uint8)},
+        {"extras": b""},
     ]
     for change in changes:
         assert replace(BATCH, **change) != BATCH
@@ -132,24 +136,25 @@ def test_every_wrong_length_is_refused() -> None:
 @given(st.binary(max_size=100), st.booleans())
 def test_random_bytes_are_refused(tail: bytes, with_header: bool) -> None:
     with pytest.raises(WireError):
-        TokenBatch.unpack((b"SLTB\x01" if with_header else b"") + tail)
+        TokenBatch.unpack((b"SLTB\x02" if with_header else b"") + tail)
 
 
 @pytest.mark.parametrize(
     ("offset", "value", "reason"),
     [
         (0, b"X", "not a token batch"),
-        (4, b"\x02", "format 2, this process reads 1"),
+        (4, b"\x01", "format 1, this process reads 2"),
         (6, b"\x01", "not a token batch"),
         (8, b"\xff\xff\xff\xff", "over the limit"),
         (12, b"\xff\xff\xff\xff", "header says"),
-        (24, b"w.", "worker id"),
-        (24, b"\xff", "worker id"),
-        (29, b"x", "padding"),
-        (68, b"\0\0", "attempt 0"),
-        (74, b"\x02", "add up"),
-        (77, b"\x05", "unknown finish"),
-        (48, b"\xff\xff\xff\xff", "32 bits"),
+        (24, b"\xff\xff\xff\xff", "header says"),
+        (28, b"w.", "worker id"),
+        (28, b"\xff", "worker id"),
+        (33, b"x", "padding"),
+        (72, b"\0\0", "attempt 0"),
+        (78, b"\x02", "add up"),
+        (81, b"\x05", "unknown finish"),
+        (52, b"\xff\xff\xff\xff", "32 bits"),
     ],
 )
 def test_each_contradiction_is_refused_with_its_reason(offset: int, value: bytes, reason: str) -> None:
@@ -209,8 +214,8 @@ def test_the_limits_hold_in_both_directions() -> None:
 @settings(REPEATABLE, max_examples=150)
 @given(counts=st.lists(st.integers(0, 255), max_size=60), spare=st.integers(0, 3000))
 def test_parts_of_a_split_fit_and_join_to_the_whole(counts: list[int], spare: int) -> None:
-    """The largest row takes 12 + 4 · 255 bytes, the header 24 + 4."""
-    max_bytes = 28 + 12 + 4 * 255 + spare
+    """The largest row takes 12 + 4 · 255 bytes, the header 28 + 4."""
+    max_bytes = 32 + 12 + 4 * 255 + spare
     batch = batch_of(counts, counter=7)
     parts = batch.split(max_bytes)
     assert all(len(part.pack()) <= max_bytes for part in parts)
@@ -221,10 +226,31 @@ def test_parts_of_a_split_fit_and_join_to_the_whole(counts: list[int], spare: in
         assert left.packed_bytes + 12 + 4 * int(right.count[0]) > max_bytes, "no part could take one more row"
 
 
+@settings(REPEATABLE, max_examples=60)
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=30), data=st.data())
+def test_extras_go_with_their_rows_into_the_parts(counts: list[int], data: st.DataObject) -> None:
+    """The largest row takes 12 + 4 · 4 bytes, its extra 12 + 4 · (8 + 8)."""
+    rows = sorted(data.draw(st.sets(st.integers(0, len(counts) - 1))))
+    extras = [StreamExtra(row, row, (TokenLogprob(-row, ((row, -1.0),)),) * counts[row]) for row in rows]
+    batch = replace(batch_of(counts), extras=pack_extras(extras))
+    assert batch.stream_extras() == extras
+    max_bytes = 32 + 28 + 76 + data.draw(st.integers(0, 500))
+    parts = batch.split(max_bytes)
+    assert all(len(part.pack()) <= max_bytes for part in parts)
+    found = [(int(part.stream[extra.row]), extra) for part in parts for extra in part.stream_extras()]
+    assert [(row, replace(extra, row=row)) for row, extra in found] == list(zip(rows, extras, strict=True))
+
+
+def test_extras_that_do_not_belong_to_the_rows_are_refused() -> None:
+    for extra in (StreamExtra(2), StreamExtra(0, logprobs=(TokenLogprob(-1.0),) * 2)):
+        with pytest.raises(WireError, match=r"row 2 of 2|than tokens"):
+            replace(batch_of([1, 2]), extras=pack_extras([extra])).stream_extras()
+
+
 def test_a_part_is_filled_to_the_last_byte() -> None:
-    """Header 28, two rows of 16: 60 bytes."""
-    assert [len(part) for part in batch_of([1] * 5).split(60)] == [2, 2, 1]
-    assert [len(part) for part in batch_of([1] * 5).split(59)] == [1, 1, 1, 1, 1]
+    """Header 32, two rows of 16: 64 bytes."""
+    assert [len(part) for part in batch_of([1] * 5).split(64)] == [2, 2, 1]
+    assert [len(part) for part in batch_of([1] * 5).split(63)] == [1, 1, 1, 1, 1]
 
 
 def test_a_batch_that_fits_is_not_copied() -> None:
@@ -240,6 +266,19 @@ def test_a_split_also_keeps_the_limit_of_rows() -> None:
 def test_a_row_that_fits_no_message_is_refused() -> None:
     with pytest.raises(ValueError, match="row 1 does not fit"):
         batch_of([1, 200]).split(100)
+
+
+def test_a_replay_carries_the_log_probabilities_of_the_last_tokens() -> None:
+    logprobs = [TokenLogprob(-float(i), ((i, -0.5),)) for i in range(300)]
+    batch = stream_batch(
+        W0, counter=0, stream=StreamId(9), attempt=2, first_index=40, tokens=np.arange(600), logprobs=logprobs
+    )
+    again = TokenBatch.unpack(batch.pack())
+    assert again.count.tolist() == [255, 45, 255, 45]
+    assert again.first_index.tolist() == [40, 295, 340, 595]
+    extras = again.stream_extras()
+    assert [extra.row for extra in extras] == [2, 3]
+    assert [token for extra in extras for token in extra.logprobs] == logprobs
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, MAX_COUNT, MAX_COUNT + 1, 1000])

@@ -162,7 +162,7 @@ def test_unknown_fields_of_a_newer_minor_version_are_ignored_at_every_depth() ->
     fields = fields_of("submit")
     sampling = fields["sampling"]
     assert isinstance(sampling, dict)
-    newer = fields | {"sampling": sampling | {"min_p": 0.1}, "priority": [{"a": 1}]}
+    newer = fields | {"sampling": sampling | {"beam_width": 4}, "priority": [{"a": 1}]}
     assert decode(pack(newer), Submit) == MESSAGES["submit"]
     assert decode_union(pack(newer), ADAPTER) == MESSAGES["submit"]
 

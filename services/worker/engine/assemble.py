@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.table import SequenceTable
 from services.worker.engine.token_log import TokenLog
-from services.worker.engine.types import I32
+from services.worker.engine.types import EMPTY_I32, I32, RowInit
 
 Rows = NDArray[np.intp]
 
@@ -49,3 +49,10 @@ def known_tokens(table: SequenceTable, log: TokenLog, row: int, start: int, coun
         return prompt[start:stop]
     outputs = log.read(row, max(start - prompt.size, 0), stop - prompt.size)
     return np.concatenate([prompt[start:], outputs])
+
+
+def row_init(table: SequenceTable, log: TokenLog, row: int) -> RowInit:
+    """Return what the executor needs to know of a row that is new to it."""
+    sampling = table.sequence(row).sampling
+    tokens = known_tokens(table, log, row, 0, int(table.num_known[row])) if sampling.counts_tokens else EMPTY_I32
+    return RowInit(row, sampling, int(table.num_prompt[row]), tokens)

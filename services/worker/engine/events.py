@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.stream_extras import TokenLogprob
+
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowExtra:
+    """What goes with one entry of the columns, now and then."""
+
+    index: int
+    """Position in the columns."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV was there already; said with the first token."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the entry's token, if its request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,8 @@ class StepEvents:
     """-1 where the sequence ended without a token."""
     finish: U8
     """`shared.types.FinishReason`; 0 where the sequence goes on."""
+    extras: tuple[RowExtra, ...] = ()
+    """In ascending order of their index, each index at most once; empty in almost every step."""
 
     def __len__(self) -> int:
         return int(self.tokens.size)
@@ -46,7 +62,20 @@ class StepEvents:
             first_index=np.concatenate([part.first_index for part in filled]),
             tokens=np.concatenate([part.tokens for part in filled]),
             finish=np.concatenate([part.finish for part in filled]),
+            extras=_join_extras(filled),
         )
+
+
+def _join_extras(parts: list[StepEvents]) -> tuple[RowExtra, ...]:
+    """Return the extras of all parts, moved to where their entries are in the whole."""
+    if not any(part.extras for part in parts):
+        return ()
+    starts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+    return tuple(
+        replace(extra, index=extra.index + start)
+        for part, start in zip(parts, starts, strict=False)
+        for extra in part.extras
+    )
 
 
 NO_EVENTS = StepEvents(

@@ -13,10 +13,11 @@ Rows = NDArray[np.intp]
 MAX_STOP_IDS = 64
 """As many as `SamplingParams.stop_token_ids` may have."""
 _LENGTH = np.uint8(FinishReason.LENGTH)
+_MAX_I32 = 2**31 - 1
 
 
 class StopRules:
-    """Per row: the stop ids, and whether EOS counts."""
+    """Per row: the stop ids, whether EOS counts, and before which output neither does."""
 
     def __init__(self, num_rows: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._is_eos = np.zeros(vocab_size, dtype=np.bool_)
@@ -25,6 +26,7 @@ class StopRules:
         self._stop_ids: I32 = np.full((num_rows, MAX_STOP_IDS), -1, dtype=np.int32)
         self._has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
         self._num_with_stop_ids = 0
+        self._min_output: I32 = np.zeros(num_rows, dtype=np.int32)
 
     def set(self, row: int, sampling: SamplingParams) -> None:
         """Take in a new row's rules."""
@@ -34,6 +36,7 @@ class StopRules:
         self._stop_ids[row, len(ids) :] = -1
         self._has_stop_ids[row] = bool(ids)
         self._num_with_stop_ids += bool(ids)
+        self._min_output[row] = min(sampling.min_tokens, _MAX_I32)
 
     def clear(self, row: int) -> None:
         """Forget a row's rules."""
@@ -56,5 +59,7 @@ class StopRules:
             stopped &= ~self._ignore_eos[rows]
         if self._num_with_stop_ids:
             stopped |= (self._stop_ids[rows] == tokens[:, None]).any(axis=1)
+        if np.count_nonzero(stopped):
+            stopped &= num_output > self._min_output[rows]  # a model without logits may say one all the same
         finish[stopped] = FinishReason.STOP
         return finish

@@ -1,8 +1,8 @@
 """What the engine and an executor say to each other: plain arrays, so that a thread, a pipe or a link can carry them.
 
 An executor keeps state per *row* (a row of the engine's sequence table): the row's block table, its sampling
-parameters. It learns of rows by `Batch.admits`, of their blocks by `Batch.table_delta`, and forgets them by
-`Batch.drops`. Effects happen in submit order.
+parameters, and how often each token occurs in it if its sampling asks for that. It learns of rows by `Batch.admits`, of
+their blocks by `Batch.table_delta`, and forgets them by `Batch.drops`. Effects happen in submit order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 
 I32 = NDArray[np.int32]
@@ -32,6 +33,10 @@ class RowInit:
 
     row: int
     sampling: SamplingParams
+    num_prompt: int = 0
+    """Prompt tokens; outputs begin at this position."""
+    tokens: I32 = field(default_factory=lambda: EMPTY_I32)
+    """All tokens known so far, prompt and outputs, if `sampling.counts_tokens`; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,8 @@ class BatchOutput:
     """[n] sampled ids, -1 where nothing was sampled."""
     duration_s: float
     """By the executor's own clock, never the event loop's (uvloop caches it, in whole milliseconds)."""
+    logprobs: dict[int, TokenLogprob] | None = None
+    """By position in the batch, for sampled rows that ask for them; None in almost every step."""
 
 
 class BatchFailedError(Exception):

@@ -14,9 +14,12 @@ import torch
 
 from services.worker.engine.types import I32, I64, Batch, BatchFailedError, BatchOutput, KvCapacity
 from services.worker.executor.inputs import BlockTables, InputBuffers
+from services.worker.executor.logit_rules import LogitRules
+from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.step import ForwardPass
 from services.worker.memory.kv_cache import KVCache
+from shared.stream_extras import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,9 @@ class RunnerSettings:
     deterministic: bool = False
     """Text and logits do not depend, to the bit, on what else is in a batch or how a prompt is cut."""
     num_threads: int | None = None
-    """Threads of one operator on the CPU; None: one in deterministic mode, else torch's choice."""
+    """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
+    kernels: str = "auto"
+    """`auto`, `native` or `torch`; see `executor/kernels.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class ModelInfo:
     capacity: KvCapacity
     device: str
     dtype: str
+    kernels: str
+    """What computes the forward pass: `native <instruction set>` or `torch`."""
 
 
 class ModelRunner:
@@ -86,6 +93,8 @@ class ModelRunner:
         self._tables = BlockTables(max_rows, -(-info.max_model_len // block_size))
         self._sampling = SamplingTable(max_rows)
         self._sampler = Sampler(row_by_row=deterministic)
+        self._rules = LogitRules(max_rows, info.eos_token_ids, info.vocab_size)
+        self._logprobs = LogprobTable(max_rows, row_by_row=deterministic)
         self._inputs = InputBuffers(max_tokens, block_size, self._device)
 
     @property
@@ -110,12 +119,12 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 self._apply(batch)
-                tokens = self._step(batch)
+                tokens, logprobs = self._step(batch)
         except BatchFailedError:
             raise
         except Exception as error:
             raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
-        return BatchOutput(batch.step_id, tokens, time.perf_counter() - began)
+        return BatchOutput(batch.step_id, tokens, time.perf_counter() - began, logprobs)
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Compute one step; instead of sampling, return the logits [n, vocab_size], float32, of each last token."""
@@ -133,29 +142,46 @@ class ModelRunner:
         return self._forward
 
     def _apply(self, batch: Batch) -> None:
-        """Take in what the batch says of rows and blocks. A drop needs nothing: the row's next admit overwrites it."""
+        """Take in what the batch says of rows and blocks. Of a dropped row only its rules take memory."""
         for admitted in batch.admits:
             self._sampling.put(admitted.row, admitted.sampling)
+            self._logprobs.put(admitted)
+        self._rules.take_in(batch)
         if len(batch.table_delta.row):
             self._tables.apply(batch.table_delta)
         if len(batch.copies.source):
             source, target = (self._to_device(blocks) for blocks in (batch.copies.source, batch.copies.target))
             self._open().cache.copy_blocks(source, target)
 
-    def _step(self, batch: Batch) -> I32:
+    def _step(self, batch: Batch) -> tuple[I32, dict[int, TokenLogprob] | None]:
         forward = self._open()
         hidden = forward.run(self._inputs.fill(batch, self._tables))
         self._check_finite(batch, hidden)
         tokens = np.full(len(batch.rows), -1, dtype=np.int32)
         sampled: I64 = np.flatnonzero(batch.sample)
         if not len(sampled):
-            return tokens
+            return tokens, None
         if len(sampled) < len(batch.rows):
             hidden = hidden.index_select(0, self._to_device(sampled))
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
-        logits = forward.logits(hidden)
-        tokens[sampled] = self._sampler.sample(logits, self._sampling.take(batch.rows[sampled]), position)
-        return tokens
+        chosen, logprobs = self._choose(forward.logits(hidden), batch.rows[sampled], position)
+        tokens[sampled] = chosen
+        return tokens, {int(sampled[i]): said for i, said in logprobs.items()} or None
+
+    def _choose(self, logits: torch.Tensor, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
+        """Return the next token of each row [n] and, by place in `rows`, the log-probabilities that are asked for.
+
+        Args:
+            logits: [n, vocab_size] float32; may be changed.
+            rows: [n]
+            position: [n] of the token that is chosen.
+        """
+        put_back = self._rules.apply(logits, rows, position)
+        chosen = self._sampler.sample(logits, self._sampling.take(rows), position)
+        if not self._logprobs.asking(rows).any():
+            return chosen, {}
+        put_back()
+        return chosen, self._logprobs.of_tokens(logits, rows, chosen)
 
     def _check_finite(self, batch: Batch, hidden: torch.Tensor) -> None:
         """Name the rows whose hidden states [n, hidden] are not numbers: sampled from, they would be nonsense."""

@@ -85,4 +85,4 @@ class ModelledExecutor:
             return
         tokens = self._kv.compute(batch)
         if not future.cancelled():
-            future.set_result(BatchOutput(batch.step_id, tokens, duration_s))
+            future.set_result(BatchOutput(batch.step_id, tokens, duration_s, self._kv.logprobs(batch, tokens)))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine.types import I32, Batch, TableDelta
+from shared.stream_extras import TokenLogprob
 
 U64 = NDArray[np.uint64]
 
@@ -57,6 +58,13 @@ class TokenDraw:
         """Return the next token of each row, [n]."""
         tokens: I32 = self.allowed[mix(words, seeds) % np.uint64(self.allowed.size)]
         return tokens
+
+    def logprob(self, token: int, num_top: int) -> TokenLogprob:
+        """Return made-up log-probabilities: the token has 1/2, the allowed ids behind it 1/4, 1/8 and so on."""
+        place, size = int(np.searchsorted(self.allowed, token)), self.allowed.size
+        ids = [int(self.allowed[(place + i) % size]) for i in range(min(num_top, size))]
+        values = [float(np.float32((i + 1) * -np.log(2))) for i in range(len(ids) + 1)]
+        return TokenLogprob(values[0], tuple(zip(ids, values, strict=False)))
 
 
 def expected_outputs(prompt: I32, generated: I32, num_tokens: int, seed: int, draw: TokenDraw) -> I32:
@@ -98,6 +106,7 @@ class ShadowKv:
         self._sum: U64 = np.zeros(1, dtype=np.uint64)
         self._seed: U64 = np.zeros(1, dtype=np.uint64)
         self._known: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
+        self._num_top: dict[int, int] = {}  # rows that ask for log-probabilities
         self.grow(num_blocks)
 
     @property
@@ -124,6 +133,8 @@ class ShadowKv:
     def take_in(self, batch: Batch) -> None:
         """Apply what comes before a step: rows that go and come, copies, changes of block tables."""
         self._known[batch.drops] = False
+        for row in batch.drops.tolist() if self._num_top else ():
+            self._num_top.pop(row, None)
         for init in batch.admits:
             self._make_rows(init.row + 1)
             assert not self._known[init.row], f"row {init.row} is admitted again before it was dropped"
@@ -131,6 +142,8 @@ class ShadowKv:
             self._table_length[init.row] = 0
             self._sum_length[init.row], self._sum[init.row] = 0, 0
             self._seed[init.row] = _seed_words([init.sampling.seed])[0]
+            if init.sampling.logprobs is not None:
+                self._num_top[init.row] = init.sampling.logprobs
         if batch.copies.source.size:
             self._slots[batch.copies.target] = self._slots[batch.copies.source]
         if batch.table_delta.row.size:
@@ -152,6 +165,13 @@ class ShadowKv:
         tokens = self._draw.draw(self._sum[rows], self._seed[rows])
         tokens[~batch.sample] = -1
         return tokens
+
+    def logprobs(self, batch: Batch, tokens: I32) -> dict[int, TokenLogprob] | None:
+        """Return the made-up log-probabilities of the sampled rows that ask for them, by place in the batch."""
+        if not self._num_top:
+            return None
+        places = [i for i, row in enumerate(batch.rows.tolist()) if row in self._num_top and tokens[i] >= 0]
+        return {i: self._draw.logprob(int(tokens[i]), self._num_top[int(batch.rows[i])]) for i in places} or None
 
     def spoil(self, batch: Batch) -> None:
         """Leave garbage where a failed step would have written."""

@@ -26,6 +26,7 @@ from shared.messages.request import (
     pack_token_ids,
 )
 from shared.messages.steps import StepLogPage, StepRecord
+from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
 from shared.wire import WireError, encode, encode_json
@@ -41,12 +42,27 @@ _SUBMIT = Submit(
     prompt=pack_token_ids([1, 2, 70_000, 2**32 - 1]),
     generated=pack_token_ids([9, 8]),
     sampling=SamplingParams(
-        max_tokens=200, temperature=0.5, top_p=0.875, top_k=40, seed=-3, stop_token_ids=(2, 7), ignore_eos=True
+        max_tokens=200,
+        temperature=0.5,
+        top_p=0.875,
+        top_k=40,
+        min_p=0.125,
+        presence_penalty=-1.5,
+        frequency_penalty=0.25,
+        repetition_penalty=1.125,
+        logit_bias=((5, -100.0), (70_000, 2.5)),
+        seed=-3,
+        stop_token_ids=(2, 7),
+        ignore_eos=True,
+        min_tokens=12,
+        logprobs=4,
     ),
     request_class=RequestClass.BEST_EFFORT,
     qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
     age_s=0.25,
     remaining_s=30.0,
+    fork_of=RequestId("r-0122"),
+    cache_salt="tenant-7",
 )
 _REPORT = WorkerReport(
     worker_id=WorkerId("w0"),
@@ -79,6 +95,8 @@ _REPORT = WorkerReport(
     num_prompt_tokens_total=5_000_000_000,
     num_generated_tokens_total=77,
     num_finished_total=8,
+    num_prefix_cache_queries_total=4_000_000_000,
+    num_prefix_cache_hits_total=3_000,
 )
 _STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
 
@@ -117,6 +135,12 @@ BATCH = TokenBatch(
     count=np.array([1, 2, 0], dtype=np.uint8),
     finish=np.array([FinishReason.NONE, FinishReason.LENGTH, FinishReason.CANCELLED], dtype=np.uint8),
     tokens=np.array([11, 2**32 - 1, 33], dtype=np.uint32),
+    extras=pack_extras(
+        [
+            StreamExtra(0, cached_tokens=64),
+            StreamExtra(1, logprobs=(TokenLogprob(-0.5, ((9, -0.25), (2**32 - 1, -0.5))), TokenLogprob(-np.inf))),
+        ]
+    ),
 )
 
 

@@ -1,0 +1,71 @@
+"""What the emitter puts into the messages of one step."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from services.worker.emitter import Emitter
+from services.worker.engine.events import RowExtra, StepEvents
+from shared.bus import Message
+from shared.ids import DispatcherId, WorkerId
+from shared.memory_bus import MemoryBroker
+from shared.stream_extras import StreamExtra, TokenLogprob
+from shared.subjects import Subjects
+from shared.token_batch import TokenBatch
+from sim.virtual_time import run
+
+SUBJECTS = Subjects("c")
+LIKELY = (TokenLogprob(-0.5, ((7, -0.5),)),)
+
+
+def events(channels: list[int], tokens: list[int], extras: tuple[RowExtra, ...]) -> StepEvents:
+    size = len(tokens)
+    return StepEvents(
+        channel=np.array(channels, dtype=np.int32),
+        stream=np.arange(size, dtype=np.uint32),
+        attempt=np.ones(size, dtype=np.uint16),
+        first_index=np.zeros(size, dtype=np.uint32),
+        tokens=np.array(tokens, dtype=np.int32),
+        finish=np.array([2 if token < 0 else 0 for token in tokens], dtype=np.uint8),
+        extras=extras,
+    )
+
+
+def sent(step: StepEvents) -> dict[str, TokenBatch]:
+    """Return what each of the dispatchers d0, d1 gets of a step."""
+
+    async def test() -> dict[str, TokenBatch]:
+        broker, got = MemoryBroker(), {}
+        for name in ("d0", "d1"):
+
+            def keep(message: Message, name: str = name) -> None:
+                got[name] = TokenBatch.unpack(message.data)
+
+            await broker.connect(name).subscribe(SUBJECTS.tokens(DispatcherId(name)), keep)
+        emitter = Emitter(WorkerId("w0"), SUBJECTS, broker.connect("w0"))
+        assert [emitter.channel(DispatcherId(name)) for name in ("d0", "d1")] == [0, 1]
+        emitter.emit(step)
+        async with asyncio.TaskGroup() as tasks:
+            sender = tasks.create_task(emitter.run())
+            await asyncio.sleep(1)
+            sender.cancel()
+        return got
+
+    return run(test())
+
+
+def test_a_step_without_extras_carries_no_byte_of_them() -> None:
+    batch = sent(events([0, 0], [5, 6], ()))["d0"]
+    assert batch.extras == b""
+    assert batch.tokens.tolist() == [5, 6]
+
+
+def test_extras_follow_their_rows_into_the_message_of_their_dispatcher() -> None:
+    extras = (RowExtra(1, cached_tokens=32), RowExtra(2, logprobs=LIKELY), RowExtra(4, 16, LIKELY))
+    batches = sent(events([0, 1, 1, 0, 0], [1, -1, 2, 3, 4], extras))
+    assert batches["d0"].stream.tolist() == [0, 3, 4]
+    assert batches["d0"].stream_extras() == [StreamExtra(2, 16, LIKELY)]
+    assert batches["d1"].stream.tolist() == [1, 2]
+    assert batches["d1"].stream_extras() == [StreamExtra(0, 32), StreamExtra(1, None, LIKELY)]
