@@ -164,6 +164,14 @@ def filter_weights_by_definition(weights: torch.Tensor, sampling: RowSampling) -
     return kept
 
 
+@pytest.mark.parametrize("count", [1, 7, 90])
+def test_host_and_device_find_the_same_largest_weights(count: int) -> None:
+    weights = torch.stack([random_logits(90, i).exp().round() for i in range(5)])
+    expected = weights.sort(dim=-1, descending=True).values[:, :count]
+    assert torch.equal(draw_module._largest_on_host(weights, count), expected)
+    assert torch.equal(draw_module._largest_on_device(weights, count), expected)
+
+
 def test_a_flat_row_needs_the_whole_vocabulary_and_takes_nothing_from_its_neighbour() -> None:
     flat, peaked = torch.zeros(3000), random_logits(3000, 1, 8.0)
     logits, values = torch.stack([flat, peaked]), {"top_p": 0.9}
