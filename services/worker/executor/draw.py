@@ -130,12 +130,13 @@ def filter_weights(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor
     vocab_size, device = weights.shape[1], weights.device
     top_k = torch.from_numpy(np.where(sampling.top_k < vocab_size, sampling.top_k, 0)).to(device).unsqueeze(1)
     top_p = torch.from_numpy(sampling.top_p).to(device).unsqueeze(1)
-    num_largest = min(CANDIDATES, vocab_size)
-    border = _find_border(weights, _largest(weights, num_largest), top_k, top_p)
-    if border is None:
-        border = _find_border(weights, _largest(weights, vocab_size), top_k, top_p)
-        assert border is not None, "the whole row was not enough"
-    border = border.maximum(_column(sampling.min_p, weights))
+    border = _column(sampling.min_p, weights)
+    if (top_k > 0).any() or (top_p < 1).any():
+        found = _find_border(weights, _largest(weights, min(CANDIDATES, vocab_size)), top_k, top_p)
+        if found is None:
+            found = _find_border(weights, _largest(weights, vocab_size), top_k, top_p)
+        assert found is not None, "the whole row was not enough"
+        border = border.maximum(found)
     return weights.masked_fill(weights < border, 0.0)
 
 
