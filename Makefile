@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test test-torch-kernels check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,13 +27,22 @@ $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 	$(PIP) install -c constraints.txt -e client -e '.[dev]'
 	@touch $(VENV)/.demo $@
 
-install: $(VENV)/.dev ## make .venv with sluice and its development tools
+# the worker's CPU kernels; without a compiler this says so, and workers run on torch's operators
+$(VENV)/.native: $(wildcard services/worker/native/src/*) services/worker/native/build.py | $(BIN)/python
+	$(BIN)/python -m services.worker.native.build
+	@touch $@
+
+install: $(VENV)/.dev $(VENV)/.native ## make .venv with sluice and its development tools, and compile the CPU kernels
 
 demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading speed
 	$(BIN)/sluice demo
 
-test: $(VENV)/.dev ## run every test that needs no GPU
+test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-torch-kernels: $(VENV)/.dev ## run what the CPU kernels compute once more without them
+	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "not gpu" tests/unit/test_executor_runner.py tests/unit/test_executor_deterministic.py \
+	  tests/unit/test_model_oracle.py tests/integration/test_cluster_text.py
 
 check: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -46,4 +55,4 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info
+	rm -rf $(VENV) services/worker/native/lib .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info client/*.egg-info

@@ -29,9 +29,14 @@ class ClusterPlan:
     port: int
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names under which the model is served."""
+        return names_of(self.settings, self.model)
+
+    @property
     def model_name(self) -> str:
-        """Name under which the model is served."""
-        return self.settings.served_model_name or self.model.name
+        """The first of them, which answers carry."""
+        return self.model_names[0]
 
     @property
     def url(self) -> str:
@@ -72,14 +77,21 @@ class ClusterPlan:
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads_per_worker())]
         flags += ["--deterministic"] if settings.deterministic else []
+        flags += [] if settings.prefix_caching else ["--no-prefix-caching"]
         return self._service(name, *flags)
 
     def _dispatcher(self) -> ChildSpec:
         settings = self.settings
         flags = ["--host", settings.host, "--port", str(self.port), "--model", str(self.model.folder)]
-        flags += ["--served-model-name", self.model_name, "--system", settings.system]
+        flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
+        flags += ["--generation-config", settings.generation_config]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         return self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+
+
+def names_of(settings: UpSettings, model: Model) -> tuple[str, ...]:
+    """Return the names under which the model is served; answers carry the first."""
+    return settings.served_model_name or (model.name,)
 
 
 def num_devices() -> int:

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 
 from cli import checks
 from cli.broker import Broker
-from cli.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan
+from cli.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan, names_of
 from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.http import ask
 from cli.model import find_model
 from cli.progress import StartProgress
+from cli.pull import show_progress
 from cli.run_dir import RunDir
 from cli.settings import UpSettings, log_dir_of
 from cli.signals import StopSignals
@@ -62,10 +63,11 @@ class Cluster:
         settings = self._settings
         checks.check_settings(settings)
         port = checks.find_port(settings.host, settings.port)
-        model = await asyncio.to_thread(find_model, settings.model)
+        model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
+        self._console.end_live()
         broker = Broker(settings, self.supervisor, self._run_dir.path)
         broker.check()
-        self._announce(settings.served_model_name or model.name)
+        self._announce(", ".join(names_of(settings, model)))
         nats_url = await broker.start()
         self._plan = ClusterPlan(settings, model, nats_url, port)
         for spec in self._plan.specs():

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from cli.bench.options import bench
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
@@ -23,14 +24,17 @@ Examples:
   sluice up --model owner/name --device cuda   fetch from the Hugging Face hub, serve on GPUs
   sluice chat                                  talk with it
   sluice status                                what the workers do
+  sluice pull owner/name                       fetch a model from the hub
+  sluice bench --request-rate 4                put a load on a server and measure it
+  sluice profile --model ./llama               measure what a step costs, as a cost profile
 
 \b
 Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat)
-  130  stopped at once by a second Ctrl-C
+  3    nothing answers at the URL (status, chat, bench)
+  130  stopped at once by a second Ctrl-C (bench, pull: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
 NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting one.
@@ -45,12 +49,31 @@ Examples:
 Ctrl-C finishes running answers (up to --drain-limit-s) and stops; a second Ctrl-C stops at once.
 """
 
+PULL_EPILOG = """\b
+Examples:
+  sluice pull owner/name                       into the hub's cache
+  sluice pull owner/name --revision v1.0       a branch, a tag or a commit
+  sluice pull owner/name --to ./model          into a folder
+
+HF_TOKEN is sent for gated and private models; HF_ENDPOINT names another hub; HF_HUB_OFFLINE=1 uses the cache only.
+"""
+
+PROFILE_EPILOG = """\b
+Examples:
+  sluice profile --model ./llama --dtype bfloat16 --out llama.toml
+  sluice profile --nats-url nats://127.0.0.1:4222 --worker worker-0
+
+The formula: ms per step = max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P, with N tokens in the step, KVdec tokens of KV read
+by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held out, to tell the error.
+"""
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 # name, metavar, help; the meaning and the check of each value are in cli.settings
 _CLUSTER_OPTIONS = (
     ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
-    ("served-model-name", "NAME", "Name under which it is served. [the id, or the folder's name]"),
+    ("served-model-name", "NAME,…", "Names under which it is served. [the id, or the folder's name]"),
+    ("generation-config", "auto|none", "Default sampling from the model's generation_config.json, or none. [auto]"),
     ("workers", "N", "Worker processes, each with a whole copy of the model. [up: 1, demo: 2]"),
     ("device", "cpu|cuda", "Where the workers run; cuda:<index> names one device. [cpu]"),
     ("dtype", "float32|bfloat16", "Type of parameters and KV. [float32]"),
@@ -68,6 +91,7 @@ _CLUSTER_OPTIONS = (
     ("drain-limit-s", "S", "Seconds that running answers get at the end. [120]"),
 )
 _CLUSTER_SWITCHES = (
+    ("prefix-caching", "Keep KV until its memory is needed, for requests that begin alike. [on]"),
     ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
     ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),
 )
@@ -151,11 +175,56 @@ def status(*, url: str, as_json: bool) -> int:
     return 0
 
 
+@cli.command(epilog=PULL_EPILOG)
+@click.argument("model_id", metavar="OWNER/NAME[@REVISION]")
+@click.option("--revision", metavar="REV", default=None, help="Branch, tag or commit. [main]")
+@click.option("--to", metavar="DIR", default="", help="Put the files here. [the hub's cache, under HF_HOME]")
+def pull(*, model_id: str, revision: str | None, to: str) -> int:
+    """Fetch a model from the Hugging Face hub.
+
+    Only what is served: configuration, tokenizer, chat template, safetensors; never pickles or code. What was broken
+    off goes on. Prints the folder, which `sluice up --model` takes; it takes the id as well.
+    """
+    from cli.console import Console
+    from cli.pull import run_pull
+
+    click.echo(run_pull(model_id, revision, to, Console()))
+    return 0
+
+
+@cli.command(epilog=PROFILE_EPILOG)
+@cluster_options
+@click.option("--worker", metavar="NAME", default="", help="Worker of a running cluster. [the first that is ready]")
+@click.option("--out", metavar="FILE.toml", default="", help="File to write. [<model>-tp1-<device>.toml]")
+@click.option("--force", is_flag=True, help="Write over a file that exists.")
+@click.option("--limit-s", type=click.IntRange(min=1), default=120, show_default=True, help="Begin nothing new after.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=128, show_default=True, help="Most decodes together.")
+@click.option("--num-decodes", type=click.IntRange(2, 512), default=24, show_default=True, help="Steps per batch.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts, order, held-out steps."
+)
+def profile(**flags: Any) -> int:
+    """Measure what a step costs on this hardware, and write it as a cost profile.
+
+    With a broker (--nats-url, NATS_URL) and no --model, a worker of the cluster there is measured; it need not be idle,
+    but other work makes the figures worse. Otherwise a cluster is started for it.
+    """
+    from cli.console import Console
+    from cli.profile.command import DEFAULTS, ProfileSettings, run_profile
+    from cli.settings import load_up_settings
+
+    settings = ProfileSettings(**{name: flags.pop(name) for name in ProfileSettings.__dataclass_fields__})
+    return asyncio.run(run_profile(load_up_settings(flags, DEFAULTS), settings, Console()))
+
+
 @cli.command()
 def version() -> int:
     """Print the version."""
     click.echo(f"sluice {VERSION}")
     return 0
+
+
+cli.add_command(bench)
 
 
 def run_command(argv: list[str] | None = None) -> int:

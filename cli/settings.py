@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shared.config import ServiceSettings, Size, load
+from shared.config import ModelNames, ServiceSettings, Size, load
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -18,8 +18,10 @@ class UpSettings(ServiceSettings):
 
     model: str = ""
     """Folder of a checkpoint in Hugging Face format, or its id there (`owner/name`); empty: the model that ships."""
-    served_model_name: str = ""
-    """Name under which the model is served; empty: the id, or the folder's name."""
+    served_model_name: ModelNames = ()
+    """Names under which the model is served, with commas; answers carry the first. None: the id or folder's name."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Worker processes; each holds a whole copy of the model."""
     device: str = "cpu"
@@ -34,6 +36,8 @@ class UpSettings(ServiceSettings):
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port of the API; 0 picks a free one."""
+    prefix_caching: bool = True
+    """Workers keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     max_model_len: Annotated[int, Field(ge=0)] = 0

@@ -8,6 +8,7 @@ The training conversations are written once more from their seed to prove that n
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -179,6 +180,11 @@ def acceptance(prompts: Sequence[Prompt], answers: Sequence[str | None]) -> dict
     }
 
 
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 of the weights, by which results are known to be theirs."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
 def evaluate(folder: Path, training: dict[str, float]) -> dict[str, object]:
     """Return everything that is measured about a model folder; `training` is its training.json."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -190,6 +196,7 @@ def evaluate(folder: Path, training: dict[str, float]) -> dict[str, object]:
     torch.manual_seed(SEED)
     answers = sample(model, tokenizer, [prompt.messages for prompt in prompts])
     return {
+        "weights_sha256": weights_digest(folder),
         "seed": SEED,
         "temperature": model.generation_config.temperature,
         "training_conversations_compared": compared,

@@ -28,10 +28,10 @@ def _both_ways(text: str) -> Closed:
 
 
 def _sums() -> Closed:
-    """Return all sums of two numbers from 1 that do not pass 20, in digits and in words."""
+    """Return all sums of two numbers from 1 that do not pass 10, in digits and in words."""
     found = []
-    for a in range(1, 20):
-        for b in range(1, 21 - a):
+    for a in range(1, 10):
+        for b in range(1, 11 - a):
             words = {"wa": _NUMBERS[a], "wb": _NUMBERS[b], "wsum": _NUMBERS[a + b]}
             found.append(Entity(f"{a} + {b}", {"a": str(a), "b": str(b), "sum": str(a + b), **words}))
     return Closed(found)
@@ -39,7 +39,7 @@ def _sums() -> Closed:
 
 def _counts() -> Closed:
     return Closed(
-        [Entity(_NUMBERS[n], {"list": ", ".join(_NUMBERS[1 : n + 1]), "digit": str(n)}) for n in range(3, 13)]
+        [Entity(_NUMBERS[n], {"list": ", ".join(_NUMBERS[1 : n + 1]), "digit": str(n)}) for n in range(3, 11)]
     )
 
 
@@ -108,7 +108,7 @@ COMMON_FACTS = {
                 "Do you know [the opposite of {word}|what the opposite of {word} is]?",
                 "Opposite of {word}[?|]",
             ),
-            ("The opposite of {word} is {word.is}.", "It is {word.is}. {Word} and {word.is} are opposites."),
+            ("The opposite of {word} is {word.is}.", "It is {word.is}."),
         ),
         (
             "home",

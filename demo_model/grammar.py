@@ -52,7 +52,7 @@ class Exchange:
         return {variable: env[variable] for variable in self.keeps}
 
 
-_STORY_VARIABLES = ("hero", "kind", "place", "wish", "friend", "colour", "tool")
+_STORY_VARIABLES = ("hero", "kind", "place", "wish", "friend", "tool")
 
 STORY_EXCHANGE = Exchange("story", requests.STORY_REQUEST, STORY)
 FULL_STORY_EXCHANGE = Exchange("story", requests.FULL_STORY_REQUEST, STORY)
@@ -159,7 +159,7 @@ class Grammar:
         """Write a whole conversation of one to four turns."""
         system = self._rng.choice(SYSTEM_PROMPTS) if self._rng.random() < 0.1 else ""
         turns = [self.turn(self._first(), {})]
-        while len(turns) < 4 and self._rng.random() < (0.3 if len(turns) == 1 else 0.5):
+        while len(turns) < 4 and self._rng.random() < 0.5:
             turns.append(self.turn(self._next(turns[-1]), turns[-1].env))
         return Conversation(system, tuple(turns))
 
@@ -175,19 +175,19 @@ class Grammar:
         return Turn(exchange.name, ask.text, answer.text, answer.choice_nats, answer.env)
 
     def _first(self) -> Exchange:
-        draw = self._rng.random()
-        if draw < 0.60:
+        if self._rng.random() < 0.45:
             return FULL_STORY_EXCHANGE if self._rng.random() < 0.3 else STORY_EXCHANGE
-        return self._short(draw)
+        return self._short()
 
-    def _short(self, draw: float) -> Exchange:
-        """Return a kind of turn with a short answer, by a draw from 0.6 to 1."""
-        if draw < 0.70:
+    def _short(self) -> Exchange:
+        """Return a kind of turn with a short answer."""
+        draw = self._rng.random()
+        if draw < 0.40:
             return self._rng.choice(FACTS)
-        if draw < 0.80:
+        if draw < 0.65:
             return self._rng.choice(SUMS)
-        if draw < 0.87:
-            return self._rng.choice(COMPANY if draw < 0.84 else ECHOES)
+        if draw < 0.80:
+            return self._rng.choice(COMPANY if draw < 0.75 else ECHOES)
         return FOREIGN_EXCHANGE
 
     def _next(self, last: Turn) -> Exchange:
@@ -198,7 +198,7 @@ class Grammar:
             return OFFER_EXCHANGE
         if draw < 0.85:
             return ANOTHER_EXCHANGE if self._rng.random() < 0.5 else STORY_EXCHANGE
-        return self._short(self._rng.uniform(0.6, 1.0))
+        return self._short()
 
 
 def sample_conversations(seed: int, count: int, *, held_out: bool = False) -> Sequence[Conversation]:

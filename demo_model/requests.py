@@ -85,27 +85,22 @@ ABOUT_STORY: dict[str, tuple[Node, Node]] = {
         (
             "wish",
             ("What did {hero} [want|wish for|want to do]?", "What was [{hero.their} wish|the wish of {hero}]?"),
-            ("{Hero} wanted to {wish}.", "{Hero.they} wanted to {wish}."),
+            ("Little {hero} wanted to {wish}.", "{Hero.they} wanted to {wish}."),
         ),
         (
             "place",
             ("Where did {hero} live?", "Where [does|did] the story [happen|take place]?", "Where was {hero}?"),
-            ("{Hero} lived {place}.", "It happened {place}, where {hero} lived."),
+            ("Little {hero} lived {place}.", "It happened {place}, where {hero} lived."),
         ),
         (
             "gift",
             ("What did {friend} give {hero}?", "What [helped {hero}|was the gift|did {hero} get]?"),
-            ("{Friend} gave {hero} {colour.a} {tool}.", "It was {colour.a} {tool} that {friend} gave {hero.them}."),
-        ),
-        (
-            "gift's colour",
-            ("[What|Which] colour was the {tool}?", "[What|And what] color was the {tool}?"),
-            ("The {tool} was {colour}.", "It was {colour.a} {tool}."),
+            ("{Friend} gave {hero} the {tool}.", "It was the {tool} that {friend} gave {hero.them}."),
         ),
         (
             "hero",
             ("Who [was|is] {hero}?", "[Who|What] was the [hero|hero of the story]?"),
-            ("{Hero} was a little {kind} who lived {place}.", "The hero was {hero}, a little {kind}."),
+            ("It was {hero}, a little {kind}.", "The hero was {hero}, a little {kind}."),
         ),
         (
             "friend",

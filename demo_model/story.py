@@ -5,13 +5,13 @@ from __future__ import annotations
 from demo_model.template import Case, Chain, Choice, Closed, Domain, Entity, Let, Literal, Node, Templates
 from demo_model.wish import Trouble, Wish
 from demo_model.wishes import WISHES
-from demo_model.words import COLOURS, FRIENDS, HEROES, KINDS, PLACES
+from demo_model.words import COLOURS, FRIENDS, KINDS, PLACES, USUAL_HEROES
 
 WISH_ENTITIES = [Entity(wish.to) for wish in WISHES]
 TOOLS = {trouble.tool: Entity(trouble.tool) for wish in WISHES for trouble in wish.troubles}
 
 DOMAINS: dict[str, Domain] = {
-    "hero": Closed(HEROES),
+    "hero": Closed(USUAL_HEROES),
     "kind": Closed(KINDS),
     "place": Closed(PLACES),
     "wish": Closed(WISH_ENTITIES),
@@ -82,7 +82,7 @@ _GIFT = _T.any_of(
 )
 
 _PROUD = _T.any_of(
-    ' "[We did it|Look at that|It works]!" [cried|shouted|called] [{hero}|{friend}].',
+    ' "[We did it|Look at that|It works]!" [cried|shouted|called] {hero}.',
     " {Hero} [hugged|thanked] {friend} [and would not let go|a hundred times|with all {hero.their} heart].",
     ' "Thank you, {friend}," said {hero}. "[Without you it would not have worked|You are a true friend]."',
     "",
@@ -91,8 +91,8 @@ _PROUD = _T.any_of(
 _ENDING = _T.any_of(
     "From that day on {hero} and {friend} were [best friends|never far apart].",
     "And if you ever come to {place.the}, you may [see the two of them|hear {hero} and {friend} laughing] there.",
-    "That night {hero} fell asleep with a smile, and the {colour} {tool} lay [beside|next to] {hero.them}.",
-    "{Hero} kept the {colour} {tool} for ever, and {friend} [came to tea every Sunday|was very proud].",
+    "That night {hero} fell asleep with a smile, and the {tool} lay [beside|next to] {hero.them}.",
+    "For ever after {hero} kept the {tool}, and {friend} [came to tea every Sunday|was very proud].",
     "So the little {kind} learned that [a friend makes every wish lighter|it is good to ask for help].",
 )
 

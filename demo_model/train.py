@@ -39,26 +39,28 @@ class TrainingParams:
         seed: of weights and conversations.
         steps: optimiser steps; training time is proportional to them.
         batch_tokens: tokens per step, padding included.
-        peak_rate: AdamW's learning rate after warm-up; falls to 0 along a cosine.
-        warmup_steps: steps over which the rate rises.
-        weight_decay: of matrices only.
+        matrix_rate: Muon's learning rate after warm-up, for the layers' matrices; falls to 0 along a cosine.
+        vector_rate: the same of AdamW, for norms and the embedding.
+        warmup_steps: steps over which both rates rise.
+        weight_decay: of the layers' matrices only.
         max_gradient_norm: gradients are scaled down to this norm.
     """
 
     seed: int = 20
-    steps: int = 3000
+    steps: int = 4200
     batch_tokens: int = 2176
-    peak_rate: float = 3e-3
+    matrix_rate: float = 5e-3
+    vector_rate: float = 3e-3
     warmup_steps: int = 100
     weight_decay: float = 0.1
     max_gradient_norm: float = 1.0
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
+    def schedule(self, step: int) -> float:
+        """Return by how much the rates of a step, counted from 0, are below their peak: from 0 to 1."""
         if step < self.warmup_steps:
-            return self.peak_rate * (step + 1) / self.warmup_steps
+            return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (self.steps - self.warmup_steps)
-        return self.peak_rate * 0.5 * (1 + math.cos(math.pi * done))
+        return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -99,12 +101,17 @@ def loss_of(model: LlamaForCausalLM, rows: Rows) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.float(), rows.targets[counted])
 
 
-def optimizer_of(model: LlamaForCausalLM, params: TrainingParams) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on the matrices."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": params.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=params.peak_rate, betas=(0.9, 0.95), fused=True)
+def optimizers_of(model: LlamaForCausalLM, params: TrainingParams) -> tuple[torch.optim.Optimizer, ...]:
+    """Return Muon for the layers' matrices, which learn to copy in half of AdamW's steps, and AdamW for the rest."""
+    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    taken = {id(matrix) for matrix in matrices}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    return (
+        torch.optim.Muon(
+            matrices, lr=params.matrix_rate, weight_decay=params.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, lr=params.vector_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    )
 
 
 @dataclass
@@ -133,22 +140,23 @@ def train(
     keep: Callable[[], None] = lambda: None,
 ) -> Training:
     """Train in place and return what was done; `keep` is called every 500 steps."""
-    optimizer = optimizer_of(model, params)
+    optimizers = optimizers_of(model, params)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, params.schedule) for optimizer in optimizers]
     stream = batches(tokenizer, params.seed, params.batch_tokens)
     done = Training()
     recent = 0.0
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
     model.train()
     for step in range(params.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = params.rate(step)
         done.conversations, rows = next(stream)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_gradient_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
         recent += loss.item()
         done.counted_tokens += int((rows.targets != -100).sum())
         done.seconds, done.cpu_seconds = time.perf_counter() - started_s, time.process_time() - started_cpu_s

@@ -12,7 +12,7 @@ class Trouble:
     Attributes:
         text: a sentence that starts with "But".
         tool: the noun of the thing that helps.
-        remedy: a sentence in which hero and friend ("they") use `the {colour} {tool}`.
+        remedy: a sentence in which hero and friend ("they") use the tool.
     """
 
     text: str

@@ -1,7 +1,7 @@
 """What heroes wish for, what goes wrong, and how a thing from a friend sets it right. Data only.
 
-Every string is a template (`template.py`). The trouble comes before the friend, the remedy after the gift; `{tool}` is
-the thing that the friend gives, in the colour that the story has chosen.
+Every string is a template (`template.py`). The trouble comes before the friend, the remedy after the gift.
+The remedy names the trouble's `tool`, which the friend has given.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WISHES = (
             Trouble(
                 "But the string snapped, and the kite fell down with a sad little flop.",
                 "ribbon",
-                "They tied the {colour} ribbon to the kite in place of the string, and up it went.",
+                "They tied the ribbon to the kite in place of the string, and up it went.",
             ),
             Trouble(
                 "But there was a hole in the kite, and the wind blew right through it.",
                 "handkerchief",
-                "They laid the {colour} handkerchief over the hole and sewed it tight.",
+                "They laid the handkerchief over the hole and sewed it tight.",
             ),
         ),
         "Soon the kite was dancing so high that it looked like a small bird.",
@@ -35,12 +35,12 @@ WISHES = (
             Trouble(
                 "But the bowl had a crack, and the batter ran out over the table.",
                 "bowl",
-                "They mixed everything once more in the {colour} bowl, and not a drop was lost.",
+                "They mixed everything once more in the bowl, and not a drop was lost.",
             ),
             Trouble(
                 "But the sugar jar was empty, without a single grain in it.",
                 "honey pot",
-                "They took honey from the {colour} honey pot, and it was even sweeter than sugar.",
+                "They took honey from the honey pot, and it was even sweeter than sugar.",
             ),
         ),
         "The cake came out of the oven round and golden, and it smelled wonderful.",
@@ -53,12 +53,12 @@ WISHES = (
             Trouble(
                 "But the moon was much too far away, even on tiptoe.",
                 "bucket",
-                "They filled the {colour} bucket with water, and there lay the moon, close enough to touch.",
+                "They filled the bucket with water, and there lay the moon, close enough to touch.",
             ),
             Trouble(
                 "But thick clouds came, and the moon was gone.",
                 "mirror",
-                "They waited until the clouds had passed, and caught the moon in the {colour} mirror.",
+                "They waited until the clouds had passed, and caught the moon in the mirror.",
             ),
         ),
         "Very gently {hero} put a hand on the shining moon and laughed.",
@@ -71,12 +71,12 @@ WISHES = (
             Trouble(
                 "But the water was so cold that {hero.they} jumped right back.",
                 "towel",
-                "They put the {colour} towel in the sun, and {hero} knew that it would be warm and waiting.",
+                "They put the towel in the sun, and {hero} knew that it would be warm and waiting.",
             ),
             Trouble(
                 "But each time {hero.they} tried, {hero.they} sank like a stone.",
                 "swimming ring",
-                "They blew up the {colour} swimming ring, and now {hero} floated like a cork.",
+                "They blew up the swimming ring, and now {hero} floated like a cork.",
             ),
         ),
         "Before lunch {hero} swam a whole circle, and then another one.",
@@ -89,12 +89,12 @@ WISHES = (
             Trouble(
                 "But the ground was as dry as dust, and nothing came up.",
                 "watering can",
-                "They carried water in the {colour} watering can every morning and every evening.",
+                "They carried water in the watering can every morning and every evening.",
             ),
             Trouble(
                 "But a hungry beetle ate the first green leaf.",
                 "flowerpot",
-                "They moved the tiny plant into the {colour} flowerpot, where no beetle could reach it.",
+                "They moved the tiny plant into the flowerpot, where no beetle could reach it.",
             ),
         ),
         "Week by week the sunflower grew, until it looked over the roof and smiled.",
@@ -107,12 +107,12 @@ WISHES = (
             Trouble(
                 "But there was a hole in the bottom, and the water came bubbling in.",
                 "cork",
-                "They pressed the {colour} cork into the hole, and the boat stayed dry.",
+                "They pressed the cork into the hole, and the boat stayed dry.",
             ),
             Trouble(
                 "But the boat had no sail, so it only turned in circles.",
                 "blanket",
-                "They hung the {colour} blanket on a pole, and it made the finest sail.",
+                "They hung the blanket on a pole, and it made the finest sail.",
             ),
         ),
         "The boat slid over the water like a swan, and the waves clapped.",
@@ -125,12 +125,12 @@ WISHES = (
             Trouble(
                 "But the voice that came out was so small that nobody heard it.",
                 "paper horn",
-                "They rolled the paper tight, and through the {colour} paper horn the voice was as big as a bell.",
+                "They rolled the paper tight, and through the paper horn the voice was as big as a bell.",
             ),
             Trouble(
                 "But all at once the words were gone.",
                 "notebook",
-                "They wrote every word of the song into the {colour} notebook.",
+                "They wrote every word of the song into the notebook.",
             ),
         ),
         "When the last note faded, there was a long silence, and then everybody cheered.",
@@ -143,12 +143,12 @@ WISHES = (
             Trouble(
                 "But the star fell into the tall grass and could not be found.",
                 "lantern",
-                "They lit the {colour} lantern and searched, until something in the grass winked back.",
+                "They lit the lantern and searched, until something in the grass winked back.",
             ),
             Trouble(
                 "But the star was much too hot to hold.",
                 "mitten",
-                "They put on the {colour} mitten and picked up the star as carefully as an egg.",
+                "They put on the mitten and picked up the star as carefully as an egg.",
             ),
         ),
         "The star hummed a quiet tune and lit up the whole night.",
@@ -161,12 +161,12 @@ WISHES = (
             Trouble(
                 "But one colour was missing, and a rainbow cannot do without it.",
                 "paint pot",
-                "They opened the {colour} paint pot, and it was just what the rainbow needed.",
+                "They opened the paint pot, and it was just what the rainbow needed.",
             ),
             Trouble(
                 "But it began to rain, and the wet paint ran down the wall.",
                 "umbrella",
-                "They held the {colour} umbrella over the wall until the paint was dry.",
+                "They held the umbrella over the wall until the paint was dry.",
             ),
         ),
         "Now there was a rainbow even on days without sun or rain.",
@@ -179,12 +179,12 @@ WISHES = (
             Trouble(
                 "But the rope hung too high, and jumping did not help.",
                 "stool",
-                "They put the {colour} stool under the bell, and now the rope was near enough.",
+                "They put the stool under the bell, and now the rope was near enough.",
             ),
             Trouble(
                 "But the old rope was worn, and it broke in two.",
                 "rope",
-                "They tied the {colour} rope to the bell with three good knots.",
+                "They tied the rope to the bell with three good knots.",
             ),
         ),
         "Ding, dong, went the bell, and all the windows opened.",
@@ -197,12 +197,12 @@ WISHES = (
             Trouble(
                 "But there was no stamp on the letter, and the post would not take it.",
                 "stamp",
-                "They licked the {colour} stamp and pressed it down hard.",
+                "They licked the stamp and pressed it down hard.",
             ),
             Trouble(
                 "But the wind took the pages and blew them all over the place.",
                 "envelope",
-                "They gathered the pages and put them safely into the {colour} envelope.",
+                "They gathered the pages and put them safely into the envelope.",
             ),
         ),
         "After nine days an answer came, and it was full of kisses.",
@@ -215,12 +215,12 @@ WISHES = (
             Trouble(
                 "But the snowman had only one eye and looked rather cross.",
                 "button",
-                "They pressed the {colour} button into the snow, and now the snowman had two eyes.",
+                "They pressed the button into the snow, and now the snowman had two eyes.",
             ),
             Trouble(
                 "But the sun came out, and the snowman began to melt.",
                 "parasol",
-                "They opened the {colour} parasol over the snowman, and he stayed cool.",
+                "They opened the parasol over the snowman, and he stayed cool.",
             ),
         ),
         "The snowman seemed to smile, and perhaps he really did.",
@@ -233,12 +233,12 @@ WISHES = (
             Trouble(
                 "But after ten steps a shoe came off and flew into a bush.",
                 "shoelace",
-                "They threaded the {colour} shoelace and made a double bow.",
+                "They threaded the shoelace and made a double bow.",
             ),
             Trouble(
                 "But the path was so twisted that {hero} lost the way.",
                 "flag",
-                "They put up the {colour} flag at the finish, where it could be seen from everywhere.",
+                "They put up the flag at the finish, where it could be seen from everywhere.",
             ),
         ),
         "Then {hero} ran like the wind and came in first, by the length of a nose.",
@@ -251,12 +251,12 @@ WISHES = (
             Trouble(
                 "But the chest was locked, and shaking it did no good.",
                 "key",
-                "They turned the {colour} key, and the lock went click.",
+                "They turned the key, and the lock went click.",
             ),
             Trouble(
                 "But the map was torn, and half of the way was missing.",
                 "thread",
-                "They sewed the map together with the {colour} thread, and the way was whole again.",
+                "They sewed the map together with the thread, and the way was whole again.",
             ),
         ),
         "Inside the chest lay a hundred glass marbles, and they shone like little suns.",
@@ -269,12 +269,12 @@ WISHES = (
             Trouble(
                 "But the stones wobbled, and the tower came down with a crash.",
                 "trowel",
-                "They spread mud between the stones with the {colour} trowel, and nothing wobbled any more.",
+                "They spread mud between the stones with the trowel, and nothing wobbled any more.",
             ),
             Trouble(
                 "But soon the tower was so high that {hero} could not reach the top.",
                 "ladder",
-                "They leaned the {colour} ladder against the wall and climbed up together.",
+                "They leaned the ladder against the wall and climbed up together.",
             ),
         ),
         "From the top of the tower they could see as far as tomorrow.",
@@ -287,12 +287,12 @@ WISHES = (
             Trouble(
                 "But the fire was lazy and did not want to burn.",
                 "fan",
-                "They waved the {colour} fan until the fire crackled and danced.",
+                "They waved the fan until the fire crackled and danced.",
             ),
             Trouble(
                 "But the soup tasted of nothing at all.",
                 "salt jar",
-                "They took two pinches from the {colour} salt jar and stirred nine times.",
+                "They took two pinches from the salt jar and stirred nine times.",
             ),
         ),
         "The soup was so good that even the spoons wanted more.",
@@ -305,12 +305,12 @@ WISHES = (
             Trouble(
                 "But down {hero.they} came, straight into a heap of leaves.",
                 "balloon",
-                "They held on to the {colour} balloon, and slowly the ground sank away.",
+                "They held on to the balloon, and slowly the ground sank away.",
             ),
             Trouble(
                 "But the wall was low, and the flight was over at once.",
                 "swing",
-                "They hung the {colour} swing on the tallest tree and pushed it higher and higher.",
+                "They hung the swing on the tallest tree and pushed it higher and higher.",
             ),
         ),
         "The air was soft, the world was small, and {hero} shouted with joy.",
@@ -323,12 +323,12 @@ WISHES = (
             Trouble(
                 "But the letters were so tiny that they looked like ants.",
                 "magnifying glass",
-                "They held the {colour} magnifying glass over the page, and the letters grew big and friendly.",
+                "They held the magnifying glass over the page, and the letters grew big and friendly.",
             ),
             Trouble(
                 "But somebody had torn out all the pages with the easy words.",
                 "picture book",
-                "They began with the {colour} picture book, one letter and one picture at a time.",
+                "They began with the picture book, one letter and one picture at a time.",
             ),
         ),
         "By evening {hero} read the first whole page aloud, and it was about a brave snail.",
@@ -341,12 +341,12 @@ WISHES = (
             Trouble(
                 "But there was no music, and nobody dances without music.",
                 "drum",
-                "They beat the {colour} drum, slowly at first and then faster and faster.",
+                "They beat the drum, slowly at first and then faster and faster.",
             ),
             Trouble(
                 "But one shoe was lost, and the floor was cold.",
                 "slipper",
-                "They found that the {colour} slipper fitted as if it had been made for the dance.",
+                "They found that the slipper fitted as if it had been made for the dance.",
             ),
         ),
         "Round and round went {hero}, and soon everybody was dancing.",
@@ -359,12 +359,12 @@ WISHES = (
             Trouble(
                 "But the balls rolled away in all directions.",
                 "basket",
-                "They collected the balls in the {colour} basket and tried again, one ball at a time.",
+                "They collected the balls in the basket and tried again, one ball at a time.",
             ),
             Trouble(
                 "But there were only two balls, and juggling needs three.",
                 "ball",
-                "They added the {colour} ball to the other two.",
+                "They added the ball to the other two.",
             ),
         ),
         "Up flew the balls, over and under, and not one of them fell.",

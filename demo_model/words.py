@@ -30,13 +30,19 @@ def _nouns(text: str) -> list[Entity]:
 
 _SHE = (
     "Mira Luna Nora Tilly Ella Rosa Hazel Ivy Maya Lily Anna Poppy Willa Greta Daisy Emma Lucy Zoe Clara Ruby "
-    "Olive Stella Juno Edda Flora"
+    "Olive Stella Juno Edda Flora Mia Lena Sophie Marie Laura Sara Lisa Julia Eva Nina Ida Paula Frida Alice Grace "
+    "Chloe Amelia Olivia Mary Jane Kate Amy Fatima Aisha Leila Yuki Mei Priya Elif"
 )
 _HE = (
     "Milo Otto Finn Theo Hugo Oscar Leo Ben Jasper Max Toby Emil Rufus Sam Felix Arlo Noah Jonas Bruno Tom "
-    "Oliver Henry Casper Anton Nils"
+    "Oliver Henry Casper Anton Nils Karl Paul Peter Jack James John Bob Tim Jim Fred George Charlie Harry Liam Lucas "
+    "Ethan Daniel David Adam Alex Ali Omar Ravi Kenji Ivan Pablo Diego Lars Erik"
 )
 HEROES = [person(name, pronoun) for names, pronoun in ((_SHE, "she"), (_HE, "he")) for name in names.split()]
+USUAL_HEROES = [
+    hero for hero in HEROES if hero.key in {"Mira", "Luna", "Nora", "Tilly", "Milo", "Otto", "Finn", "Theo"}
+]
+"""Of whom a story tells unless the request names somebody."""
 
 FRIENDS = [
     person("Bramble", "he", "hedgehog"),
@@ -95,7 +101,7 @@ class OpenNames:
 
     Attributes:
         known: a known name has its own pronoun.
-        pronouns: those that an unknown name may have; reading yields each.
+        pronouns: those that an unknown name may have; reading yields each, writing goes by the name's last letter.
         made_up_one_in: how often writing makes up a name.
     """
 
@@ -111,7 +117,7 @@ class OpenNames:
         ending = ("", "n", "l", "s")[out.pick(4)]
         made = (name + ending).capitalize()
         known = {entity.key: entity for entity in self.known.entities}
-        return known.get(made) or person(made, self.pronouns[out.pick(len(self.pronouns))])
+        return known.get(made) or person(made, "she" if made[-1] in "aei" else "he")
 
     def at(self, text: Reader, at: int, form: str, env: Env) -> Iterator[tuple[int, Entity]]:
         """Yield the words that stand at `at`."""

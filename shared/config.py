@@ -31,11 +31,21 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
-from shared.config_sources import Given, Schema, read_env, read_flags, read_toml
+from shared.config_sources import Given, Schema, read_env, read_flags, read_toml, split_values
 from shared.errors import ConfigError
 from shared.subjects import check_token
 
-__all__ = ["ConfigError", "Loaded", "ServiceSettings", "Settings", "Size", "load", "load_with_origin", "parse_size"]
+__all__ = [
+    "ConfigError",
+    "Loaded",
+    "ModelNames",
+    "ServiceSettings",
+    "Settings",
+    "Size",
+    "load",
+    "load_with_origin",
+    "parse_size",
+]
 
 CONFIG_FILE: Final = Path("sluice.toml")
 """Read from the working directory if it exists."""
@@ -45,6 +55,23 @@ Size = Annotated[int, BeforeValidator(parse_size), SizeType()]
 
 SubjectToken = Annotated[str, AfterValidator(check_token)]
 """Text that may be one token of a bus subject."""
+
+
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without repetition; each has 1 to 256 printable characters and no space at its ends."""
+    for name in names:
+        if not 1 <= len(name) <= 256 or not name.isprintable() or name != name.strip():
+            raise ValueError(f"'{name[:80]}' is no name for a model (allowed: 1 to 256 printable characters)")
+    return tuple(dict.fromkeys(names))
+
+
+ModelNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: split_values(value) if isinstance(value, str) else value),
+    AfterValidator(_check_names),
+    Field(max_length=64),
+]
+"""Names under which one model is served, written with commas; answers carry the first."""
 
 
 def default_instance_id() -> str:

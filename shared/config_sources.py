@@ -109,10 +109,11 @@ def _negated_switch(argument: str, by_flag: dict[str, str], kinds: dict[str, Fie
 def _collect(kind: FieldType, text: str, before: Given | None) -> Any:
     if not kind.is_sequence:
         return text
-    return [*(before.value if before else []), *_split(text)]
+    return [*(before.value if before else []), *split_values(text)]
 
 
-def _split(text: str) -> list[str]:
+def split_values(text: str) -> list[str]:
+    """Return the values of a field of several, written with commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -128,7 +129,7 @@ def read_env(schema: Schema, env: Mapping[str, str]) -> dict[str, Given]:
         for variable in schema.variables(name):
             if env.get(variable):
                 text = env[variable]
-                given[name] = Given(_split(text) if field_type(field).is_sequence else text, variable)
+                given[name] = Given(split_values(text) if field_type(field).is_sequence else text, variable)
                 break
     return given
 

@@ -11,6 +11,7 @@ Source: fitted on 400 random mixed batches that were composed from AIConfigurato
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +100,8 @@ class Profile:
     """Where the coefficients come from."""
     mean_error_ratio: float
     """Mean relative error of the fit."""
+    p95_error_ratio: float | None = None
+    """95th percentile of the relative error, where it is known."""
 
 
 _Coefficient = Annotated[float, Field(ge=0)]
@@ -126,6 +129,7 @@ class _ProfileFile(Value):
     tp: Annotated[int, Field(ge=1)]
     source: str
     mean_error_percent: _Coefficient
+    p95_error_percent: _Coefficient | None = None
     step_ms: _StepMs
     kunserve_ms: _KunServeMs | None = None
 
@@ -147,6 +151,29 @@ def load_profile(name_or_path: str | Path) -> Profile:
         close = nearest(str(name_or_path), profile_names(), cutoff=0.0)
         raise ProfileError(f"there is no cost profile '{str(name_or_path)[:80]}'", f"Did you mean {close}?")
     return _from_file(path.stem, _read(path))
+
+
+def profile_toml(profile: Profile) -> str:
+    """Return the text of a profile's file, as `load_profile` reads it; coefficients with five significant digits."""
+    # a JSON string is a TOML basic string
+    lines = [
+        f"{name} = {json.dumps(getattr(profile, name), ensure_ascii=False)}"
+        for name in ("model", "gpu", "tp", "source")
+    ]
+    lines.append(f"mean_error_percent = {100 * profile.mean_error_ratio:.2f}")
+    if profile.p95_error_ratio is not None:
+        lines.append(f"p95_error_percent = {100 * profile.p95_error_ratio:.2f}")
+    lines += ["", "# milliseconds per step: max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P + era", "[step_ms]"]
+    lines += [f"{name} = {_toml_ms(getattr(profile.cost, f'{name}_s'))}" for name in _StepMs.model_fields]
+    if profile.kunserve is not None:
+        lines += ["", "[kunserve_ms]"]
+        lines += [f"{name} = {_toml_ms(getattr(profile.kunserve, f'{name}_s'))}" for name in _KunServeMs.model_fields]
+    return "\n".join([*lines, ""])
+
+
+def _toml_ms(seconds: float) -> str:
+    text = f"{seconds / _MS:.5g}"
+    return text if any(char in text for char in ".e") else f"{text}.0"
 
 
 def _read(path: Path) -> _ProfileFile:
@@ -181,6 +208,7 @@ def _from_file(name: str, file: _ProfileFile) -> Profile:
         kunserve=None if kunserve is None else _kunserve_cost(kunserve),
         source=file.source,
         mean_error_ratio=file.mean_error_percent / 100,
+        p95_error_ratio=None if file.p95_error_percent is None else file.p95_error_percent / 100,
     )
 
 

@@ -49,6 +49,10 @@ class Subjects:
         """Request-reply, JSON: the worker's state, for operators."""
         return f"sluice.{self.cluster}.worker.{worker_id}.dump"
 
+    def steps(self, worker_id: WorkerId) -> str:
+        """Request-reply, JSON: shapes and durations of the worker's last steps, from a step id on."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.steps"
+
     def tokens(self, dispatcher_id: DispatcherId) -> str:
         """Publish, packed columns: the new tokens of one step for one dispatcher."""
         return f"sluice.{self.cluster}.dispatcher.{dispatcher_id}.tokens"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
-from services.dispatcher.session.session import FailureCode, NewRequest, Session
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.worker.executor.shadow_kv import expected_outputs
@@ -94,7 +94,7 @@ class SimCluster:
         settings = DispatcherSettings(
             instance_id="dispatcher",
             model=NO_FOLDER,
-            served_model_name=MODEL_NAME,
+            served_model_name=(MODEL_NAME,),
             system=params.system,
             max_requests=params.max_requests,
             max_queued=params.max_queued,
@@ -133,26 +133,42 @@ class SimCluster:
         Raises:
             RequestFailedError: it was not admitted.
         """
+        (answer,) = await self.ask_choices(request, 1)
+        return answer
+
+    async def ask_choices(self, request: SimRequest, count: int) -> list[SimAnswer]:
+        """Send a request for several choices, whose seeds count up, and return their answers.
+
+        A choice after the first that no worker takes fails alone: its answer says why.
+
+        Raises:
+            RequestFailedError: the first was not admitted; none is left.
+        """
         now_s = asyncio.get_running_loop().time()
-        answer = SimAnswer(request, now_s)
-        sampling = SamplingParams(max_tokens=request.num_output, seed=request.seed, ignore_eos=True)
-        new = NewRequest(
-            request_id=RequestId(request.request_id),
-            prompt=pack_token_ids(request.prompt),
-            sampling=sampling,
-            arrival_s=now_s,
-            limit_s=24 * 3600.0,
-            request_class=request.request_class,
-            qoe=request.qoe,
-        )
-        session = await self.dispatcher.sessions.admit(new)
+        answers = [SimAnswer(replace(request, seed=request.seed + index), now_s) for index in range(count)]
+        sessions = self.dispatcher.sessions.open([_new_request(answer, i) for i, answer in enumerate(answers)])
         try:
+            await self.dispatcher.sessions.place(sessions[0])
+            async with asyncio.TaskGroup() as group:
+                for answer, session in zip(answers, sessions, strict=True):
+                    parent = None if session is sessions[0] else sessions[0]
+                    group.create_task(self._follow(answer, session, parent))
+        finally:
+            for session in sessions:
+                self.dispatcher.sessions.release(session)
+        return answers
+
+    async def _follow(self, answer: SimAnswer, session: Session, parent: Session | None) -> None:
+        try:
+            if parent is not None:
+                await self.dispatcher.sessions.place(session, parent)
             session.attach(answer, asyncio.get_running_loop().time())
             await session.ended.wait()
+        except RequestFailedError as error:
+            answer.failure = error.code
+        else:
             _settle(answer, session)
-        finally:
-            self.dispatcher.sessions.release(session)
-        return answer
+        self.dispatcher.sessions.release(session)
 
     def undisturbed(self, request: SimRequest) -> list[int]:
         """Return what the request's answer is when nothing ever happens to its KV."""
@@ -177,3 +193,16 @@ class SimCluster:
 def _settle(answer: SimAnswer, session: Session) -> None:
     answer.failure = session.failure
     answer.qoe = None if session.qoe is None else session.qoe.final()
+
+
+def _new_request(answer: SimAnswer, index: int) -> NewRequest:
+    request = answer.request
+    return NewRequest(
+        request_id=RequestId(f"{request.request_id}-{index}" if index else request.request_id),
+        prompt=pack_token_ids(request.prompt),
+        sampling=SamplingParams(max_tokens=request.num_output, seed=request.seed, ignore_eos=True),
+        arrival_s=answer.arrival_s,
+        limit_s=24 * 3600.0,
+        request_class=request.request_class,
+        qoe=request.qoe,
+    )

@@ -34,6 +34,7 @@ class SimWorkerParams:
     system: str = DEFAULT_SYSTEM
     max_model_len: int = 4096
     """Most tokens of prompt and output together."""
+    prefix_caching: bool = True
     max_sequences: int = 1024
     max_batch_rows: int = 256
     max_batch_tokens: int = 2048
@@ -59,24 +60,25 @@ class SimWorker:
             cluster=params.cluster,
             instance_id=params.worker_id,
             model=NO_FOLDER,
-            served_model_name=MODEL_NAME,
+            served_model_name=(MODEL_NAME,),
             executor=ExecutorKind.MODELLED,
             system=params.system,
             max_sequences=params.max_sequences,
             max_batch_rows=params.max_batch_rows,
             max_batch_tokens=params.max_batch_tokens,
             block_size=params.block_size,
+            prefix_caching=params.prefix_caching,
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
         self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
-        self._reporter = make_reporter(self._settings, bus)
+        self.reporter = make_reporter(self._settings, bus)
         self.service: WorkerService = build_worker(
             self._settings,
             bus,
             ModelledExecutor(params.cost, self.kv, failure=params.failure),
             ModelFacts(params.vocab_size, params.eos_token_ids, params.max_model_len),
-            self._reporter,
+            self.reporter,
             self._fail,
         )
 
@@ -85,7 +87,7 @@ class SimWorker:
 
     async def start(self) -> None:
         """Join the cluster."""
-        self._tasks.start(self._reporter.run(), name=f"{self.params.worker_id}-reporter")
+        self._tasks.start(self.reporter.run(), name=f"{self.params.worker_id}-reporter")
         await self.service.start()
 
     async def stop(self, *, drain_limit_s: float = 0.0) -> None:

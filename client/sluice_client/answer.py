@@ -21,6 +21,10 @@ class Reply:
     usage: dict[str, Any] | None
     request_id: str | None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The texts of all choices (`n`), by index; the first one is `text`."""
+    logprobs: dict[str, Any] | None = None
+    """Of the first choice, in OpenAI's format; None unless they were asked for."""
 
 
 class Answer:
@@ -81,6 +85,11 @@ class Answer:
     def tool_calls(self) -> list[dict[str, Any]]:
         """Tool calls in OpenAI's format, complete after the end."""
         return [call for _, call in sorted(self._record.tool_calls.items())]
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]]:
+        """Log-probabilities received so far, in OpenAI's format: chat's entries, or the parts of a completion's."""
+        return list(self._record.logprobs)
 
     @property
     def finish_reason(self) -> str | None:

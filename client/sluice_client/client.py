@@ -94,7 +94,7 @@ class SluiceClient:
         return self._stream("completions", {"prompt": prompt, **params}, model, pace, qoe)
 
     async def chat_once(self, messages: Messages, model: str | None = None, **params: Any) -> Reply:
-        """The answer to a conversation in one piece, not streamed and not paced."""
+        """The answer to a conversation in one piece, not streamed and not paced; with `n`, all choices."""
         return await self._once("chat/completions", {"messages": _as_messages(messages), **params}, model)
 
     async def complete_once(self, prompt: str | Sequence[int], model: str | None = None, **params: Any) -> Reply:
@@ -134,14 +134,17 @@ class SluiceClient:
         choices = reply.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             raise ProtocolError("the server's answer has no choice")
-        message = choices[0].get("message")
-        message = message if isinstance(message, dict) else {"content": choices[0].get("text")}
+        choices = sorted((choice for choice in choices if isinstance(choice, dict)), key=_index)
+        messages = [_message(choice) for choice in choices]
+        message = messages[0]
         return Reply(
             text=message.get("content") or "",
             finish_reason=choices[0].get("finish_reason"),
             usage=reply.get("usage"),
             request_id=request_id or reply.get("id"),
             tool_calls=message.get("tool_calls") or [],
+            texts=[each.get("content") or "" for each in messages],
+            logprobs=choices[0].get("logprobs"),
         )
 
     async def _with_model(self, body: dict[str, Any], model: str | None) -> dict[str, Any]:
@@ -152,6 +155,17 @@ class SluiceClient:
                 raise ProtocolError("the server lists no model; name one")
             model = self._model = models[0]
         return {"model": model, **body}
+
+
+def _index(choice: dict[str, Any]) -> int:
+    index = choice.get("index", 0)
+    return index if isinstance(index, int) else 0
+
+
+def _message(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return the message of a chat's choice; of a completion's, its text as one."""
+    message = choice.get("message")
+    return message if isinstance(message, dict) else {"content": choice.get("text")}
 
 
 def _as_messages(messages: Messages) -> list[Mapping[str, Any]]:

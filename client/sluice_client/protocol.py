@@ -25,6 +25,7 @@ class AnswerRecord:
     parts: list[str] = field(default_factory=list)
     reasoning_parts: list[str] = field(default_factory=list)
     tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     request_id: str | None = None
@@ -55,6 +56,7 @@ class AnswerRecord:
 
     def _take_choice(self, choice: dict[str, Any]) -> str:
         self.finish_reason = _string(choice, "finish_reason") or self.finish_reason
+        self._take_logprobs(choice.get("logprobs"))
         delta = choice.get("delta")
         if not isinstance(delta, dict):  # /v1/completions
             return self._take_text(_string(choice, "text"))
@@ -62,6 +64,15 @@ class AnswerRecord:
         for call in delta.get("tool_calls") or ():
             self._take_tool_call(call)
         return self._take_text(_string(delta, "content"))
+
+    def _take_logprobs(self, part: object) -> None:
+        """Keep chat's entries one by one, and completions' objects as they come."""
+        if not isinstance(part, dict):
+            return
+        if "tokens" in part:
+            self.logprobs.append(part)
+        elif isinstance(part.get("content"), list):
+            self.logprobs += [entry for entry in part["content"] if isinstance(entry, dict)]
 
     def _take_text(self, text: str | None) -> str:
         if text:

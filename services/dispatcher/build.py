@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.service import DispatcherService
+from services.dispatcher.text.generation_config import SamplingDefaults, read_sampling_defaults
 from services.dispatcher.text.model_folder import ModelFolder, read_model_folder
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
@@ -29,6 +31,7 @@ class ModelText:
 
     folder: ModelFolder
     codec: PromptCodec
+    defaults: SamplingDefaults
 
 
 def load_text(settings: DispatcherSettings) -> ModelText:
@@ -42,7 +45,9 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from None
     folder = read_model_folder(settings.model)
-    return ModelText(folder, PromptCodec(folder))
+    from_model = settings.generation_config == "auto"
+    defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
+    return ModelText(folder, PromptCodec(folder), defaults)
 
 
 class Dispatcher:
@@ -79,6 +84,7 @@ class Dispatcher:
             now=now,
             unix_now=time.time,
             draw_seed=lambda: secrets.randbits(63),
+            rules=ParamRules(text.codec.vocab_size, text.defaults, settings.max_requests),
         )
         self.server = HttpServer(self.front)
 

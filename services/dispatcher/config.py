@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.config import ServiceSettings, Size
+from shared.config import ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -18,8 +18,10 @@ class DispatcherSettings(ServiceSettings):
 
     model: Path
     """Folder of the checkpoint; tokenizer, chat template and configuration are read from it."""
-    served_model_name: Annotated[str, Field(max_length=256)] = ""
-    """Name under which the model is served; empty: the folder's name."""
+    served_model_name: ModelNames = ()
+    """Names under which the model is served, with commas; answers carry the first. None: the folder's name."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
     host: str = "127.0.0.1"
@@ -56,5 +58,9 @@ class DispatcherSettings(ServiceSettings):
     """Prompts that wait for the tokenizer or are in it; more are refused with 429."""
 
     def model_name(self) -> str:
-        """Return the name under which the model is served."""
-        return self.served_model_name or self.model.resolve().name
+        """Return the name under which the model answers, and by which its workers are known."""
+        return self.model_names()[0]
+
+    def model_names(self) -> tuple[str, ...]:
+        """Return the names under which the model may be asked."""
+        return self.served_model_name or (self.model.resolve().name,)

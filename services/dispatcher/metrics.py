@@ -28,7 +28,9 @@ class RequestRecord:
     """`stop`, `length`, `cancelled` (by the client), or the code of an error."""
     worker: str
     attempts: int
+    num_choices: int
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     queue_s: float | None
     ttft_s: float | None
@@ -56,6 +58,11 @@ class DispatcherMetrics:
         self._shed = counter("sluice:shed", "Refused requests", (*model, "reason", "tier"))
         self._bus = counter("sluice:bus", "Token traffic by what became of it", (*model, "what"))
         self._bus_counted: dict[str, int] = {}
+        self._cache = {
+            "queries": counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", (*model, "worker")),
+            "hits": counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", (*model, "worker")),
+        }
+        self._cache_counted: dict[tuple[str, str], int] = {}
         self._prompt_tokens.inc(0, model_name=self._model)
         self._generation_tokens.inc(0, model_name=self._model)
 
@@ -117,6 +124,8 @@ class DispatcherMetrics:
         for report in reports:
             used = report.num_used_blocks / report.num_blocks if report.num_blocks else 0.0
             self._kv_usage.set(used, model_name=model, worker=report.worker_id)
+            self._count_cache("queries", report.worker_id, report.num_prefix_cache_queries_total)
+            self._count_cache("hits", report.worker_id, report.num_prefix_cache_hits_total)
         self._open.set(len(sessions.table), model_name=model)
         self._queued.set(sessions.num_queued, model_name=model)
         counters = sessions.table.counters
@@ -129,6 +138,12 @@ class DispatcherMetrics:
         ):
             self._bus.inc(value - self._bus_counted.get(what, 0), model_name=model, what=what)
             self._bus_counted[what] = value
+
+    def _count_cache(self, what: str, worker: str, total: int) -> None:
+        """Count what has come since the last look; a total that is smaller is that of a worker started anew."""
+        before = self._cache_counted.get((what, worker), 0)
+        self._cache[what].inc(total - before if total >= before else total, model_name=self._model, worker=worker)
+        self._cache_counted[what, worker] = total
 
 
 def _gap_lines(gaps: GapHistogram, model: str) -> bytes:

@@ -17,6 +17,7 @@ from services.worker.intake import Intake
 from services.worker.policy.registry import make_scheduler
 from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.service import WorkerService
+from services.worker.step_log import StepLog
 from shared.bus import Bus, ServiceInfo
 from shared.ids import WorkerId
 from shared.subjects import Subjects
@@ -76,7 +77,9 @@ def build_worker(
     engine = _engine(settings, executor.capacity, model, facts.max_model_len)
     emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
     now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
-    loop = StepLoop(engine, executor, emitter.emit, now, StepGate(), max_failures=max_failures)
+    steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size)
+    on_step = steps.note if settings.step_log_size else None
+    loop = StepLoop(engine, executor, emitter.emit, now, StepGate(), max_failures=max_failures, on_step=on_step)
     return WorkerService(
         info=_info(settings, facts),
         facts=facts,
@@ -88,6 +91,7 @@ def build_worker(
         intake=Intake(engine, emitter, now, loop.wake),
         emitter=emitter,
         reporter=reporter,
+        steps=steps,
         tasks=TaskOwner(on_failure),
     )
 
@@ -120,6 +124,7 @@ def _engine(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, m
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         block_size=capacity.block_size,
+        prefix_caching=settings.prefix_caching,
     )
     scheduler = make_scheduler(find_system(settings.system).scheduler)
     return Engine(config, scheduler, _num_blocks(settings, capacity))

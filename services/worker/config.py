@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shared.config import ServiceSettings, Size
+from shared.config import ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 
@@ -26,13 +26,21 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KernelKind(StrEnum):
+    """What computes the forward pass on the CPU."""
+
+    AUTO = "auto"  # the worker's own kernels where they are built for this processor, else torch's operators
+    NATIVE = "native"  # the worker's own, or no start
+    TORCH = "torch"  # torch's operators
+
+
 class WorkerSettings(ServiceSettings):
     """One worker: one device, one copy of the model, one hard memory budget."""
 
     model: Path
     """Folder of the checkpoint in Hugging Face format."""
-    served_model_name: str = ""
-    """Name under which the model is served; empty: the folder's name."""
+    served_model_name: ModelNames = ()
+    """Names under which the model is served, with commas; the worker is known by the first. None: the folder's name."""
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
     executor: ExecutorKind = ExecutorKind.TORCH
@@ -57,15 +65,21 @@ class WorkerSettings(ServiceSettings):
     """Sequences in one step at most."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1_048_576)] = 2048
     """Tokens in one step at most; larger speeds up prompts and makes decodes wait longer."""
+    prefix_caching: bool = True
+    """Keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of one step on the CPU; 0 leaves the choice to torch."""
+    kernels: KernelKind = KernelKind.AUTO
+    """What computes the forward pass on the CPU: `auto`, `native` or `torch`."""
     report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between two reports to the monitor; a change is reported at once."""
+    step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048
+    """Steps whose shapes and durations are kept for `sluice profile`; each takes 8 bytes per row. 0 keeps none."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
     """Seconds that running sequences get to finish after SIGTERM."""
 
     def model_name(self) -> str:
         """Return the name under which the model is served."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name[0] if self.served_model_name else self.model.resolve().name

@@ -90,6 +90,8 @@ class Intake:
                 expires_s=now_s + submit.remaining_s,
                 request_class=submit.request_class,
                 qoe=submit.qoe,
+                fork_of=submit.fork_of,
+                cache_salt=submit.cache_salt,
             )
         )
         if isinstance(outcome, AddRefusal):

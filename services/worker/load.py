@@ -120,6 +120,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
             max_model_len=settings.max_model_len or None,
             deterministic=settings.deterministic,
             num_threads=settings.threads or None,
+            kernels=settings.kernels.value,
         ),
         report,
     )

@@ -139,6 +139,8 @@ class Reporter:
             "num_prompt_tokens_total": stats.num_prompt_tokens,
             "num_generated_tokens_total": stats.num_generated_tokens,
             "num_finished_total": stats.num_finished,
+            "num_prefix_cache_queries_total": stats.num_prefix_cache_queries,
+            "num_prefix_cache_hits_total": stats.num_prefix_cache_hits,
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
         }

@@ -11,6 +11,7 @@ from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor
 from services.worker.intake import Intake
 from services.worker.reporter import Reporter, WorkerFacts
+from services.worker.step_log import StepLog
 from shared.bus import Bus, Endpoint, ServiceInfo, Subscription
 from shared.log import get_logger
 from shared.messages.report import WorkerPhase
@@ -39,6 +40,7 @@ class WorkerService:
         intake: Intake,
         emitter: Emitter,
         reporter: Reporter,
+        steps: StepLog,
         tasks: TaskOwner,
     ) -> None:
         self.engine = engine
@@ -52,6 +54,7 @@ class WorkerService:
         self._emitter = emitter
         self._reporter = reporter
         self._admin = Admin(engine, reporter)
+        self._steps = steps
         self._tasks = tasks
         self._endpoints: Subscription | None = None
         self._stepping: asyncio.Task[None] | None = None
@@ -68,6 +71,7 @@ class WorkerService:
                 Endpoint("cancel", self._subjects.cancel(worker_id), self._intake.cancel),
                 Endpoint("replay", self._subjects.replay(worker_id), self._intake.replay),
                 Endpoint("dump", self._subjects.dump(worker_id), self._admin.dump, metadata={"format": "json"}),
+                Endpoint("steps", self._subjects.steps(worker_id), self._steps.read, metadata={"format": "json"}),
             ],
         )
         self._intake.open()

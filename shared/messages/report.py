@@ -70,6 +70,10 @@ class WorkerReport(ControlMessage):
     num_prompt_tokens_total: int = 0
     num_generated_tokens_total: int = 0
     num_finished_total: int = 0
+    num_prefix_cache_queries_total: int = 0
+    """Prompt tokens looked up in the prefix cache; vLLM's `prefix_cache_queries`."""
+    num_prefix_cache_hits_total: int = 0
+    """Of these, the ones whose KV was there already; vLLM's `prefix_cache_hits`."""
 
 
 class Liveness(StrEnum):

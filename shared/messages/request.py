@@ -49,6 +49,11 @@ class Submit(ControlMessage):
     """Seconds since the request arrived at the dispatcher; the worker's clock for QoE and for order starts there."""
     remaining_s: Annotated[float, Field(gt=0)] = 600.0
     """The worker may drop the request after this many seconds."""
+    fork_of: RequestId | None = None
+    """A request with the same prompt and salt at the same worker (n > 1): this one waits for that prompt's KV and
+    shares it. If that request is not there (any more), this one runs by itself."""
+    cache_salt: Annotated[str, Field(max_length=64)] = ""
+    """Requests share cached KV only under the same salt; the dispatcher derives it from the caller's key."""
 
     def prompt_ids(self) -> NDArray[np.uint32]:
         """Return the prompt as an array [num_prompt_tokens]."""

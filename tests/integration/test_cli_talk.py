@@ -93,6 +93,38 @@ def test_status_is_a_table_or_json(server: Server) -> None:
     assert view["workers"][0]["report"]["num_used_blocks"] == 2
 
 
+def test_bench_prints_what_it_measured(server: Server, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    result = server.sluice("bench", "--num-prompts", "3", "--input-len", "9", "--json", str(figures))
+    assert result.returncode == 0, result.stderr
+    assert "3 done, 0 failed" in result.stdout
+    assert json.loads(figures.read_text())["summary"]["num_complete"] == 3
+    assert result.stderr.startswith(f"tiny at {server.url} (chat), data set synthetic\n")
+
+
+def test_bench_ends_with_1_when_answers_fail(server: Server, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "hello"}\n{"prompt": "break"}\n')
+    result = server.sluice("bench", "--dataset", str(data))
+    assert result.returncode == 1
+    assert "1 done, 1 failed" in result.stdout
+    assert "1 × broken off" in result.stdout
+
+
+def test_ctrl_c_makes_bench_print_what_it_has(server: Server, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "hello"}\n{"prompt": "slow"}\n{"prompt": "slow"}\n')
+    command = [sys.executable, "-m", "cli.main", "bench", "--url", server.url, "--dataset", str(data)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, err
+    assert "given up" in out or "0 done" in out
+    assert "stopped by Ctrl-C" in out
+
+
 class Terminal:
     """A `sluice` command on a pseudo-terminal."""
 

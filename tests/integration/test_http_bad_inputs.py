@@ -76,7 +76,12 @@ RAW_BODIES: list[tuple[str, bytes, str, str | None]] = [
         "temperature",
     ),
     ("11 5000 digits", b'{"model":"tiny","n":' + b"9" * 5_000 + b"}", "integer_above_max_value", None),
-    ("11 40 digits", b'{"model":"tiny","n":' + b"9" * 40 + b"}", "integer_above_max_value", "n"),
+    (
+        "11 40 digits",
+        b'{"model":"tiny","messages":[{"role":"user","content":"a"}],"n":' + b"9" * 40 + b"}",
+        "integer_above_max_value",
+        "n",
+    ),
     ("12 not UTF-8", b'{"model":"\xff"}', "invalid_json", None),
     ("12 UTF-16", '{"model":"tiny"}'.encode("utf-16"), "invalid_json", None),
     ("12 byte order mark", b'\xef\xbb\xbf{"model":"tiny"}', "invalid_json", None),
@@ -143,6 +148,7 @@ CHAT_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("25 far too long", message(role="user", content="a b" * 40_000), "context_length_exceeded", "messages"),
     ("25 too long", message(role="user", content="fox " * 512), "context_length_exceeded", "messages"),
+    ("25 a long name", message(role="user", content="a", name="b" * 120_000), "context_length_exceeded", "messages"),
     ("26 zero", with_hello(max_tokens=0), "integer_below_min_value", "max_tokens"),
     ("26 negative", with_hello(max_tokens=-1), "integer_below_min_value", "max_tokens"),
     ("26 fraction", with_hello(max_tokens=1.5), "invalid_type", "max_tokens"),
@@ -161,7 +167,8 @@ CHAT_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("28 129", with_hello(n=129), "integer_above_max_value", "n"),
     ("28 a million", with_hello(n=10**6), "integer_above_max_value", "n"),
     ("28 true", with_hello(n=True), "invalid_type", "n"),
-    ("28 two", with_hello(n=2), "unsupported_parameter", "n"),
+    ("best_of above n", with_hello(n=2, best_of=3), "unsupported_parameter", "best_of"),
+    ("best_of below n", with_hello(n=2, best_of=1), "invalid_value", "best_of"),
     ("29 below", with_hello(temperature=-0.1), "decimal_below_min_value", "temperature"),
     ("29 above", with_hello(temperature=2.1), "decimal_above_max_value", "temperature"),
     ("29 text", with_hello(temperature="hot"), "invalid_type", "temperature"),
@@ -169,11 +176,12 @@ CHAT_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("30 top_p 0", with_hello(top_p=0), "decimal_below_min_value", "top_p"),
     ("30 top_p 1.1", with_hello(top_p=1.1), "decimal_above_max_value", "top_p"),
     ("30 min_p", with_hello(min_p=-1), "decimal_below_min_value", "min_p"),
-    ("30 min_p unsupported", with_hello(min_p=0.1), "unsupported_parameter", "min_p"),
+    ("30 min_p above", with_hello(min_p=1.1), "decimal_above_max_value", "min_p"),
     ("30 top_k", with_hello(top_k=-5), "integer_below_min_value", "top_k"),
     ("31 presence", with_hello(presence_penalty=2.1), "decimal_above_max_value", "presence_penalty"),
     ("31 frequency", with_hello(frequency_penalty=-2.1), "decimal_below_min_value", "frequency_penalty"),
-    ("31 unsupported", with_hello(frequency_penalty=0.5), "unsupported_parameter", "frequency_penalty"),
+    ("31 repetition 0", with_hello(repetition_penalty=0), "decimal_below_min_value", "repetition_penalty"),
+    ("31 repetition", with_hello(repetition_penalty=2.1), "decimal_above_max_value", "repetition_penalty"),
     ("31 bias 101", with_hello(logit_bias={"5": 101}), "decimal_above_max_value", "logit_bias"),
     ("31 bias key", with_hello(logit_bias={"abc": 1}), "invalid_value", "logit_bias"),
     ("31 bias list", with_hello(logit_bias=[1]), "invalid_type", "logit_bias"),
@@ -183,10 +191,12 @@ CHAT_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
         "object_above_max_length",
         "logit_bias",
     ),
-    ("31 bias unsupported", with_hello(logit_bias={"5": 1}), "unsupported_parameter", "logit_bias"),
+    ("31 bias beyond", with_hello(logit_bias={"100000": 1}), "integer_above_max_value", "logit_bias"),
+    ("31 bias zero first", with_hello(logit_bias={"5": 1, "05": 2}), "invalid_value", "logit_bias"),
+    ("31 bias text", with_hello(logit_bias={"5": "1"}), "invalid_type", "logit_bias"),
     ("32 top 21", with_hello(logprobs=True, top_logprobs=21), "integer_above_max_value", "top_logprobs"),
     ("32 top alone", with_hello(top_logprobs=2), "invalid_value", "top_logprobs"),
-    ("32 unsupported", with_hello(logprobs=True), "unsupported_parameter", "logprobs"),
+    ("32 number", with_hello(logprobs=2), "invalid_type", "logprobs"),
     ("33 five", with_hello(stop=["a", "b", "c", "d", "e"]), "array_above_max_length", "stop"),
     ("33 empty", with_hello(stop=""), "string_below_min_length", "stop"),
     ("33 long", with_hello(stop="x" * 100_000), "string_above_max_length", "stop"),
@@ -211,7 +221,11 @@ CHAT_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("tool choice", with_hello(tool_choice="auto"), "unsupported_parameter", "tool_choice"),
     ("format", with_hello(response_format={"type": "json_object"}), "unsupported_parameter", "response_format"),
     ("modalities", with_hello(modalities=["text", "audio"]), "unsupported_parameter", "modalities"),
-    ("min_tokens", with_hello(min_tokens=3), "unsupported_parameter", "min_tokens"),
+    ("min_tokens below", with_hello(min_tokens=-1), "integer_below_min_value", "min_tokens"),
+    ("min_tokens above", with_hello(min_tokens=3, max_tokens=2), "invalid_value", "min_tokens"),
+    ("salt empty", with_hello(cache_salt=""), "string_below_min_length", "cache_salt"),
+    ("salt long", with_hello(cache_salt="x" * 513), "string_above_max_length", "cache_salt"),
+    ("salt number", with_hello(cache_salt=5), "invalid_type", "cache_salt"),
     ("stop ids", with_hello(stop_token_ids=[10**9]), "integer_above_max_value", "stop_token_ids"),
     ("stop ids true", with_hello(stop_token_ids=[True]), "invalid_type", "stop_token_ids"),
     ("qoe 0", with_hello(stream=True, qoe={"ttft_s": 0}), "decimal_below_min_value", "qoe.ttft_s"),
@@ -238,21 +252,27 @@ async def test_a_bad_parameter_of_a_chat_is_named(
 COMPLETION_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("47 missing", {}, "missing_required_parameter", "prompt"),
     ("47 1025", {"prompt": ["a"] * 1025}, "array_above_max_length", "prompt"),
-    ("47 two", {"prompt": ["a", "b"]}, "unsupported_parameter", "prompt"),
+    ("47 mixed kinds", {"prompt": ["a", [1]]}, "invalid_type", "prompt"),
+    ("47 one empty", {"prompt": [[1], []]}, "array_below_min_length", "prompt.1"),
+    ("47 one empty text", {"prompt": ["a", ""]}, "invalid_value", "prompt"),
+    ("47 one beyond", {"prompt": [[1], [10**6]]}, "integer_above_max_value", "prompt.1"),
+    ("47 one too long", {"prompt": [[1], [1] * 512]}, "context_length_exceeded", "prompt"),
+    ("47 1024 times 5", {"prompt": ["a"] * 1024, "n": 5}, "array_above_max_length", "prompt"),
     ("47 negative id", {"prompt": [-1]}, "integer_below_min_value", "prompt"),
     ("47 beyond the vocabulary", {"prompt": [1, 10**6]}, "integer_above_max_value", "prompt"),
     ("47 10^12", {"prompt": [10**12]}, "integer_above_max_value", "prompt"),
     ("47 true", {"prompt": [True]}, "invalid_type", "prompt"),
     ("47 mixed", {"prompt": [1, "a"]}, "invalid_type", "prompt"),
-    ("47 nested", {"prompt": [[["a"]]]}, "invalid_type", "prompt"),
+    ("47 nested", {"prompt": [[["a"]]]}, "invalid_type", "prompt.0"),
     ("47 empty", {"prompt": []}, "array_below_min_length", "prompt"),
     ("47 empty text", {"prompt": ""}, "invalid_value", "prompt"),
     ("47 object", {"prompt": {}}, "invalid_type", "prompt"),
     ("47 best_of", {"prompt": "a", "best_of": 3}, "unsupported_parameter", "best_of"),
-    ("47 echo", {"prompt": "a", "echo": True}, "unsupported_parameter", "echo"),
+    ("47 echo", {"prompt": "a", "echo": 1}, "invalid_type", "echo"),
+    ("47 echo with logprobs", {"prompt": "a", "echo": True, "logprobs": 0}, "unsupported_parameter", "echo"),
     ("47 suffix", {"prompt": "a", "suffix": "b"}, "unsupported_parameter", "suffix"),
     ("32 logprobs 6", {"prompt": "a", "logprobs": 6}, "integer_above_max_value", "logprobs"),
-    ("32 logprobs", {"prompt": "a", "logprobs": 2}, "unsupported_parameter", "logprobs"),
+    ("32 logprobs true", {"prompt": "a", "logprobs": True}, "invalid_type", "logprobs"),
     ("25 too long", {"prompt": [1] * 512}, "context_length_exceeded", "prompt"),
 ]
 
@@ -410,8 +430,9 @@ async def test_what_is_strange_but_allowed_is_answered(served: Running, name: st
 
 async def test_of_a_doubled_key_the_last_one_counts(served: Running) -> None:
     """Row 15."""
-    status, body = await send(served, CHAT, b'{"model":"x","messages":[],"n":1,"n":9,"model":"tiny"}')
-    assert (status, *error_of(body)) == (400, "unsupported_parameter", "n")
+    messages = json.dumps(HELLO).encode()
+    status, body = await send(served, CHAT, b'{"model":"x","messages":%b,"n":1,"n":0,"model":"tiny"}' % messages)
+    assert (status, *error_of(body)) == (400, "integer_below_min_value", "n")
 
 
 async def test_a_body_without_a_type_is_read_as_json(served: Running) -> None:

@@ -69,6 +69,79 @@ async def test_completions_whole_and_streamed_say_the_same(client: openai.AsyncO
     assert "".join([chunk.choices[0].text async for chunk in streamed]) == TEXT
 
 
+async def test_three_choices_whole_and_streamed(client: openai.AsyncOpenAI, served: Running) -> None:
+    served.worker.cached_tokens = 8
+    whole = await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], n=3)
+    assert [(choice.index, choice.message.content) for choice in whole.choices] == [(i, TEXT) for i in range(3)]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 3 * (len(served.encode(TEXT)) + 1)
+    assert whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens == 8
+    streamed = await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    texts = ["", "", ""]
+    async for chunk in streamed:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [TEXT] * 3
+    assert chunk.usage == whole.usage
+
+
+async def test_log_probabilities_whole_and_streamed(client: openai.AsyncOpenAI, served: Running) -> None:
+    whole = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2
+    )
+    assert whole.choices[0].logprobs is not None
+    entries = whole.choices[0].logprobs.content or []
+    assert b"".join(bytes(entry.bytes or []) for entry in entries).decode() == TEXT
+    assert [len(entry.top_logprobs) for entry in entries] == [2] * len(served.encode(TEXT))
+    streamed = await client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2, stream=True
+    )
+    told = [chunk.choices[0].logprobs async for chunk in streamed]
+    assert [entry for logprobs in told if logprobs is not None for entry in logprobs.content or []] == entries
+
+
+async def test_a_completions_log_probabilities_have_the_old_shape(client: openai.AsyncOpenAI, served: Running) -> None:
+    whole = await client.completions.create(model="tiny", prompt="once", max_tokens=50, logprobs=1, echo=False)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == len(logprobs.tokens or []) == len(served.encode(TEXT))
+
+
+async def test_penalties_bias_and_what_the_sdk_does_not_know_reach_the_worker(
+    client: openai.AsyncOpenAI, served: Running
+) -> None:
+    await client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "hi"}],
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias={"7": -100},
+        extra_body={"min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "cache_salt": "mine"},
+    )
+    submit = served.worker.submits[-1]
+    sampling = submit.sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.min_p) == (0.5, -0.5, 0.1)
+    assert (sampling.repetition_penalty, sampling.min_tokens, sampling.logit_bias) == (1.2, 3, ((7, -100.0),))
+    assert submit.cache_salt
+
+
+async def test_two_keys_share_no_cached_prompt_and_one_key_does(served: Running) -> None:
+    salts = []
+    for key in ("a", "b", "a"):
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=key, max_retries=0) as client:
+            await client.completions.create(model="tiny", prompt="once")
+        salts.append(served.worker.submits[-1].cache_salt)
+    assert salts[0] == salts[2] != salts[1]
+
+
 async def test_models_are_listed_and_retrieved(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).owned_by == "sluice"

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.dispatcher.build import ModelText
+from services.dispatcher.build import ModelText, load_text
 from shared.errors import StartupError
 from shared.messages.report import WorkerPhase
 from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
@@ -95,6 +95,29 @@ async def test_a_model_name_may_have_a_slash(text: ModelText, folder: Path) -> N
             assert (await get(running, path))[1]["id"] == "org/tiny-1.5"
 
 
+async def test_a_model_of_several_names_answers_to_each_under_the_first(text: ModelText, folder: Path) -> None:
+    names = "tiny,org/tiny-1.5,gpt-4"
+    async with running_dispatcher(text, folder, lambda _: [65], served_model_name=names) as running:
+        _, listed = await get(running, "/v1/models")
+        assert [(model["id"], model["root"]) for model in listed["data"]] == [(n, "tiny") for n in names.split(",")]
+        assert (await get(running, "/v1/models/org/tiny-1.5"))[1]["id"] == "org/tiny-1.5"
+        for name in names.split(","):
+            status, body = await running.post("/v1/chat/completions", model=name, messages=HELLO)
+            assert (status, body.get("model")) == (200, "tiny")
+        assert (await running.post("/v1/chat/completions", model="other", messages=HELLO))[0] == 404
+
+
+async def test_the_models_own_sampling_holds_unless_it_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 9}')
+    load_model(tmp_path)
+    for setting, expected in (("auto", (0.25, 9)), ("none", (1.0, 0))):
+        text = load_text(make_settings(tmp_path, generation_config=setting))
+        async with running_dispatcher(text, tmp_path, lambda _: [65]) as running:
+            await running.post("/v1/chat/completions", messages=HELLO)
+            sampling = running.worker.submits[-1].sampling
+            assert (sampling.temperature, sampling.top_k) == expected
+
+
 async def test_the_cluster_view_is_handed_on_with_its_age(served: Running) -> None:
     status, body = await get(served, "/v1/cluster")
     assert (status, body["workers"], body["age_s"]) == (200, [], None)
@@ -139,6 +162,21 @@ async def test_metrics_carry_both_families_of_names_and_true_counts(served: Runn
     assert value("vllm:num_requests_waiting") == 1
     assert value("vllm:kv_cache_usage_perc") == 0.25
     assert value("sluice:qoe_count") == 2
+
+
+async def test_the_cache_counts_of_a_worker_that_was_started_anew_go_on(served: Running) -> None:
+    """The worker has looked up 100 tokens and found 64, then starts anew and finds 10 of 30: 130 and 74 in all."""
+    counts: list[dict[str, float]] = []
+    for number, (queries, hits) in enumerate(((100, 64), (100, 64), (30, 10)), start=1):
+        status = make_status(num_prefix_cache_queries_total=queries, num_prefix_cache_hits_total=hits)
+        await publish_view(served.bus, status, number=number)
+        await asyncio.sleep(0.01)
+        async with served.http.get(served.url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+        samples = [sample for family in families for sample in family.samples if "prefix_cache" in sample.name]
+        assert all(sample.labels == {"model_name": "tiny", "worker": "w0"} for sample in samples)
+        counts.append({sample.name.removeprefix("vllm:prefix_cache_"): sample.value for sample in samples})
+    assert counts == [{"queries_total": 100, "hits_total": 64}] * 2 + [{"queries_total": 130, "hits_total": 74}]
 
 
 async def test_a_port_that_is_taken_stops_the_start_with_one_line(text: ModelText, folder: Path) -> None:

@@ -159,6 +159,14 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         max_completion_tokens=99,
         stop_token_ids=[3],
         ignore_eos=True,
+        min_p=0.05,
+        presence_penalty=-1,
+        frequency_penalty=0.25,
+        repetition_penalty=1.1,
+        logit_bias={"7": 1.5, "5": -100},
+        min_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
         service_tier="flex",
         qoe={"ttft_s": 0.5, "speed_tokens_per_s": 3.3},
     )
@@ -171,6 +179,13 @@ async def test_the_parameters_reach_the_worker_as_they_were_given(served: Runnin
         "seed": -3,
         "stop_token_ids": (3,),
         "ignore_eos": True,
+        "min_p": 0.05,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+        "logit_bias": ((5, -100.0), (7, 1.5)),
+        "min_tokens": 4,
+        "logprobs": 3,
     }
     assert submit.request_class is RequestClass.BEST_EFFORT
     assert submit.qoe == QoeTarget(ttft_s=0.5, speed_tokens_per_s=3.3)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,49 @@ def test_every_answer_is_whole_under_pressure_and_nothing_is_left(system: str) -
     assert preemptions > 0
     assert 80 < len(answers) < 120
     assert all(answer.qoe is not None and 0 <= answer.qoe <= 1 for answer in answers)
+
+
+def test_every_choice_is_what_its_seed_gives_wherever_it_runs() -> None:
+    """Workers that take eight sequences each: siblings of one request often run at both, some as forks, some alone."""
+
+    async def main() -> tuple[int, int, int]:
+        params = two_workers(num_blocks=66)
+        params = replace(params, workers=tuple(replace(worker, max_sequences=8) for worker in params.workers))
+        rng = np.random.default_rng(3)
+        async with SimCluster(params) as cluster:
+            asks = []
+            async with asyncio.TaskGroup() as group:
+                for _, request, _ in workload(3, 25):
+                    await asyncio.sleep(float(rng.exponential(0.1)))
+                    asks.append(group.create_task(cluster.ask_choices(request, int(rng.integers(1, 6)))))
+            answers = [answer for ask in asks for answer in ask.result()]
+            for answer in answers:
+                assert answer.failure is None
+                assert answer.tokens == cluster.undisturbed(answer.request)
+            await asyncio.sleep(1.0)
+            cluster.check_idle()
+            stats = [worker.service.engine.stats for worker in cluster.workers]
+            return len(answers), min(each.num_finished for each in stats), sum(each.num_preemptions for each in stats)
+
+    num_answers, least, preemptions = run(main())
+    assert num_answers > 60
+    assert least > 20
+    assert preemptions > 0
+
+
+def test_a_client_that_leaves_takes_all_its_choices_along() -> None:
+    async def main() -> None:
+        async with SimCluster(two_workers()) as cluster:
+            request = SimRequest("r", np.arange(300, 400), 900)
+            task = asyncio.create_task(cluster.ask_choices(request, 4))
+            await asyncio.sleep(0.5)
+            assert sum(worker.service.engine.stats.num_running for worker in cluster.workers) == 4
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(0.5)
+            cluster.check_idle()
+
+    run(main())
 
 
 def test_both_workers_serve() -> None:

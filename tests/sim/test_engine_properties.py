@@ -14,22 +14,30 @@ from tests.support.engine_builders import engine_config, make_engine, new_sequen
 from tests.support.engine_chaos import GUILTY_SEED, Chaos, UnrulyScheduler
 from tests.support.engine_harness import EngineHarness
 
-SEEDS = range(12)
+CASES = [(seed, prefix_caching) for prefix_caching, count in ((True, 12), (False, 6)) for seed in range(count)]
+"""Seeds, with prefix caching and without."""
 
 
-def chaotic_run(scheduler: str, depth: int, seed: int) -> tuple[Chaos, UnrulyScheduler]:
-    random = np.random.default_rng([seed, depth, len(scheduler)])
+def chaotic_run(scheduler: str, depth: int, seed: int, *, prefix_caching: bool = True) -> tuple[Chaos, UnrulyScheduler]:
+    random = np.random.default_rng([seed, depth, len(scheduler), prefix_caching])
     unruly = UnrulyScheduler(make_scheduler(scheduler), random)
-    config = engine_config(max_batch_tokens=24, max_batch_rows=6, max_model_len=80, vocab_size=50, eos_token_ids=(1, 2))
+    config = engine_config(
+        max_batch_tokens=24,
+        max_batch_rows=6,
+        max_model_len=80,
+        vocab_size=50,
+        eos_token_ids=(1, 2),
+        prefix_caching=prefix_caching,
+    )
     engine = make_engine(unruly, num_blocks=int(random.integers(20, 40)), config=config)
     return Chaos(EngineHarness(engine, depth=depth), random), unruly
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("seed", "prefix_caching"), CASES)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_texts_survive_any_order_of_operations(scheduler: str, depth: int, seed: int) -> None:
-    chaos, unruly = chaotic_run(scheduler, depth, seed)
+def test_texts_survive_any_order_of_operations(scheduler: str, depth: int, seed: int, *, prefix_caching: bool) -> None:
+    chaos, unruly = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching)
     chaos.run(400)
     unruly.is_calm = True
     chaos.calm_down()
@@ -46,8 +54,8 @@ def test_texts_survive_any_order_of_operations(scheduler: str, depth: int, seed:
 def test_the_random_operations_reach_every_kind_of_event() -> None:
     """Else the test above could pass because it does nothing."""
     counts: Counter[str] = Counter()
-    for seed in range(4):
-        chaos, unruly = chaotic_run("chunked", 2, seed)
+    for seed, prefix_caching in ((0, True), (1, True), (2, True), (3, True), (0, False), (1, False)):
+        chaos, unruly = chaotic_run("chunked", 2, seed, prefix_caching=prefix_caching)
         chaos.run(400)
         unruly.is_calm = True
         chaos.calm_down()
@@ -55,10 +63,25 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
         counts.update(story.finish.name for story in chaos.harness.stories.values())
         counts["preempted"] += chaos.harness.engine.stats.num_preemptions
         counts["tokens"] += chaos.harness.engine.stats.num_generated_tokens
-    wanted = {"guilty", "bad luck", "cancel", "cancel in flight", "shrink held", "shrink free", "pin", "preempted"}
+        counts["found"] += chaos.harness.engine.stats.num_prefix_cache_hits
+        counts["copies"] += chaos.harness.num_copies
+    wanted = {
+        "fork",
+        "fork waits",
+        "guilty",
+        "bad luck",
+        "cancel",
+        "cancel in flight",
+        "shrink held",
+        "shrink free",
+        "pin",
+        "preempted",
+    }
     assert wanted | {"STOP", "LENGTH", "CANCELLED", "ERROR"} <= set(counts)
     assert counts["preempted"] > 100
     assert counts["tokens"] > 1000
+    assert counts["found"] > 300
+    assert counts["copies"] > 8
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

@@ -95,6 +95,36 @@ def test_text_under_memory_pressure_equals_the_undisturbed_text(system: str) -> 
     in_virtual_time(test)
 
 
+def test_forks_and_repeated_prompts_say_what_they_found_and_the_report_counts_it() -> None:
+    """50 tokens in blocks of 16: a fork shares 49, a later request with the same salt finds 48, another one nothing."""
+
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, _):
+            prompt = list(range(300, 350))
+
+            async def ask(seed: int, **changes: str) -> Stream:
+                submit = dispatcher.make(prompt, 5, seed=seed).model_copy(update=changes)
+                stream = await dispatcher.submit("w0", submit)
+                assert isinstance(stream, Stream)
+                return stream
+
+            first = await ask(0)
+            streams = [first, await ask(1, fork_of=first.submit.request_id)]
+            await asyncio.gather(*(stream.ended.wait() for stream in streams))
+            for changes in ({}, {"cache_salt": "tenant"}):
+                streams.append(await ask(2, **changes))
+                await streams[-1].ended.wait()
+            assert [stream.tokens for stream in streams] == [undisturbed(worker, stream) for stream in streams]
+            said = [[extra.cached_tokens for extra in stream.extras] for stream in streams]
+            assert said == [[], [49], [48], []]
+            report = worker.reporter.make_report(asyncio.get_running_loop().time())
+            assert report.num_prefix_cache_queries_total == 4 * 50
+            assert report.num_prefix_cache_hits_total == 49 + 48
+            assert not dispatcher.faults
+
+    in_virtual_time(test)
+
+
 def test_cancel_frees_the_blocks_within_one_step() -> None:
     async def test() -> None:
         async with one_worker() as (worker, dispatcher, _):

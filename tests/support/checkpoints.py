@@ -16,6 +16,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -35,6 +39,8 @@ FAMILIES: dict[str, tuple[type[Any], type[Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
+    "opt": (OPTConfig, OPTForCausalLM),
 }
 
 
@@ -58,23 +64,23 @@ class CheckpointShape:
     """Further fields of the configuration."""
 
     def config(self) -> Any:
-        """Return the reference's configuration."""
-        return FAMILIES[self.family][0](
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_positions,
-            tie_word_embeddings=self.tied,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
+        """Return the reference's configuration. OPT has no key heads or head width of its own."""
+        heads = {"num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        fields = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "ffn_dim" if self.family == "opt" else "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "max_position_embeddings": self.max_positions,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": BOS,
+            "eos_token_id": EOS,
+            "pad_token_id": PAD,
+            **({} if self.family == "opt" else heads),
             **({"sliding_window": None} if self.family == "mistral" else {}),
-            **dict(self.extra),
-        )
+        }
+        return FAMILIES[self.family][0](**{**fields, **dict(self.extra)})
 
 
 def build_model(shape: CheckpointShape) -> PreTrainedModel:

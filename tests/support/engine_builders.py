@@ -24,6 +24,7 @@ def engine_config(
     eos_token_ids: tuple[int, ...] = (),
     block_size: int = 4,
     finished_kept: int = 32,
+    prefix_caching: bool = True,
 ) -> EngineConfig:
     return EngineConfig(
         max_sequences=max_sequences,
@@ -34,6 +35,7 @@ def engine_config(
         eos_token_ids=eos_token_ids,
         block_size=block_size,
         finished_kept=finished_kept,
+        prefix_caching=prefix_caching,
     )
 
 
@@ -59,6 +61,8 @@ def new_sequence(
     arrival_s: float | None = None,
     expires_s: float = FOREVER,
     qoe: QoeTarget | None = None,
+    fork_of: int | str | None = None,
+    salt: str = "",
 ) -> NewSequence:
     """Request `r<name>` on stream 1000 + name, arriving at `name` seconds unless told otherwise."""
     ids = prompt if prompt is not None else [(7 * name + 3 * i) % 97 + 2 for i in range(num_prompt)]
@@ -76,4 +80,6 @@ def new_sequence(
         expires_s=expires_s,
         request_class=RequestClass.REAL_TIME,
         qoe=qoe,
+        fork_of=None if fork_of is None else RequestId(f"r{fork_of}"),
+        cache_salt=salt,
     )

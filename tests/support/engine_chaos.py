@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.engine.table import Status
+from services.worker.engine.config import AddRefusal, NewSequence
+from services.worker.engine.table import Hold, Status
 from services.worker.policy.view import I32, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
 from shared.types import FinishReason
 from tests.support.engine_builders import FOREVER, new_sequence
@@ -27,13 +28,13 @@ class UnrulyScheduler:
             return self._calm.schedule(view)
         columns, random = view.columns, self._random
         victims = view.running[random.random(view.running.size) < random.choice([0.0, 0.1, 0.5])]
-        free = view.free_blocks + int(columns.freeable_blocks[victims].sum())
+        free = view.free_blocks + int(view.blocks.freeable(victims).sum())
         others = view.running[~np.isin(view.running, victims)]
         left = view.limits.max_batch_tokens
         rows: list[int] = []
         num_tokens: list[int] = []
         for row in random.permutation(np.concatenate([others, view.preempted, view.waiting])).tolist():
-            computed, held = int(columns.num_computed[row]), int(columns.held_blocks[row])
+            computed, held = self._begin(view, row, counts_shared=victims.size == 0)
             remaining = int(columns.num_prompt[row] + columns.num_output[row]) - computed
             chunk = min(int(random.integers(1, remaining + 1)), left, (held + free) * view.block_size - computed)
             if chunk < 1 or len(rows) == view.limits.max_batch_rows or random.random() < 0.2:
@@ -45,6 +46,13 @@ class UnrulyScheduler:
         if not rows:
             return self._calm.schedule(view)
         return _output(np.array(rows, dtype=np.int32), np.array(num_tokens, dtype=np.int32), victims)
+
+    def _begin(self, view: SchedulerView, row: int, *, counts_shared: bool) -> tuple[int, int]:
+        """Return the row's computed tokens and the blocks that it has; it does not mind computing what is coming."""
+        if row in view.running:
+            return int(view.columns.num_computed[row]), int(view.columns.held_blocks[row])
+        cached = view.blocks.cached(row)
+        return cached.num_tokens, cached.num_shared_blocks if counts_shared else 0
 
 
 def _output(rows: I32, num_tokens: I32, preempt: I32) -> SchedulerOutput:
@@ -82,24 +90,54 @@ class Chaos:
             self.land(by_chance=False)
 
     def add(self) -> None:
+        """Add a sequence by itself, or a fork of one that lives, or several choices at once."""
+        live, random = self.harness.live(), self.random
+        if live and random.random() < 0.2:
+            self.add_one(live[random.integers(len(live))].new, is_true_fork=bool(random.random() < 0.8))
+            return
+        new = self.add_one()
+        for _ in range(random.choice([0, 0, 0, 2])):
+            self.add_one(new)
+
+    def add_one(self, parent: NewSequence | None = None, *, is_true_fork: bool = True) -> NewSequence:
         random, name = self.random, self.num_added
         self.num_added += 1
+        alike = parent if is_true_fork else None
         generated = random.integers(0, 50, size=random.integers(1, 20)).tolist() if random.random() < 0.2 else []
-        self.harness.add(
-            new_sequence(
-                name,
-                prompt=random.integers(0, 50, size=random.integers(1, 40)).tolist(),
-                generated=generated,
-                max_tokens=int(random.integers(len(generated) + 1, len(generated) + 30)),
-                stop_token_ids=(3, 4) if random.random() < 0.3 else (),
-                ignore_eos=bool(random.random() < 0.5),
-                seed=GUILTY_SEED if random.random() < 0.04 else int(random.integers(0, 100)),
-                attempt=int(random.integers(1, 3)),
-                channel=name % 3,
-                arrival_s=self.harness.now_s - float(random.integers(0, 3)),
-                expires_s=self.harness.now_s + float(random.random()) * 3 if random.random() < 0.1 else FOREVER,
-            )
+        new = new_sequence(
+            name,
+            prompt=self.prompt() if alike is None else alike.prompt.tolist(),
+            generated=generated,
+            max_tokens=int(random.integers(len(generated) + 1, len(generated) + 30)),
+            stop_token_ids=(3, 4) if random.random() < 0.3 else (),
+            ignore_eos=bool(random.random() < 0.5),
+            seed=GUILTY_SEED if random.random() < 0.04 else int(random.integers(0, 100)),
+            attempt=int(random.integers(1, 3)),
+            channel=name % 3,
+            arrival_s=self.harness.now_s - float(random.integers(0, 3)),
+            expires_s=self.harness.now_s + float(random.random()) * 3 if random.random() < 0.1 else FOREVER,
+            fork_of=parent.request_id[1:] if parent is not None else "gone" if random.random() < 0.1 else None,
+            salt=str(random.choice(["", "", "tenant"])) if alike is None else alike.cache_salt,
         )
+        outcome = self.harness.add(new)
+        if parent is not None and not is_true_fork:
+            assert isinstance(outcome, AddRefusal) or np.array_equal(new.prompt, parent.prompt)
+        elif parent is not None and not isinstance(outcome, AddRefusal):
+            self.count("fork waits" if self.harness.engine.table.hold[outcome] & Hold.FORK else "fork")
+        return new
+
+    def prompt(self) -> list[int]:
+        """Begin anew, like one of three texts up to some point, or with an earlier prompt and its answer."""
+        random, kind = self.random, self.random.random()
+        beginning: list[int] = []
+        if kind < 0.4:
+            text = np.random.default_rng(int(random.integers(3))).integers(0, 50, size=40)
+            beginning = text[: random.integers(1, 40)].tolist()
+        elif kind < 0.6 and self.harness.stories:
+            story = list(self.harness.stories.values())[int(random.integers(len(self.harness.stories)))]
+            beginning = [*story.new.prompt.astype(int).tolist(), *story.text][:45]
+        rest = random.integers(0, 50, size=random.integers(1, 12 if beginning else 40))
+        return [*beginning, *(int(token) for token in rest)]
 
     def step(self) -> None:
         self.harness.submit()

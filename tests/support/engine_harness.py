@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.engine.assemble import known_tokens
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
@@ -38,12 +39,15 @@ class EngineHarness:
     stories: dict[int, Story] = field(default_factory=dict)
     flights: deque[Batch] = field(default_factory=deque)
     pinned: dict[str, tuple[I32, NDArray[np.uint64]]] = field(default_factory=dict)
+    contents: dict[int, bytes] = field(default_factory=dict)
+    """By block that a row has been seen to fill: everything that its KV depends on."""
+    num_copies: int = 0
 
     def __post_init__(self) -> None:
         config = self.engine.config
         self.draw = TokenDraw.of_vocabulary(config.vocab_size, ())  # EOS may be said: the engine has to end there
         self.kv = ShadowKv(self.engine.blocks.num_usable, config.block_size, self.draw, verify_ratio=1.0)
-        self.engine.blocks.on_free = self.kv.poison
+        self.engine.blocks.on_lost = self.lose
 
     def add(self, new: NewSequence) -> int | AddRefusal:
         row = self.engine.add(new)
@@ -65,6 +69,7 @@ class EngineHarness:
         batch = self.engine.next_batch(self.now_s)
         if batch is not None:
             self.flights.append(batch)
+            self.num_copies += int(batch.copies.source.size)
         self.settle()
         return batch
 
@@ -99,12 +104,31 @@ class EngineHarness:
             if self.flights:
                 self.land()
         assert not self.engine.has_work, f"not done after {max_steps} steps"
+        if self.pinned:
+            return
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
         assert self.engine.log.num_used_chunks == 0
 
     def settle(self) -> None:
         self.record(self.engine.take_events())
         self.engine.check_invariants()
+        self.check_contents()
+
+    def lose(self, ids: I32) -> None:
+        self.kv.poison(ids)
+        for block in ids.tolist():
+            self.contents.pop(block, None)
+
+    def check_contents(self) -> None:
+        """Check that rows share a block only if they agree in the salt and in every token up to the block's end."""
+        engine, size = self.engine, self.engine.config.block_size
+        for row in engine.table.running.view.tolist():
+            num_full = int(engine.table.num_computed[row]) // size
+            tokens = known_tokens(engine.table, engine.log, row, 0, num_full * size).astype(np.int32).tobytes()
+            salt = engine.table.sequence(row).cache_salt.encode() + b"/"
+            for index, block in enumerate(engine.blocks.block_table[row, :num_full].tolist()):
+                content = salt + tokens[: 4 * size * (index + 1)]
+                assert self.contents.setdefault(block, content) == content, f"row {row} holds another's block {block}"
 
     def record(self, events: StepEvents) -> None:
         columns = (events.stream, events.attempt, events.channel, events.first_index, events.tokens, events.finish)

@@ -77,7 +77,7 @@ async def live_engine(
     engine, gate = make_engine(scheduler, num_blocks=num_blocks, config=config), StepGate()
     draw = TokenDraw.of_vocabulary(config.vocab_size, config.eos_token_ids)
     kv = ShadowKv(num_blocks, config.block_size, draw, verify_ratio=1.0)
-    engine.blocks.on_free = kv.poison
+    engine.blocks.on_lost = kv.poison
     executor = ModelledExecutor(FLAT_COST, kv, failure=failure)
     said: list[tuple[float, StepEvents]] = []
     now = asyncio.get_running_loop().time

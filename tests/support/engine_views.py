@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
-from services.worker.policy.view import Columns, Limits, SchedulerOutput, SchedulerView
+from services.worker.policy.view import (
+    I32,
+    NOTHING_CACHED,
+    CachedPrefix,
+    Columns,
+    Limits,
+    SchedulerOutput,
+    SchedulerView,
+)
 
 Row = tuple[int, int, int, int]
 """num_prompt, num_output, num_computed, held_blocks"""
+
+
+@dataclass(frozen=True, slots=True)
+class StatedBlocks:
+    """Answers as the test states them: blocks that each row frees, whoever else gives way; what rows find cached."""
+
+    free_by_row: I32
+    cached_by_row: dict[int, CachedPrefix] = field(default_factory=dict)
+
+    def freeable(self, rows: I32) -> I32:
+        return self.free_by_row[rows]
+
+    def cached(self, row: int) -> CachedPrefix:
+        return self.cached_by_row.get(row, NOTHING_CACHED)
 
 
 def decoding(context: int, *, held: int | None = None, block_size: int = 4) -> Row:
@@ -34,6 +58,7 @@ def make_view(
     max_batch_rows: int = 8,
     num_in_flight: int = 0,
     pinned: dict[int, int] | None = None,
+    cached: dict[int, CachedPrefix] | None = None,
 ) -> SchedulerView:
     """Rows are numbered through: running, preempted, waiting; `pinned` gives pinned blocks per row."""
     queues = (running or [], preempted or [], waiting or [])
@@ -48,7 +73,6 @@ def make_view(
         num_output=values[:, 1],
         num_computed=values[:, 2],
         held_blocks=values[:, 3],
-        freeable_blocks=freeable,
         arrival_s=np.arange(len(values), dtype=np.float64),
         request_class=np.zeros(len(values), dtype=np.uint8),
         qoe_ttft_s=nan,
@@ -66,6 +90,18 @@ def make_view(
         free_blocks=free_blocks,
         block_size=block_size,
         limits=Limits(max_batch_tokens, max_batch_rows),
+        blocks=StatedBlocks(freeable, cached or {}),
+    )
+
+
+def random_cached(num_known: int, random: np.random.Generator) -> CachedPrefix:
+    """Some full blocks, part of them in use; with a follower that few names stand for, now and then on its way."""
+    num_blocks = int(random.integers(0, (num_known - 1) // 4 + 1))
+    return CachedPrefix(
+        num_tokens=4 * num_blocks,
+        num_shared_blocks=int(random.integers(0, num_blocks + 1)),
+        next_block=bytes([random.integers(4)]) if 4 * (num_blocks + 1) < num_known else None,
+        is_coming=bool(random.random() < 0.2) and 4 * (num_blocks + 1) < num_known,
     )
 
 
@@ -77,13 +113,17 @@ def random_view(random: np.random.Generator) -> SchedulerView:
         computed = known - 1 if random.random() < 0.6 else int(random.integers(0, known))
         blocks = max(-(-computed // 4), 1) + int(random.random() < 0.1)
         running.append((known - known // 3, known // 3, computed, blocks))
+    preempted = [parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 4))]
+    waiting = [parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 6))]
+    parked_rows = enumerate([*preempted, *waiting], start=len(running))
     return make_view(
         running=running,
-        preempted=[parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 4))],
-        waiting=[parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 6))],
+        preempted=preempted,
+        waiting=waiting,
         free_blocks=int(random.choice([0, 1, 2, 5, 20, 100])) + (0 if running else 20),
         max_batch_tokens=int(random.choice([1, 8, 32, 64])),
         max_batch_rows=int(random.integers(1, 10)),
+        cached={row: random_cached(known, random) for row, (known, *_) in parked_rows if random.random() < 0.5},
     )
 
 
@@ -97,12 +137,17 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     assert rows.size <= view.limits.max_batch_rows
     assert int(output.num_tokens.sum()) <= view.limits.max_batch_tokens
     assert (output.num_tokens >= 1).all()
-    assert (columns.num_computed[rows] + output.num_tokens <= known[rows]).all()
+    parked_rows = np.isin(rows, np.concatenate([view.preempted, view.waiting]))
+    found = [view.blocks.cached(row) if parks else None for row, parks in zip(rows.tolist(), parked_rows, strict=True)]
+    begin = np.where(parked_rows, [hit.num_tokens if hit else 0 for hit in found], columns.num_computed[rows])
+    held = np.where(parked_rows, [hit.num_shared_blocks if hit else 0 for hit in found], columns.held_blocks[rows])
+    assert (begin + output.num_tokens <= known[rows]).all()
     assert set(output.preempt.tolist()) <= set(view.running.tolist()) - set(rows.tolist())
     assert output.preempt_how.size == output.preempt.size
-    end = columns.num_computed[rows] + output.num_tokens
-    needed = np.maximum(-(-end // view.block_size) - columns.held_blocks[rows], 0).sum()
-    assert needed <= view.free_blocks + columns.freeable_blocks[output.preempt].sum(), "it fits"
+    if output.preempt.size:
+        held = np.where(parked_rows, 0, held)
+    needed = np.maximum(-(-(begin + output.num_tokens) // view.block_size) - held, 0).sum()
+    assert needed <= view.free_blocks + view.blocks.freeable(output.preempt).sum(), "it fits"
     decodes = (known[rows] - columns.num_computed[rows]) == 1
     first_chunk = int(np.flatnonzero(~decodes)[0]) if (~decodes).any() else rows.size
     running_decodes = np.isin(rows, view.running) & decodes
@@ -110,6 +155,6 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     if view.running.size:
         next_token = columns.num_computed[view.running] + 1
         missing = np.maximum(-(-next_token // view.block_size) - columns.held_blocks[view.running], 0)
-        others = int(columns.freeable_blocks[view.running[1:]].sum())
+        others = int(view.blocks.freeable(view.running[1:]).sum())
         can_go_on = (missing <= view.free_blocks).any() or missing[0] <= view.free_blocks + others
         assert rows.size or not can_go_on, "somebody who runs can go on, so somebody does"

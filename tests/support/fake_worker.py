@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from shared.messages.request import (
     ReplayUnknown,
     Submit,
 )
+from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.subjects import Subjects
 from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch, stream_batch
@@ -28,6 +29,12 @@ from shared.types import FinishReason
 from shared.wire import decode, encode, encode_json
 
 Script = Callable[[Submit], Sequence[int]]
+
+
+def played_logprob(index: int, token: int, num_top: int) -> TokenLogprob:
+    """Return the log-probabilities that a token gets: exact in float32, another number for each index."""
+    own = -(index + 1) / 4
+    return TokenLogprob(own, tuple((token + rank, own - rank) for rank in range(num_top)))
 
 
 @dataclass(slots=True)
@@ -67,6 +74,12 @@ class FakeWorker:
         self.step_s = step_s
         self.finish = finish
         self.refuse: RefusalReason | None = None
+        self.judge: Callable[[Submit], RefusalReason | None] | None = None
+        """Asked about each submission, if `refuse` forbids none."""
+        self.cached_tokens: int | None = None
+        """Said with the first token of each answer."""
+        self.has_logprobs = True
+        """False: they are lost, as in a replay of old tokens."""
         self.answers = True
         """False: submissions and cancellations get no answer in time."""
         self.lose: set[int] = set()
@@ -108,8 +121,9 @@ class FakeWorker:
         self.submits.append(submit)
         if not self.answers:
             await self._stopping.wait()
-        if self.refuse is not None:
-            return encode(Refused(request_id=submit.request_id, reason=self.refuse))
+        refusal = self.refuse or (self.judge(submit) if self.judge is not None else None)
+        if refusal is not None:
+            return encode(Refused(request_id=submit.request_id, reason=refusal))
         running = self.running[submit.request_id, submit.attempt] = Running(submit, submit.generated_ids().tolist())
         if self.script is not None:
             self._tasks.start(self._stream(running), name=f"stream-{submit.request_id}")
@@ -149,7 +163,16 @@ class FakeWorker:
             tokens=np.asarray(tokens, dtype=np.uint32),
             finish=finish,
         )
-        await self.publish(batch, running.submit.dispatcher_id)
+        await self.publish(replace(batch, extras=self._extras(running, index, tokens)), running.submit.dispatcher_id)
+
+    def _extras(self, running: Running, index: int, tokens: Sequence[int]) -> bytes:
+        """Return what goes with the only row of a message."""
+        num_top = running.submit.sampling.logprobs
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if num_top is not None and self.has_logprobs:
+            logprobs = tuple(played_logprob(index + i, token, num_top) for i, token in enumerate(tokens))
+        cached = self.cached_tokens if index == 0 else None
+        return pack_extras([StreamExtra(0, cached, logprobs)]) if logprobs or cached is not None else b""
 
     async def publish(self, batch: TokenBatch, dispatcher_id: str) -> None:
         """Send a message of the channel, unless it is to be lost."""

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from services.worker.executor.runner import ModelRunner, RunnerSettings, load_runner
+from services.worker.native.build import find_compiler
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 
 MIB = 2**20
+KERNELS = os.environ.get("SLUICE_WORKER_KERNELS", "auto")
+"""What computes the forward pass, unless a test says; `make test-torch-kernels` sets it."""
 
 
 def runner_settings(folder: Path, **changes: Any) -> RunnerSettings:
     """Return settings that suit a checkpoint of a few thousand parameters."""
-    defaults: dict[str, Any] = {"memory_bytes": 32 * MIB, "max_batch_tokens": 96, "max_batch_rows": 8, "max_rows": 8}
+    defaults: dict[str, Any] = {
+        "memory_bytes": 32 * MIB,
+        "max_batch_tokens": 96,
+        "max_batch_rows": 8,
+        "max_rows": 8,
+        "kernels": KERNELS,
+    }
     return RunnerSettings(folder, **{**defaults, "num_threads": 1, **changes})
 
 
 def open_runner(shape: CheckpointShape, **changes: Any) -> ModelRunner:
-    """Return a runner over a stored checkpoint."""
-    return load_runner(runner_settings(stored_checkpoint(shape)[0], **changes), lambda _done, _what: None)
+    """Return a runner over a stored checkpoint; it never runs on torch's operators by accident."""
+    settings = runner_settings(stored_checkpoint(shape)[0], **changes)
+    runner = load_runner(settings, lambda _done, _what: None)
+    by_torch = settings.kernels == "torch" or settings.device != "cpu" or find_compiler() is None
+    assert runner.info.kernels.startswith("torch" if by_torch else ("native ", "attention "))
+    return runner

@@ -217,7 +217,7 @@ def flag(argv: tuple[str, ...], name: str) -> str:
 
 def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     plan = ClusterPlan(
-        settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3),
+        settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3, prefix_caching=False),
         Model(tmp_path, "owner/name"),
         "nats://127.0.0.1:9",
         8123,
@@ -238,7 +238,18 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     assert flag(worker, "--threads") == "3"
     assert flag(worker, "--served-model-name") == flag(specs["dispatcher"], "--served-model-name") == "owner/name"
     assert "--deterministic" in worker
+    assert "--no-prefix-caching" in worker
     assert flag(specs["dispatcher"], "--port") == "8123"
+
+
+def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_path: Path) -> None:
+    chosen = settings(served_model_name="mine,org/other", generation_config="none", max_model_len=128)
+    plan = ClusterPlan(chosen, Model(tmp_path, "m"), "nats://x", 80)
+    specs = {spec.name: spec.argv for spec in plan.specs()}
+    assert plan.model_name == flag(specs["worker-0"], "--served-model-name") == "mine"
+    assert flag(specs["worker-0"], "--max-model-len") == "128"
+    assert flag(specs["dispatcher"], "--served-model-name") == "mine,org/other"
+    assert flag(specs["dispatcher"], "--generation-config") == "none"
 
 
 @pytest.mark.parametrize(

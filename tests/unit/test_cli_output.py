@@ -42,7 +42,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     assert code == 0
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
-    assert set(command.cli.commands) == {"up", "demo", "chat", "status", "version"}
+    assert set(command.cli.commands) == {"up", "demo", "chat", "status", "bench", "profile", "pull", "version"}
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +64,14 @@ def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> 
         (["bogus"], "sluice: No such command 'bogus'. See `sluice --help`\n"),
         (["up", "--port"], "sluice: Option '--port' requires an argument. See `sluice up --help`\n"),
         (["up", "--port", "x"], "sluice: --port: 'x' is not allowed. Use a whole number from 0 to 65535\n"),
+        (
+            ["bench", "--scale", "nan"],
+            "sluice: Invalid value for '--scale': 'nan' is not allowed here. See `sluice bench --help`\n",
+        ),
+        (
+            ["bench", "--vocab", "9"],
+            "sluice: --vocab sends token ids, which only --endpoint completions takes. See `sluice bench --help`\n",
+        ),
         (["chat", "extra"], "sluice: Got unexpected extra argument (extra). See `sluice chat --help`\n"),
     ],
 )
@@ -72,7 +80,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert (code, out, err) == (2, "", line)
 
 
-@pytest.mark.parametrize("name", ["chat", "status"])
+@pytest.mark.parametrize("name", ["chat", "status", "bench"])
 def test_nothing_at_the_url_is_exit_code_3_and_one_line(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, err = output_of(capsys, name, "--url", "http://127.0.0.1:1")
     assert (code, out) == (3, "")

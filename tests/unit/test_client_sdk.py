@@ -304,6 +304,35 @@ async def test_replies_that_are_not_streamed() -> None:
             assert once.usage == {"total_tokens": 4}
 
 
+async def test_all_choices_of_a_reply_are_kept_in_order_with_the_firsts_log_probabilities() -> None:
+    numbers = {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}], "refusal": None}
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["n"] == 2
+        second = {"index": 1, "message": {"content": "b"}}
+        first = {"index": 0, "message": {"content": "a"}, "logprobs": numbers, "finish_reason": "stop"}
+        return web.json_response({"id": "c-1", "choices": [second, first]})
+
+    async with serving(reply) as (client, _):
+        once = await client.chat_once("hi", "demo", n=2, logprobs=True)
+        assert (once.text, once.texts, once.finish_reason, once.logprobs) == ("a", ["a", "b"], "stop", numbers)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([{"content": [{"token": "x"}]}, {"content": [{"token": "y"}, {"token": "z"}]}], ["x", "y", "z"]),
+        ([{"tokens": ["x"], "token_logprobs": [-1.0]}, {"content": None}, None], [["x"]]),
+    ],
+)
+async def test_log_probabilities_of_a_stream_are_collected(parts: list[Any], expected: list[Any]) -> None:
+    pieces = [chunk(choices=[{"index": 0, "delta": {"content": "x"}, "logprobs": part}]) for part in parts]
+    async with serving(stream(events(*pieces, FINISH, "[DONE]"))) as (client, _):
+        answer = client.chat("hi", "demo")
+        await answer.read()
+        assert [entry.get("token") or entry["tokens"] for entry in answer.logprobs] == expected
+
+
 async def test_models_are_listed_and_the_first_one_is_the_default() -> None:
     async with serving(stream(WHOLE)) as (client, server):
         assert await client.models() == ["demo", "other/model"]

@@ -36,7 +36,7 @@ def test_each_command_names_a_service_that_exists(name: str) -> None:
 def test_base_images_are_pinned() -> None:
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     bases = [line.split()[1] for line in dockerfile.splitlines() if line.startswith("FROM ")]
-    assert bases == ["python:3.11-slim", "base", "base"]
+    assert bases == ["python:3.11-slim", "base", "base", "base"]
     assert SERVICES["nats"]["image"] == "nats:2.15"
 
 

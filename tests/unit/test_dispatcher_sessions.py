@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dispatcher.config import DispatcherSettings
-from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.session import (
     MAX_HELD_PARTS,
@@ -25,103 +21,11 @@ from services.dispatcher.session.session import (
 )
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
 from shared.ids import RequestId, StreamId
-from shared.memory_bus import MemoryBroker
 from shared.messages.report import Liveness, WorkerPhase
-from shared.messages.request import RefusalReason, pack_token_ids
-from shared.types import FinishReason, QoeTarget, SamplingParams
-from sim.virtual_time import run
-from tests.support.fake_worker import FakeWorker, Running, make_status, publish_view
-
-ANSWER = list(range(100, 120))
-
-
-class Taker:
-    """A reader that keeps what it gets, and stops when it has enough."""
-
-    def __init__(self, enough: int = 10**9) -> None:
-        self.tokens: list[int] = []
-        self.finish = FinishReason.NONE
-        self._enough = enough
-
-    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        self.tokens += token_ids
-        self.finish = finish
-        return len(self.tokens) < self._enough
-
-
-class Cluster:
-    """A dispatcher without HTTP, and its workers."""
-
-    def __init__(self, service: DispatcherService, broker: MemoryBroker) -> None:
-        self.service = service
-        self.sessions = service.sessions
-        self.broker = broker
-        self.test_bus = broker.connect("test")
-        self.workers: dict[str, FakeWorker] = {}
-        self._number = 0
-
-    async def add(self, name: str = "w0", script: Sequence[int] | None = ANSWER, **fields: Any) -> FakeWorker:
-        worker = FakeWorker(
-            self.broker.connect(name), name, None if script is None else (lambda _: script), step_s=0.01, **fields
-        )
-        await worker.start()
-        self.workers[name] = worker
-        await self.view(*(make_status(each) for each in self.workers))
-        return worker
-
-    async def view(self, *statuses: Any) -> None:
-        self._number += 1
-        await publish_view(self.test_bus, *statuses, number=self._number)
-        await asyncio.sleep(0.001)
-
-    def request(self, name: str = "r", num_prompt: int = 5, **fields: Any) -> NewRequest:
-        defaults: dict[str, Any] = {
-            "request_id": RequestId(name),
-            "prompt": pack_token_ids(list(range(num_prompt))),
-            "sampling": SamplingParams(max_tokens=50),
-            "arrival_s": asyncio.get_running_loop().time(),
-            "limit_s": 600.0,
-            "qoe": QoeTarget(),
-        }
-        return NewRequest(**{**defaults, **fields})
-
-    async def serve(self, name: str = "r", reader: Taker | None = None, **fields: Any) -> tuple[Session, Taker]:
-        """Admit a request, wait for its end, release it."""
-        session = await self.sessions.admit(self.request(name, **fields))
-        taker = reader or Taker()
-        try:
-            session.attach(taker, 0.0)
-            await session.ended.wait()
-        finally:
-            self.sessions.release(session)
-        return session, taker
-
-
-@asynccontextmanager
-async def cluster(**settings_fields: Any) -> AsyncIterator[Cluster]:
-    settings = DispatcherSettings.model_validate(
-        {"model": Path("tiny"), "served_model_name": "tiny", "instance_id": "d0", **settings_fields}
-    )
-    broker = MemoryBroker()
-    bus = broker.connect("d0")
-    failures: list[object] = []
-    service = DispatcherService(settings, bus, lambda name, error: failures.append((name, error)))
-    await service.start()
-    made = Cluster(service, broker)
-    yield made
-    for worker in made.workers.values():
-        await worker.stop()
-        await worker.bus.close()
-    assert len(service.sessions.table) == 0
-    assert service.sessions.num_queued == 0
-    await service.stop()
-    await bus.close()
-    await made.test_bus.close()
-    assert not failures
-
-
-def go(main: Coroutine[Any, Any, None]) -> None:
-    run(main)
+from shared.messages.request import RefusalReason
+from shared.types import FinishReason, SamplingParams
+from tests.support.fake_worker import Running, make_status
+from tests.support.session_cluster import ANSWER, Taker, cluster, go
 
 
 def test_tokens_reach_the_reader_in_order_and_the_worker_keeps_nothing_to_cancel() -> None:

@@ -55,7 +55,7 @@ def test_a_pinned_block_outlives_its_row_until_it_is_unpinned() -> None:
     extend(blocks, 0, 8)
     blocks.pin(ids(0, 1), "transfer")
     blocks.pin(ids(1), "copy")
-    assert blocks.freeable(ids(0)).tolist() == [0, 0, 0, 0]
+    assert blocks.freeable(ids(0)).tolist() == [0]
     blocks.release(0)
     assert blocks.num_free == 6
     blocks.unpin("transfer")
@@ -66,9 +66,9 @@ def test_a_pinned_block_outlives_its_row_until_it_is_unpinned() -> None:
     blocks.check_invariants(ids())
 
 
-def test_freed_blocks_are_announced_once_they_are_really_free() -> None:
+def test_lost_blocks_are_announced_once_they_are_really_free() -> None:
     blocks, freed = manager(), []  # type: tuple[BlockManager, list[int]]
-    blocks.on_free = lambda gone: freed.extend(gone.tolist())
+    blocks.on_lost = lambda gone: freed.extend(gone.tolist())
     extend(blocks, 0, 8)
     blocks.pin(ids(1), "owner")
     blocks.release(0)
@@ -115,10 +115,14 @@ def test_nobody_can_pin_a_free_block_or_take_more_than_there_is() -> None:
         (lambda b: b.refcount.__setitem__(0, 2), "refcounts"),
         (lambda b: b.refcount.__setitem__(5, 1), "refcounts"),
         (lambda b: b.pins.__setitem__(5, 1), "pins"),
-        (lambda b: b._stack.__setitem__(0, 0), "free xor in use"),
-        (lambda b: setattr(b, "_num_free", 4), "free xor in use"),
+        (lambda b: b._free_blocks.put_blank(ids(0)), "free xor in use"),
+        (lambda b: b._free_blocks.take(1), "free xor in use"),
+        (lambda b: b._free_blocks.put_kept(ids(b._free_blocks.take(1)[0][0])), "without a name"),
+        (lambda b: b.index.add(b"name", 7), "with a name"),
+        (lambda b: b.index.is_named.__setitem__(0, True), "marks of named"),
+        (lambda b: b.share(3, ids(0), None, "owner"), "was not told what"),
         (lambda b: b.usable.__setitem__(7, False), "free xor in use"),
-        (lambda b: b.held.__setitem__(3, 1), "a free row holds"),
+        (lambda b: b.held.__setitem__(2, 1), "a free row holds"),
         (lambda b: setattr(b, "_num_usable", 7), "number of usable"),
     ],
 )
@@ -128,31 +132,126 @@ def test_every_broken_law_is_named(spoil: object, law: str) -> None:
     blocks.check_invariants(ids(0))
     spoil(blocks)  # type: ignore[operator]
     with pytest.raises(AssertionError, match=law):
-        blocks.check_invariants(ids(0))
+        blocks.check_invariants(ids(0, 3))
+
+
+def test_a_named_block_keeps_its_contents_until_the_blank_ones_are_used_up() -> None:
+    """Rows 0 and 1 hold blocks 0 to 3; 0, 1 and 2 get names. Freed, they are handed out after 3 and 4 to 7."""
+    blocks, lost = manager(), []  # type: tuple[BlockManager, list[int]]
+    blocks.on_lost = lambda gone: lost.extend(gone.tolist())
+    extend(blocks, 0, 8)
+    extend(blocks, 1, 8)
+    for block in (0, 1, 2):
+        blocks.index.add(bytes([block]), block)
+    blocks.release(1)
+    blocks.release(0)
+    assert (blocks.num_free, lost) == (8, [3])
+    assert extend(blocks, 2, 24) == [3, 4, 5, 6, 7, 2], "the one freed first is lost first"
+    assert lost == [3, 2]
+    assert extend(blocks, 3, 4) == [1], "of one row the last block is lost first"
+    assert blocks.index.find([bytes([0])]) == [0]
+    assert blocks.index.find([bytes([1]), bytes([0])]) == []
+    blocks.check_invariants(ids(2, 3))
+
+
+def test_a_shared_block_is_free_when_the_last_row_gives_it_up() -> None:
+    """Row 1 shares row 0's block 0 and copies block 1; row 2 brings block 0 back from among the free ones."""
+    blocks = manager()
+    extend(blocks, 0, 7)
+    blocks.index.add(b"0", 0)
+    blocks.share(1, ids(0), 1, "step")
+    assert blocks.freeable(ids(0, 1)).tolist() == [1, 0], "block 0 needs both; block 1 is the source of a copy"
+    assert blocks.freeable(ids(1)).tolist() == [0]
+    delta = blocks.extend(np.array([1]), ids(7))
+    assert [column.tolist() for column in (delta.row, delta.index, delta.block_id)] == [[1, 1], [0, 1], [0, 2]]
+    copies = blocks.take_copies()
+    assert (copies.source.tolist(), copies.target.tolist()) == ([1], [2])
+    blocks.unpin("step")
+    assert blocks.freeable(ids(0, 1)).tolist() == [2, 1]
+    assert blocks.freeable(ids(1, 0)).tolist() == [2, 1]
+    blocks.check_invariants(ids(0, 1))
+    blocks.release(0)
+    assert blocks.num_free == 6
+    blocks.release(1)
+    assert (blocks.num_free, blocks.in_use(ids(0))) == (8, 0)
+    blocks.share(2, ids(0), None, "step")
+    assert (blocks.num_free, blocks.in_use(ids(0))) == (7, 1)
+    blocks.extend(np.array([2]), ids(5))
+    blocks.check_invariants(ids(2))
+
+
+def test_a_row_that_would_write_what_others_read_is_a_bug() -> None:
+    blocks = manager()
+    extend(blocks, 0, 8)
+    blocks.check_writable(0, 3)
+    blocks.share(1, ids(0), None, "step")
+    blocks.extend(np.array([1]), ids(5))
+    with pytest.raises(AssertionError, match="others refer to"):
+        blocks.check_writable(0, 3)
+    blocks.check_writable(0, 4)
+    blocks.index.add(b"1", 1)
+    with pytest.raises(AssertionError, match="has a name"):
+        blocks.check_writable(0, 4)
+
+
+def test_a_block_without_memory_is_found_no_more() -> None:
+    blocks = manager(num_blocks=4)
+    extend(blocks, 0, 12)
+    for block in (0, 1, 2):
+        blocks.index.add(bytes([block]), block)
+    blocks.release(0)
+    blocks.set_usable(ids(1, 3), usable=False)
+    assert blocks.index.find([bytes([0]), bytes([1])]) == [0]
+    assert extend(blocks, 1, 8) == [2, 0]
+    blocks.check_invariants(ids(1))
+
+
+def name_some_and_release(blocks: BlockManager, row: int, num_full: int, tag: int) -> None:
+    full = blocks.block_table[row, :num_full]
+    for block in full[~blocks.index.is_named[full]].tolist():
+        blocks.index.add(bytes([tag, block]), block)
+    blocks.release(row)
+
+
+def share_some(blocks: BlockManager, ends: I32, row: int, other: int, num_shared: int) -> None:
+    blocks.share(other, blocks.block_table[row, :num_shared].copy(), None, "step")
+    ends[other] = 4 * num_shared + 1
+    blocks.extend(np.array([other]), ends[[other]])
+
+
+def any_operation(blocks: BlockManager, ends: I32, random: np.random.Generator, step: int) -> None:
+    row, other = (int(row) for row in random.choice(6, size=2, replace=False))
+    held, num_full, kind = int(blocks.held[row]), int(ends[row]) // 4, random.random()
+    if kind < 0.25:
+        name_some_and_release(blocks, row, num_full if random.random() < 0.7 else 0, step)
+        ends[row] = 0
+    elif kind < 0.35 and held:
+        blocks.pin(blocks.block_table[row, :held], step)
+    elif kind < 0.5:
+        blocks.unpin(int(random.integers(step + 1)))
+    elif kind < 0.65 and held and not blocks.held[other] and blocks.num_free:
+        share_some(blocks, ends, row, other, int(random.integers(num_full + 1)))
+    else:
+        more = int(random.integers(1, 12))
+        if -(-(ends[row] + more) // 4) - held <= min(blocks.num_free, 16 - held):
+            ends[row] += more
+            blocks.extend(np.array([row]), ends[[row]])
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1))
-def test_blocks_are_never_lost_or_doubled(seed: int) -> None:
+def test_blocks_are_never_lost_or_doubled_and_free_as_foretold(seed: int) -> None:
     random, blocks = np.random.default_rng(seed), manager(num_blocks=24, num_rows=6)
     ends = np.zeros(6, dtype=np.int32)
     for step in range(60):
-        row = int(random.integers(6))
-        if random.random() < 0.3:
-            blocks.release(row)
-            ends[row] = 0
-        elif random.random() < 0.2 and blocks.held[row]:
-            blocks.pin(blocks.block_table[row, : blocks.held[row]], step)
-        elif random.random() < 0.2:
-            blocks.unpin(int(random.integers(step + 1)))
-        else:
-            more = int(random.integers(1, 12))
-            if -(-(ends[row] + more) // 4) - blocks.held[row] <= min(blocks.num_free, 16 - blocks.held[row]):
-                ends[row] += more
-                blocks.extend(np.array([row]), ends[[row]])
+        any_operation(blocks, ends, random, step)
         blocks.check_invariants(np.arange(6, dtype=np.int32))
-    for row in range(6):
-        blocks.release(row)
+    rows = random.permutation(6).astype(np.int32)
+    freeable, num_free = blocks.freeable(rows), blocks.num_free
+    for left in range(5, -1, -1):
+        blocks.release(int(rows[left]))
+        assert blocks.num_free == num_free + freeable[left:].sum()
     for owner in range(60):
         blocks.unpin(owner)
-    assert sorted(blocks.free_ids.tolist()) == list(range(24))
+    free = blocks._free_blocks
+    assert sorted([*free.blank_ids.tolist(), *free.kept_ids.tolist()]) == list(range(24))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.attention import torch_paged
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
@@ -22,7 +24,17 @@ BLOCK_SIZE = 8
 MAX_KEYS = 600
 
 
-def make_spec(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Products this small gain nothing from threads, and lose much where other processes use the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_spec(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> ModelSpec:
+    """Return a model of two layers, the second one with a window."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
         vocab_size=16,
@@ -33,8 +45,15 @@ def make_spec(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_positions=MAX_KEYS,
+        norm_kind="rms",
+        norm_bias=False,
         norm_eps=1e-6,
+        activation="silu",
+        gated_mlp=True,
+        position_kind="rope",
         rope=RopeSpec(),
+        rotary_dim=head_dim,
+        windows=(None, window),
         tied_embeddings=True,
         qkv_bias=False,
         output_bias=False,
@@ -47,9 +66,11 @@ def make_spec(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelSpec:
 class Case:
     """Rows of random lengths over a cache that is full of NaN wherever nothing was written."""
 
-    def __init__(self, lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int) -> None:
+    def __init__(
+        self, lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None = None
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.spec = make_spec(*heads)
+        self.spec = make_spec(*heads, window)
         blocks = [-(-(start + count) // BLOCK_SIZE) for start, count in lengths]
         self.cache = KVCache(self.spec, sum(blocks) + 1, BLOCK_SIZE, torch.float32, torch.device("cpu"))
         for pool in (*self.cache.keys, *self.cache.values):
@@ -77,9 +98,10 @@ class Case:
             keys = self.keys[row].double().repeat_interleave(self.spec.group_size, dim=1)
             values = self.values[row].double().repeat_interleave(self.spec.group_size, dim=1)
             for offset in range(count):
-                query, seen = self.queries[first[row] + offset].double(), start + offset + 1
-                scores = torch.einsum("hd,khd->hk", query, keys[:seen]) / math.sqrt(self.spec.head_dim)
-                out.append(torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[:seen]).flatten())
+                query, end = self.queries[first[row] + offset].double(), start + offset + 1
+                seen = slice(max(end - (self.spec.windows[1] or end), 0), end)
+                scores = torch.einsum("hd,khd->hk", query, keys[seen]) / math.sqrt(self.spec.head_dim)
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).flatten())
         return torch.stack(out)
 
 
@@ -95,28 +117,55 @@ LENGTHS = st.lists(
     min_size=1,
     max_size=4,
 )
+WINDOWS = st.one_of(st.none(), st.sampled_from([1, 2, 127, 256, 257]), st.integers(1, MAX_KEYS))
 HEADS = st.sampled_from([(4, 2, 8), (4, 4, 6), (8, 1, 4), (3, 1, 10)])
 
 
 @pytest.mark.parametrize("kind", [TorchPagedAttention, FixedSplitAttention])
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(lengths=LENGTHS, heads=HEADS, seed=st.integers(0, 1000))
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(lengths=LENGTHS, heads=HEADS, seed=st.integers(0, 1000), window=WINDOWS)
 def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
-    kind: type[Any], lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int
+    kind: type[Any], lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None
 ) -> None:
-    case = Case(lengths, heads, seed)
+    case = Case(lengths, heads, seed, window)
     torch.testing.assert_close(
         attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
     )
 
 
-@pytest.mark.parametrize("lengths", [[(0, 1)] * 3, [(9, 1), (300, 1), (2, 1)], [(0, 129)], [(255, 1), (256, 1)]])
+@pytest.mark.parametrize(
+    "lengths", [[(0, 1)] * 3, [(9, 1), (300, 1), (2, 1)], [(0, 129)], [(9, 140)], [(255, 1), (256, 1)]]
+)
+@pytest.mark.parametrize("window", [None, 1, 2, 8, 129, 256])
 @pytest.mark.parametrize("kind", [TorchPagedAttention, FixedSplitAttention])
-def test_border_cases_of_groups_tiles_and_splits(kind: type[Any], lengths: list[tuple[int, int]]) -> None:
-    case = Case(lengths, (4, 2, 8), 3)
+def test_border_cases_of_groups_tiles_splits_and_windows(
+    kind: type[Any], window: int | None, lengths: list[tuple[int, int]]
+) -> None:
+    case = Case(lengths, (4, 2, 8), 3, window)
     torch.testing.assert_close(
         attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 200])
+def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(torch_paged, "LONG_KEYS", 90)
+    case = Case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
+    actual = attend(TorchPagedAttention(case.spec, case.cache), case)
+    torch.testing.assert_close(actual.double(), case.expected(), atol=2e-5, rtol=1e-4)
+
+
+def test_a_plan_has_no_more_keys_than_the_window_shows() -> None:
+    """Window 10: a decode gathers 10 keys, a chunk of 20 gathers 9 + 20. Until outgrown, it costs nothing."""
+    case = Case([(100, 1), (4, 1), (60, 20)], (4, 2, 8), 3, 10)
+    attention = TorchPagedAttention(case.spec, case.cache)
+    plan = attention.plan(case.rows)
+    assert sum(group.slots.numel() for group in plan[10].groups) == 2 * 10
+    assert [row.slots.numel() for row in plan[10].prefills] == [29]
+    assert [row.slots.numel() for row in plan[None].prefills] == [80]
+    short = Case([(8, 1), (4, 6)], (4, 2, 8), 3, 10)
+    plan = TorchPagedAttention(short.spec, short.cache).plan(short.rows)
+    assert plan[10] is plan[None]
 
 
 @given(

@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.executor.runner import load_runner
 from services.worker.models.checkpoint import INDEX_NAME, SINGLE_NAME, check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.spec import read_spec
 from services.worker.models.weights import ModelWeights, num_parameters, parameter_bytes
 from shared.errors import StartupError
 from tests.support.checkpoints import CheckpointShape, save_checkpoint, stored_checkpoint
+from tests.support.runners import runner_settings
 
 SHAPE = CheckpointShape(seed=7)
 CPU = torch.device("cpu")
@@ -102,6 +104,21 @@ def test_a_tied_model_ignores_a_saved_head(tmp_path: Path) -> None:
     assert load(tied).outer.get("head") is None
 
 
+def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    """transformers would take the saved head, against config.json; one differing value in the last row shows it."""
+    tied = tmp_path / "tied"
+    save_checkpoint(tied, CheckpointShape(tied=True))
+
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[-1, -1] += 1
+        tensors["lm_head.weight"] = head
+
+    rewrite(tied, add_head)
+    with pytest.raises(StartupError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load(tied)
+
+
 def test_old_buffers_of_angles_are_ignored(folder: Path) -> None:
     rewrite(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}))
     load(folder)
@@ -131,6 +148,81 @@ def test_a_truncated_file_is_refused_at_any_length(folder: Path, keep: int) -> N
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(StartupError, match=r"model\.safetensors is broken"):
         find_tensors(folder)
+
+
+def test_fused_tensors_fill_the_same_parts(tmp_path: Path) -> None:
+    shape = CheckpointShape(family="phi3")
+    save_checkpoint(tmp_path, shape)
+    tensors, layer = load_file(tmp_path / SINGLE_NAME), load(tmp_path).layers[0]
+    assert torch.equal(layer["qkv"], tensors["model.layers.0.self_attn.qkv_proj.weight"])
+    assert torch.equal(layer["gate_up"], tensors["model.layers.0.mlp.gate_up_proj.weight"])
+    rewrite(tmp_path, lambda t: t.update({"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(64, 64)}))
+    with pytest.raises(StartupError, match=r"qkv_proj\.weight has shape \[64, 64\], config\.json asks for \[128, 64\]"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["opt", "phi3"])
+def test_parameters_are_counted_as_the_reference_counts_them(tmp_path: Path, family: str) -> None:
+    reference = save_checkpoint(tmp_path, CheckpointShape(family=family, tied=True))
+    assert num_parameters(read_spec(tmp_path)) == sum(parameter.numel() for parameter in reference.parameters())
+    load(tmp_path)
+
+
+def truncate_shard(folder: Path) -> None:
+    shard = max(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-4])
+
+
+def forget_tensor(folder: Path) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def promise_tensor(folder: Path) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    first = min(index["weight_map"].values())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], first)
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+    return change
+
+
+BROKEN: list[tuple[Callable[[Path], Any], str]] = [
+    (truncate_shard, r"-of-\d+\.safetensors is broken: it is truncated: 4 bytes are missing"),
+    (forget_tensor, r"the checkpoint has no tensor model\.norm\.weight"),
+    (promise_tensor, "which model.safetensors.index.json promises"),
+    (lambda folder: max(folder.glob("*.safetensors")).unlink(), r"-of-\d+\.safetensors is missing"),
+    (lambda folder: (folder / INDEX_NAME).write_text("{"), r"cannot read .*index\.json"),
+    (change_config(hidden_size=128), r"has shape \[\d+, \d+\], config\.json asks for"),
+    (change_config(num_hidden_layers=3), r"no tensor model\.layers\.2\."),
+    (change_config(num_hidden_layers=1), r"tensors that LlamaForCausalLM does not use, such as model\.layers\.1"),
+    (change_config(mlp_bias=True), r"no tensor model\.layers\.0\.mlp\.gate_proj\.bias"),
+    (change_config(architectures=["MixtralForCausalLM"]), "architecture MixtralForCausalLM is not supported"),
+    (change_config(quantization_config={"bits": 4}), "quantized checkpoint"),
+    (change_config(rope_parameters={"rope_type": "proportional"}), "rotary embedding of type 'proportional'"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), BROKEN)
+def test_a_broken_or_foreign_checkpoint_is_refused_in_one_line_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], Any], message: str
+) -> None:
+    def allocate(*_arguments: Any) -> None:
+        raise AssertionError("parameters were allocated")
+
+    save_checkpoint(tmp_path, SHAPE, max_shard_size="100KB")
+    damage(tmp_path)
+    monkeypatch.setattr("services.worker.executor.runner.load_weights", allocate)
+    with pytest.raises(StartupError, match=message) as error:
+        load_runner(runner_settings(tmp_path), lambda _done, _what: None)
+    assert "\n" not in str(error.value)
 
 
 HEADERS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [

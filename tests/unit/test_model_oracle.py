@@ -26,6 +26,17 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0],
+    "long_factor": [9.0] * 8,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.8}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
 SHAPES = {
     "group of 2": CheckpointShape(seed=7),
     "group of 1, tied": CheckpointShape(num_kv_heads=4, tied=True, seed=0),
@@ -37,6 +48,49 @@ SHAPES = {
     "mistral": CheckpointShape(family="mistral", seed=7),
     "qwen2": CheckpointShape(family="qwen2", seed=2),
     "qwen3, tied": CheckpointShape(family="qwen3", tied=True, seed=0),
+    "yarn rope": CheckpointShape(extra=(("rope_parameters", YARN),), seed=12),
+    "mistral, window": CheckpointShape(family="mistral", extra=(("sliding_window", 24),), seed=7),
+    "qwen2, window from layer 1": CheckpointShape(
+        family="qwen2",
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=3,
+        extra=(("use_sliding_window", True), ("sliding_window", 37), ("max_window_layers", 1)),
+        seed=13,
+    ),
+    "qwen3, windows by layer, biases": CheckpointShape(
+        family="qwen3",
+        num_layers=3,
+        num_kv_heads=1,
+        head_dim=24,
+        extra=(
+            ("use_sliding_window", True),
+            ("sliding_window", 50),
+            ("layer_types", MIXED),
+            ("attention_bias", True),
+        ),
+        seed=12,
+    ),
+    "phi3": CheckpointShape(family="phi3", num_kv_heads=1, seed=13),
+    "phi3, partial rotary, window": CheckpointShape(
+        family="phi3", head_dim=20, tied=True, extra=(("rope_parameters", PARTIAL), ("sliding_window", 30)), seed=1
+    ),
+    "phi3, longrope": CheckpointShape(
+        family="phi3", extra=(("rope_parameters", LONGROPE), ("original_max_position_embeddings", 256)), seed=8
+    ),
+    "opt": CheckpointShape(family="opt", tied=True),
+    "opt, norms behind, projected embedding": CheckpointShape(
+        family="opt", tied=True, extra=(("do_layer_norm_before", False), ("word_embed_proj_dim", 40))
+    ),
+    "opt, bare norms, gelu, odd heads": CheckpointShape(
+        family="opt",
+        hidden_size=60,
+        extra=(
+            ("enable_bias", False),
+            ("layer_norm_elementwise_affine", False),
+            ("activation_function", "gelu"),
+        ),
+    ),
 }
 
 
@@ -55,7 +109,18 @@ def reference_text(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 FAST = [(name, False) for name in SHAPES]
-DETERMINISTIC = [(name, True) for name in ("group of 2", "group of 4, wide heads", "biases", "qwen3, tied")]
+DETERMINISTIC = [
+    (name, True)
+    for name in (
+        "group of 2",
+        "group of 4, wide heads",
+        "biases",
+        "qwen3, tied",
+        "qwen2, window from layer 1",
+        "phi3, partial rotary, window",
+        "opt, norms behind, projected embedding",
+    )
+]
 
 
 @pytest.mark.parametrize(("name", "deterministic"), FAST + DETERMINISTIC)
@@ -84,9 +149,10 @@ def test_logits_agree_with_the_references_at_every_position(name: str) -> None:
     assert difference < 1e-4
 
 
-def test_bfloat16_stays_near_the_float32_reference() -> None:
+@pytest.mark.parametrize("name", ["group of 2", "mistral, window", "phi3, partial rotary, window", "opt"])
+def test_bfloat16_stays_near_the_float32_reference(name: str) -> None:
     """bfloat16 keeps 8 bits of mantissa: 2^-8 is 0.4 % per rounding, a few per cent after two layers."""
-    shape = SHAPES["group of 2"]
+    shape = SHAPES[name]
     reference = stored_checkpoint(shape)[1]
     driver = Driver(open_runner(shape, dtype="bfloat16"))
     tokens = prompts(shape.vocab_size)[3]

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from services.worker.models.families import FAMILIES
 from services.worker.models.rope import RopeTable, inverse_frequencies, rotate
-from services.worker.models.spec import ModelSpec, RopeSpec, read_spec
+from services.worker.models.spec import ModelSpec, RopeSpec, check_context, read_spec
 from shared.errors import StartupError
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 
@@ -40,6 +40,8 @@ def read(tmp_path: Path, *, generation: Any = None, **changes: Any) -> ModelSpec
 def test_absent_fields_take_the_architectures_defaults(tmp_path: Path) -> None:
     spec = read(tmp_path)
     assert (spec.num_kv_heads, spec.head_dim, spec.norm_eps) == (4, 8, 1e-6)
+    assert (spec.norm_kind, spec.norm_bias, spec.activation, spec.gated_mlp) == ("rms", False, "silu", True)
+    assert (spec.position_kind, spec.rotary_dim, spec.windows) == ("rope", 8, (None, None))
     assert (spec.tied_embeddings, spec.qkv_bias, spec.output_bias, spec.mlp_bias, spec.head_norm) == (False,) * 5
     assert spec.rope == RopeSpec("default", 10_000.0)
     assert spec.eos_token_ids == ()
@@ -74,6 +76,11 @@ def test_a_checkpoint_that_the_reference_saved_is_read_back() -> None:
             },
             RopeSpec("llama3", 5e5, 8.0, 1.0, 4.0, 64),
         ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, RopeSpec("default", 10_000.0)),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 0.5}},
+            RopeSpec("yarn", 10_000.0, 4.0, original_max_positions=128, attention_factor=0.5),
+        ),
     ],
 )
 def test_rope_is_read_from_old_and_new_fields(tmp_path: Path, changes: dict[str, Any], expected: RopeSpec) -> None:
@@ -106,12 +113,41 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_local_experts": 8}, "mixture of experts"),
     ({"vision_config": {"depth": 2}}, "vision tower"),
     ({"auto_map": {"AutoModel": "x.Y"}}, "code lies in its folder"),
-    ({"hidden_act": "gelu"}, "activation 'gelu'"),
-    ({"sliding_window": 64}, "sliding-window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window layers"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn' is not supported"),
+    ({"compression_config": {"format": "int"}}, "compressed checkpoint"),
+    ({"num_experts": 8}, "mixture of experts .num_experts"),
+    ({"n_routed_experts": 8}, "mixture of experts"),
+    ({"audio_config": {"depth": 2}}, "audio tower"),
+    ({"kv_lora_rank": 64}, "latent attention"),
+    ({"alibi": True}, "ALiBi"),
+    ({"attn_logit_softcapping": 50.0}, "soft cap on attention scores .attn_logit_softcapping"),
+    ({"final_logit_softcapping": 30.0}, "soft cap on logits"),
+    ({"attention_chunk_size": 64}, "attention in chunks"),
+    ({"attention_multiplier": 0.1}, "scale of attention scores"),
+    ({"logits_scaling": 8.0}, "scaled activations .logits_scaling"),
+    ({"lm_head_bias": True}, "bias of the head"),
+    ({"is_encoder_decoder": True}, "encoder with a decoder"),
+    ({"hidden_act": "quick_gelu"}, "activation 'quick_gelu' .hidden_act. is not supported. Supported: silu"),
+    ({"sliding_window": 64}, "sliding-window attention .sliding_window in config.json. of llama is not supported"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types of llama that contradict sliding_window"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of type 'chunked_attention'"),
+    ({"layer_types": ["full_attention"]}, "layer_types is no list of 2 types"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "type 'proportional' is not supported. Supported: default"),
+    ({"rope_scaling": {"rope_type": "axial"}}, "type 'axial' is not supported"),
+    ({"rope_scaling": {"type": "su", "factor": 2.0}}, "type 'su' is not supported"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "multimodal rotary embedding"),
+    ({"rope_scaling": {"type": "mrope"}}, "type 'mrope' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope"}}, "short_factor is no list of 4 positive numbers"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 1, 1, 0]}}, "short_factor is no list"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1] * 4}}, "long_factor is no list"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope parameter factor is missing"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope parameter factor is 0.0, must be above 0"),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "high_freq_factor is 4.0, must be above low_freq_factor",
+    ),
+    ({"rope_theta": 0}, "rope_theta is 0.0, must be above 0"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ from layer to layer"),
-    ({"partial_rotary_factor": 0.5}, "partial rotary embedding"),
+    ({"partial_rotary_factor": 0.5}, "partial rotary embedding .partial_rotary_factor. of llama"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope parameter factor is missing"),
     ({"vocab_size": ...}, "vocab_size is missing"),
     ({"hidden_size": "32"}, "hidden_size is '32', not int"),
@@ -130,11 +166,132 @@ def test_what_cannot_be_run_is_refused_by_name(tmp_path: Path, changes: dict[str
         read(tmp_path, **changes)
 
 
-def test_a_window_that_is_switched_off_does_not_matter(tmp_path: Path) -> None:
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 64}
-    assert read(tmp_path, **qwen, use_sliding_window=False).qkv_bias
-    with pytest.raises(StartupError, match="sliding-window"):
-        read(tmp_path, **qwen, use_sliding_window=True)
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 3}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "num_key_value_heads": 2}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+OPT = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "ffn_dim": 48,
+    "intermediate_size": ...,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({**MISTRAL, "sliding_window": 64}, (64, 64)),
+        ({**MISTRAL, "sliding_window": None}, (None, None)),
+        ({**MISTRAL, "max_position_embeddings": 8192}, (4096, 4096)),
+        ({**MISTRAL, "sliding_window": 64, "layer_types": [SLIDING] * 2}, (64, 64)),
+        ({**MISTRAL, "sliding_window": 127}, (127, 127)),
+        ({**MISTRAL, "sliding_window": 128}, (None, None)),
+        ({**PHI3, "sliding_window": 64}, (64, 64)),
+        (PHI3, (None, None)),
+        ({**QWEN2, "sliding_window": 64}, (None, None, None)),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": False}, (None, None, None)),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True}, (None, None, None)),
+        ({**QWEN2, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (None, 64, 64)),
+        (
+            {**QWEN2, "sliding_window": 64, "use_sliding_window": True, "layer_types": [SLIDING, FULL, SLIDING]},
+            (64, None, 64),
+        ),
+        ({**QWEN2, "sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None, None, None)),
+    ],
+)
+def test_windows_of_each_layer(tmp_path: Path, changes: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    """Absent fields as in transformers: a Mistral without `sliding_window` has one of 4 096, a Qwen2 with a window has
+    it from layer 28 on. A window as long as the context is none."""
+    assert read(tmp_path, **changes).windows == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**QWEN2, "layer_types": [SLIDING, FULL, FULL]}, "has sliding_attention, but use_sliding_window"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0, must be at least 1"),
+        ({**QWEN2, "use_sliding_window": 1, "sliding_window": 9}, "use_sliding_window is 1, not bool"),
+        ({**MISTRAL, "sliding_window": 64, "layer_types": [SLIDING, FULL]}, "layer_types of mistral that contradict"),
+        ({**MISTRAL, "num_key_value_heads": ...}, "num_key_value_heads is 8, which does not divide 4"),
+        ({**PHI3, "rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.1}, "head_dim is 8"),
+        ({**PHI3, "rope_scaling": {"type": "su", "short_factor": [1]}}, "short_factor is no list of 4"),
+        ({**PHI3, "partial_rotary_factor": 1.5}, "head_dim is 8; the rotary embedding turns 12"),
+        ({**PHI3, "auto_map": {"AutoModelForCausalLM": "other.Phi3ForCausalLM"}}, "code lies in its folder"),
+        ({**OPT, "activation_function": "tanh"}, "activation 'tanh' .activation_function. is not supported"),
+        ({**OPT, "ffn_dim": ...}, "ffn_dim is missing"),
+        ({**OPT, "word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
+    ],
+)
+def test_what_a_family_cannot_have_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_opt_has_learned_positions_layer_norms_and_a_plain_mlp(tmp_path: Path) -> None:
+    spec = read(tmp_path, **OPT)
+    assert (spec.position_kind, spec.rotary_dim, spec.position_offset) == ("learned", 0, 2)
+    assert (spec.norm_kind, spec.norm_bias, spec.norm_eps, spec.norm_first, spec.final_norm) == (
+        "layer",
+        True,
+        1e-5,
+        True,
+        True,
+    )
+    assert (spec.activation, spec.gated_mlp, spec.intermediate_size) == ("relu", False, 48)
+    assert (spec.tied_embeddings, spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (True,) * 4
+    assert spec.embedding_size is None
+    behind = read(tmp_path, **OPT, do_layer_norm_before=False, word_embed_proj_dim=24)
+    assert (behind.norm_first, behind.final_norm, behind.embedding_size) == (False, False, 24)
+    assert not read(tmp_path, **OPT, _remove_final_layer_norm=True).final_norm
+
+
+def test_code_that_became_the_reference_is_not_needed(tmp_path: Path) -> None:
+    """The published Phi-3 checkpoints name the files that transformers took over; as there, they are not run."""
+    auto_map = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    assert read(tmp_path, **PHI3, auto_map=auto_map).architecture == "Phi3ForCausalLM"
+    with pytest.raises(StartupError, match="code lies in its folder"):
+        read(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+
+
+def test_sampling_defaults_of_the_generation_config_do_not_disturb(tmp_path: Path) -> None:
+    generation = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 2048,
+        "bos_token_id": 1,
+        "pad_token_id": None,
+        "transformers_version": "4.51.0",
+        "eos_token_id": [3, 2],
+    }
+    assert read(tmp_path, generation=generation).eos_token_ids == (2, 3)
+
+
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [5.0] * 4}
+
+
+def test_longrope_is_served_as_long_as_its_factors_stay(tmp_path: Path) -> None:
+    """Phi-3 with 128 positions after 32: sqrt(1 + ln(4) / ln(32)) = 1.1832."""
+    spec = read(tmp_path, **PHI3, rope_scaling={"type": "su", **FACTORS}, original_max_position_embeddings=32)
+    assert spec.max_positions == 32
+    assert (spec.rope.kind, spec.rope.factors) == ("longrope", (1.0, 1.5, 2.0, 3.0))
+    assert spec.rope.attention_factor == pytest.approx(1.1832, rel=1e-4)
+    check_context(spec, 32)
+    check_context(spec, None)
+    with pytest.raises(StartupError, match="longer than the model's 32 positions: beyond them longrope"):
+        check_context(spec, 33)
+    with pytest.raises(StartupError, match=r"longer than the model's 128 positions\. Ask for at most 128"):
+        check_context(read(tmp_path), 129)
+
+
+def test_yarn_lengthens_the_context_that_it_names(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read(tmp_path, rope_scaling=yarn).max_positions == 512
+    assert read(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0}).max_positions == 128
 
 
 def test_folders_without_a_model_say_what_they_are(tmp_path: Path) -> None:
@@ -156,18 +313,35 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
         read_spec(tmp_path)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 256}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
         {"rope_type": "default", "rope_theta": 10_000.0},
         {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+        {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0},
+        LLAMA3,
+        YARN,
+        {**YARN, "truncate": False, "beta_fast": 16, "beta_slow": 2},
+        {**YARN, "mscale": 0.7, "mscale_all_dim": 0.3},
+        {**YARN, "attention_factor": 0.9},
+        {**YARN, "original_max_position_embeddings": 4},
         {
-            "rope_type": "llama3",
-            "rope_theta": 500_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 256,
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(32)],
+            "long_factor": [8.0] * 32,
+            "original_max_position_embeddings": 512,
         },
     ],
 )
@@ -178,6 +352,10 @@ def test_angles_equal_the_references(tmp_path: Path, parameters: dict[str, Any])
     )
     reference = LlamaRotaryEmbedding(config)
     torch.testing.assert_close(inverse_frequencies(spec.rope, 64), reference.inv_freq, rtol=1e-6, atol=0)
+    cos, sin = reference(torch.zeros(1), torch.arange(100).unsqueeze(0))
+    table = RopeTable(spec.rope, 64, 100, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(table.cos, cos[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(table.sin[:, 32:], sin[0, :, 32:], rtol=0, atol=2e-5)
 
 
 def test_rotation_preserves_length_and_depends_on_distance_only() -> None:
@@ -195,6 +373,19 @@ def test_rotation_preserves_length_and_depends_on_distance_only() -> None:
 
     torch.testing.assert_close(product(7, 3), product(61, 57), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(product(7, 3), product(7, 4), rtol=1e-4)
+
+
+def test_a_partial_rotation_leaves_the_rest_of_a_head(tmp_path: Path) -> None:
+    spec = read(tmp_path, **PHI3, head_dim=16, partial_rotary_factor=0.5)
+    assert spec.rotary_dim == 8
+    heads = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(0))
+    table = RopeTable(spec.rope, 8, 100, torch.float32, torch.device("cpu"))
+    turned = rotate(heads, *table.rows(torch.tensor([0, 1, 7, 50, 99])))
+    assert torch.equal(turned[..., 8:], heads[..., 8:])
+    assert torch.equal(turned[..., :8], rotate(heads[..., :8], *table.rows(torch.tensor([0, 1, 7, 50, 99]))))
+    none = RopeTable(RopeSpec(), 0, 100, torch.float32, torch.device("cpu"))
+    assert none.num_bytes == 0
+    assert torch.equal(rotate(heads, *none.rows(torch.arange(5))), heads)
 
 
 def test_every_family_is_named_after_its_architecture() -> None:

@@ -166,6 +166,15 @@ def test_the_first_prefill_is_rescued_when_others_hold_all_blocks(scheduler: str
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_decode_that_gives_way_is_not_forgotten_when_the_first_prefill_is_rescued(scheduler: str) -> None:
+    """Row 1 needs a second block, none is free, so it gives its own; that one becomes row 0's third."""
+    view = make_view(running=[prefilling(20, 8), decoding(4)], free_blocks=0)
+    output = decide(scheduler, view)
+    assert output.preempt.tolist() == [1]
+    assert chosen(output) == [(0, 4)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_nothing_is_done_while_blocks_in_flight_are_all_that_could_help(scheduler: str) -> None:
     view = make_view(running=[decoding(8)], free_blocks=0, num_in_flight=3)
     output = decide(scheduler, view)

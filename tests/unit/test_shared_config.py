@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
-from shared.config import ConfigError, ServiceSettings, Settings, Size, load, load_with_origin, parse_size
+from shared.config import ConfigError, ModelNames, ServiceSettings, Settings, Size, load, load_with_origin, parse_size
 from shared.errors import StartupError
 
 REPEATABLE = settings(derandomize=True, deadline=None)
@@ -416,3 +416,27 @@ def test_startup_errors_are_one_line_with_the_next_step() -> None:
         "sluice: port 80 is taken. Choose another with --port"
     )
     assert str(StartupError("no such model")) == "sluice: no such model"
+
+
+class Named(Settings):
+    names: ModelNames = ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "names"),
+    [
+        ([], {}, ()),
+        (["--names", "a, org/b,a"], {}, ("a", "org/b")),
+        (["--names", "a", "--names", "b"], {}, ("a", "b")),
+        ([], {"SLUICE_NAMES": "a,b c"}, ("a", "b c")),
+    ],
+)
+def test_a_model_may_have_several_names(argv: list[str], env: dict[str, str], names: tuple[str, ...]) -> None:
+    assert load(Named, "", argv, env).names == names
+    assert Named.model_validate({"names": ",".join(names)}).names == names
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "a\x00b", "a\nb"])
+def test_a_model_may_not_have_any_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no name for a model"):
+        load(Named, "", [f"--names={name}"], {})

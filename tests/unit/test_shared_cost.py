@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from shared.cost import PROFILES, CostModel, KunServeCost, Profile, load_profile, prefill_pairs, profile_names
+from shared.cost import (
+    PROFILES,
+    CostModel,
+    KunServeCost,
+    Profile,
+    load_profile,
+    prefill_pairs,
+    profile_names,
+    profile_toml,
+)
 from shared.errors import ProfileError, StartupError
 
 A800 = "qwen2.5-14b-tp1-a800"
@@ -134,6 +144,19 @@ def test_a_profile_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
     mine, shipped = load_profile(path), load_profile(A800)
     assert (mine.name, mine.cost, mine.kunserve) == ("mine", shipped.cost, shipped.kunserve)
     assert load_profile(str(path)) == mine
+
+
+@pytest.mark.parametrize("name", [A800, "llama-3-70b-tp8-a100"])
+def test_a_written_profile_is_read_as_it_was(tmp_path: Path, name: str) -> None:
+    profile = replace(load_profile(name), model='Odd "Näme" 🦊\\\n', p95_error_ratio=0.0625)
+    path = tmp_path / f"{name}.toml"
+    path.write_text(profile_toml(profile), encoding="utf-8")
+    found = load_profile(path)
+    assert replace(found, cost=profile.cost, kunserve=profile.kunserve) == profile
+    assert asdict(found.cost) == pytest.approx(asdict(profile.cost), rel=1e-4)
+    if profile.kunserve is not None:
+        assert found.kunserve is not None
+        assert asdict(found.kunserve) == pytest.approx(asdict(profile.kunserve), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from json.encoder import encode_basestring
 
@@ -17,14 +18,26 @@ class AnswerText:
         detokenizer: a fresh one.
         stops: stop strings.
         shown_stop_ids: stop ids that the request named; any other token that stops the answer (EOS) has no text.
+        min_tokens: tokens at the beginning whose text no stop string ends.
+        with_tokens: say which tokens are in the text (`take_shown`).
     """
 
-    __slots__ = ("_detokenizer", "_shown_stop_ids", "_stops", "num_tokens", "was_cut")
+    __slots__ = ("_detokenizer", "_ledger", "_min_tokens", "_shown_stop_ids", "_stops", "num_tokens", "was_cut")
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], shown_stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        shown_stop_ids: Sequence[int] = (),
+        *,
+        min_tokens: int = 0,
+        with_tokens: bool = False,
+    ) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops) if stops else None
+        self._stops = StopMatcher(stops) if stops or with_tokens else None
         self._shown_stop_ids = frozenset(shown_stop_ids)
+        self._min_tokens = min_tokens
+        self._ledger = _TokenLedger() if with_tokens else None
         self.num_tokens = 0
         """Tokens of the answer so far, for the bill: up to the one that completed a stop string."""
         self.was_cut = False
@@ -39,9 +52,20 @@ class AnswerText:
             self.num_tokens += len(token_ids)
             text = self._detokenizer.push(visible) if visible else ""
             return text + self._detokenizer.flush() if finish else text
-        return self._push_with_stops(self._stops, visible, len(token_ids) - len(visible), finish)
+        text = self._push_one_by_one(self._stops, visible, len(token_ids) - len(visible), finish)
+        if self._ledger is not None:
+            self._ledger.show(len(text), is_end=bool(finish) and not self.was_cut)
+        return text
 
-    def _push_with_stops(
+    def take_shown(self) -> list[tuple[int, int]]:
+        """Return the tokens whose text has become visible since the last call: (index in the answer, offset).
+
+        A token comes with the first text of which it is a part, one without text (half a character, a control token)
+        with what follows. The offset is where its text begins, in characters of the answer.
+        """
+        return self._ledger.take() if self._ledger is not None else []
+
+    def _push_one_by_one(
         self, stops: StopMatcher, token_ids: Sequence[int], num_hidden: int, finish: FinishReason
     ) -> str:
         texts: list[str] = []
@@ -49,7 +73,11 @@ class AnswerText:
             if self.was_cut:
                 return "".join(texts)
             self.num_tokens += 1
-            text, self.was_cut = stops.push(self._detokenizer.push((token_id,)))
+            text = self._detokenizer.push((token_id,))
+            if self._ledger is not None:
+                self._ledger.add(len(text))
+            if self.num_tokens > self._min_tokens:
+                text, self.was_cut = stops.push(text)
             texts.append(text)
         if finish and not self.was_cut:
             self.num_tokens += num_hidden
@@ -58,9 +86,43 @@ class AnswerText:
         return "".join(texts)
 
 
+class _TokenLedger:
+    """Which tokens make up the text that has been shown."""
+
+    __slots__ = ("_num_chars", "_num_shown", "_num_tokens", "_shown", "_waiting")
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_chars = 0  # of all tokens so far, shown or held back
+        self._num_shown = 0
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._shown: list[tuple[int, int]] = []
+
+    def add(self, num_chars: int) -> None:
+        """Take the next token, which completes so many characters."""
+        self._waiting.append((self._num_tokens, self._num_chars))
+        self._num_tokens += 1
+        self._num_chars += num_chars
+
+    def show(self, num_chars: int, *, is_end: bool) -> None:
+        """So many characters more are visible; at the end nothing follows that a token could wait for."""
+        self._num_shown += num_chars
+        waiting = self._waiting
+        while waiting and (is_end or waiting[0][1] < self._num_shown):
+            self._shown.append(waiting.popleft())
+
+    def take(self) -> list[tuple[int, int]]:
+        shown, self._shown = self._shown, []
+        return shown
+
+
 def json_text(text: str) -> bytes:
     """Return the text as a JSON string in UTF-8; characters that some clients take for ends of lines are escaped."""
-    encoded = encode_basestring(text)
-    if not encoded.isascii():
-        encoded = encoded.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")
-    return encoded.encode()
+    return escape_line_ends(encode_basestring(text)).encode()
+
+
+def escape_line_ends(encoded: str) -> str:
+    """Return JSON with the characters escaped that some clients take for ends of lines."""
+    if encoded.isascii():
+        return encoded
+    return encoded.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").replace("\x85", "\\u0085")

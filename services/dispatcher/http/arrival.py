@@ -1,4 +1,4 @@
-"""What the two generating endpoints do first: note the arrival, read the body, find the model."""
+"""What every endpoint with a body does first: note the arrival, read the body, find the model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_model(front: Front, fields: Fields) -> None:
     name = fields.text("model")
     if name is None:
         raise invalid("missing_required_parameter", "model", "Missing required parameter: 'model'.")
-    if name != front.model:
+    if name not in front.models:
         raise unknown_model(name)
 
 

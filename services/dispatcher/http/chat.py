@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from aiohttp import web
 
 from services.dispatcher.http.arrival import check_model, note_arrival
+from services.dispatcher.http.call import Call, Prompt
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.generate import Call, generate
-from services.dispatcher.http.messages import parse_messages
+from services.dispatcher.http.generate import generate
+from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.params import parse_params
-from services.dispatcher.http.unsupported import CHAT, refuse_chat_logprobs, refuse_unsupported
+from services.dispatcher.http.salt import cache_salt
+from services.dispatcher.http.sampling import chat_logprobs
+from services.dispatcher.http.unsupported import CHAT, refuse_unsupported
 
 _KNOWN = frozenset(
     {
         *CHAT,
         *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature"),
         *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n"),
-        *("presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "response_format"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of"),
+        *("logprobs", "top_logprobs", "response_format", "cache_salt"),
         *("modalities", "user", "metadata", "store", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
     }
 )
@@ -32,19 +34,20 @@ async def chat_completions(front: Front, request: web.BaseRequest, public_id: st
     fields = Fields(body)
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
-    refuse_chat_logprobs(fields)
     messages = parse_messages(body.get("messages"))
-    params = parse_params(fields, front.codec.vocab_size)
+    params = parse_params(fields, front.rules, chat_logprobs(fields))
     front.unknown_names.note(body, _KNOWN)
     call = Call(
         request_id=arrival.request_id,
         public_id=public_id,
         is_chat=True,
         params=params,
-        encode=partial(front.codec.encode_chat, messages),
-        num_chars=sum(len(message["content"]) for message in messages),
+        encode=lambda: [Prompt(front.codec.encode_chat(messages))],
+        num_prompts=1,
+        num_chars=count_chars(messages),
         prompt_param="messages",
         default_max_tokens=None,
+        cache_salt=cache_salt(request.headers, params.salt),
         arrival_s=arrival.arrival_s,
         created_unix_s=arrival.created_unix_s,
     )

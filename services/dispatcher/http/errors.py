@@ -72,8 +72,12 @@ def unsupported(param: str, message: str = "") -> ApiError:
 
 def error_body(error: ApiError) -> bytes:
     """Return the JSON of an error; also the data of an error event in a stream."""
-    content = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    return json.dumps({"error": content}).encode()
+    return json.dumps({"error": error_content(error)}).encode()
+
+
+def error_content(error: ApiError) -> dict[str, str | None]:
+    """Return OpenAI's error object."""
+    return {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
 
 
 def error_response(error: ApiError, request_id: str = "") -> web.Response:
@@ -106,8 +110,9 @@ _NOT_TO_RETRY: Final = (FailureCode.REQUEST_FAILED, FailureCode.TIMED_OUT)
 """It would cost as much again, and end alike."""
 
 
-def failure_error(code: FailureCode) -> ApiError:
-    """Return the error of a request that has no (whole) answer."""
+def failure_error(code: FailureCode, prefix: str = "") -> ApiError:
+    """Return the error of a request that has no (whole) answer; `prefix` says what part of it failed."""
     status, message, retry_after_s = _FAILURES[code]
+    message = prefix + message
     headers = {"x-should-retry": "false"} if code in _NOT_TO_RETRY else {}
     return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)

@@ -67,6 +67,18 @@ class Fields:
             raise self._wrong_type(name, "a string", value)
         return value
 
+    def tokens(self, name: str, max_length: int, vocab_size: int) -> tuple[int, ...]:
+        """Return the token ids; none if they are not given."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            raise self._wrong_type(name, "an array of token ids", value)
+        if len(value) > max_length:
+            path = self._prefix + name
+            raise invalid("array_above_max_length", path, f"'{path}' takes at most {max_length} ids.")
+        return tuple(check_token_ids(value, self._prefix + name, vocab_size))
+
     def mapping(self, name: str) -> Fields | None:
         """Return the parameters of an inner object, or None if it is not given."""
         value = self.values.get(name)
@@ -112,3 +124,18 @@ _TYPE_NAMES = {
 def type_name(value: object) -> str:
     """Return what JSON calls the type of a value."""
     return _TYPE_NAMES.get(type(value), "another type")
+
+
+def check_token_ids(values: list[Any], param: str, vocab_size: int) -> list[int]:
+    """Return the ids if each is an integer of the vocabulary.
+
+    Raises:
+        ApiError: one is not.
+    """
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise invalid("invalid_type", param, f"'{param}' must have integers only, not {type_name(value)}.")
+        if not 0 <= value < vocab_size:
+            code = "integer_below_min_value" if value < 0 else "integer_above_max_value"
+            raise invalid(code, param, f"'{param}' has a token id outside of the vocabulary (0 to {vocab_size - 1}).")
+    return values

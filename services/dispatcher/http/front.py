@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
@@ -55,12 +56,18 @@ class Front:
     """The event loop's clock."""
     unix_now: Callable[[], float]
     draw_seed: Callable[[], int]
+    rules: ParamRules
     unknown_names: UnknownNames = field(default_factory=UnknownNames)
 
     @property
     def model(self) -> str:
-        """Name under which the model is served."""
+        """Name under which the model answers."""
         return self.settings.model_name()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names under which the model may be asked; the first is the one above."""
+        return self.settings.model_names()
 
     @property
     def max_request_tokens(self) -> int:

@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Final
 
 from aiohttp import web
 
-from services.dispatcher.http.answer_text import AnswerText, json_text
-from services.dispatcher.http.errors import ApiError, error_body, failure_error, invalid
+from services.dispatcher.http.answer_text import AnswerText
+from services.dispatcher.http.answers import collect_answer, stream_answer
+from services.dispatcher.http.call import Call, Choice, Prompt
+from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.params import Params
 from services.dispatcher.http.records import make_record, report_record
-from services.dispatcher.http.shapes import Shape, Usage
-from services.dispatcher.http.sse import EventStream
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.text.pool import TextPoolFullError
+from services.dispatcher.text.prompts import TooManyTokensError
 from services.dispatcher.text.template import TemplateRefusalError
 from shared.ids import RequestId
 from shared.messages.request import pack_token_ids
-from shared.types import FinishReason
 
-SLACK = 4
+SLACK: Final = 4
 """A prompt is refused untokenised if it has this many times more characters than the context could hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One checked request."""
-
-    request_id: RequestId
-    public_id: str
-    """What `x-request-id` says."""
-    is_chat: bool
-    params: Params
-    encode: Callable[[], list[int]]
-    """Makes the prompt's token ids; runs off the event loop."""
-    num_chars: int
-    """Characters of the prompt."""
-    prompt_param: str
-    """`messages` or `prompt`: what an error about the prompt names."""
-    default_max_tokens: int | None
-    """None: as many as the context holds."""
-    arrival_s: float
-    created_unix_s: int
-
-    @property
-    def endpoint(self) -> str:
-        """For metrics and logs."""
-        return "chat" if self.is_chat else "completions"
+MAX_COPIED_TOKENS: Final = 4_000_000
+"""Tokens of all prompts times `n`: each choice's submission carries its prompt."""
 
 
 async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
@@ -58,57 +32,105 @@ async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.St
     Raises:
         ApiError: it was refused, or it failed and nothing has been sent yet.
     """
-    answer = AnswerText(front.codec.table.start(first=call.is_chat), call.params.stops, call.params.stop_token_ids)
+    choices = _make_choices(front, call)
     finish = "cancelled"  # unless something better happens: the client may leave at any await
-    session: Session | None = None
+    response: web.StreamResponse
     try:
-        session = await _admit(front, call)
+        await _admit(front, call, choices)
         if call.params.stream:
-            response = await _stream(front, call, session, answer, request)
+            response = await stream_answer(front, call, choices, request)
         else:
-            response = await _collect(front, call, session, answer)
-        finish = front.sessions.outcome(session) or session.finish.name.lower()
+            response = await collect_answer(front, call, choices)
+        finish = _finish_of(choices)
     except ApiError as error:
         finish = error.code or "error"
         raise
     finally:
-        if session is not None:
-            front.sessions.release(session)
-        report_record(front, make_record(front, call, session, answer.num_tokens, finish))
+        for choice in choices:
+            if choice.session is not None:
+                front.sessions.release(choice.session)
+        report_record(front, make_record(front, call, choices, finish))
     return response
 
 
-async def _admit(front: Front, call: Call) -> Session:
+def _make_choices(front: Front, call: Call) -> list[Choice]:
+    choices: list[Choice] = []
+    for _ in range(call.num_prompts):
+        parent: Choice | None = None
+        for _ in range(call.params.num_choices):
+            choices.append(Choice(len(choices), _answer_text(front, call), parent))
+            parent = parent or choices[-1]
+    return choices
+
+
+def _answer_text(front: Front, call: Call) -> AnswerText:
+    sampling = call.params.sampling
+    return AnswerText(
+        front.codec.table.start(first=call.is_chat),
+        call.params.stops,
+        sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        with_tokens=sampling.logprobs is not None,
+    )
+
+
+def _finish_of(choices: Sequence[Choice]) -> str:
+    """Return how the first choice ended that did not fail; why the first one failed if all did."""
+    for choice in choices:
+        if choice.failure is None:
+            return choice.opened.finish.name.lower()
+    return (choices[0].failure or FailureCode.INTERNAL).value
+
+
+async def _admit(front: Front, call: Call, choices: Sequence[Choice]) -> None:
+    """Give every choice a session, and the first one a worker."""
     try:
-        front.sessions.check_admission()
-        prompt = await _encode(front, call)
-        return await front.sessions.admit(_new_request(front, call, prompt))
+        front.sessions.check_admission(len(choices))
+        prompts = await _encode(front, call)
+        sessions = front.sessions.open(_new_requests(front, call, prompts))
+        for choice, session in zip(choices, sessions, strict=True):
+            choice.session = session
+            choice.echo = prompts[choice.index // call.params.num_choices].echo
+        await front.sessions.place(sessions[0])
+        choices[0].placed.set()
     except TextPoolFullError:
         code = FailureCode.QUEUE_FULL
     except RequestFailedError as error:
         code = error.code
+    else:
+        return
     front.metrics.refused(code.value, call.params.service_tier)
     if code is FailureCode.TOO_LONG:
         raise invalid(code.value, call.prompt_param, failure_error(code).message)
     raise failure_error(code)
 
 
-async def _encode(front: Front, call: Call) -> list[int]:
+async def _encode(front: Front, call: Call) -> list[Prompt]:
     limit = front.max_request_tokens
     if call.num_chars > SLACK * limit * front.codec.max_token_bytes:
         raise _too_long(call, limit, "far more")
     try:
-        prompt = await front.pool.run(call.encode)
+        prompts = await front.pool.run(call.encode)
     except TemplateRefusalError as error:
-        reason = f": {error.reason}" if error.reason else "."
-        raise invalid(
-            "invalid_value", call.prompt_param, f"The model's chat template refuses these messages{reason}"
-        ) from None
-    if not prompt:
-        raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
-    if len(prompt) >= limit:
-        raise _too_long(call, limit, str(len(prompt)))
-    return prompt
+        raise refused_by_template(error, call.prompt_param) from None
+    except TooManyTokensError as error:
+        raise _too_long(call, limit, str(error.num_tokens)) from None
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
+        if len(prompt.token_ids) >= limit:
+            raise _too_long(call, limit, str(len(prompt.token_ids)))
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    if num_tokens * call.params.num_choices > MAX_COPIED_TOKENS:
+        most = MAX_COPIED_TOKENS // num_tokens
+        raise invalid("integer_above_max_value", "n", f"With {num_tokens} tokens of prompts, 'n' is at most {most}.")
+    return prompts
+
+
+def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:
+    """Return the 400 for messages that the model's chat template does not take."""
+    reason = f": {error.reason}" if error.reason else "."
+    return invalid("invalid_value", param, f"The model's chat template refuses these messages{reason}")
 
 
 def _too_long(call: Call, limit: int, found: str) -> ApiError:
@@ -116,113 +138,32 @@ def _too_long(call: Call, limit: int, found: str) -> ApiError:
     return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
 
 
-def _new_request(front: Front, call: Call, prompt: list[int]) -> NewRequest:
-    """Return the request in tokens; `max_tokens` is cut to what the context still holds."""
+def _new_requests(front: Front, call: Call, prompts: Sequence[Prompt]) -> list[NewRequest]:
+    """Return each choice's request in tokens, prompt by prompt."""
+    found: list[NewRequest] = []
+    for prompt in prompts:
+        found += _of_prompt(front, call, prompt.token_ids, len(found))
+    return found
+
+
+def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) -> list[NewRequest]:
+    """Return the requests of one prompt; `max_tokens` is cut to what the context still holds."""
+    params = call.params
     room = front.max_request_tokens - len(prompt)
-    wanted = call.params.max_tokens or call.default_max_tokens or room
-    return NewRequest(
-        request_id=call.request_id,
-        prompt=pack_token_ids(prompt),
-        sampling=call.params.sampling(min(wanted, room), front.draw_seed),
-        arrival_s=call.arrival_s,
-        limit_s=front.settings.request_limit_s,
-        request_class=call.params.request_class,
-        qoe=call.params.qoe,
-    )
-
-
-def _shape(front: Front, call: Call) -> Shape:
-    return Shape(
-        is_chat=call.is_chat,
-        answer_id=f"{'chatcmpl' if call.is_chat else 'cmpl'}-{call.request_id}",
-        created_unix_s=call.created_unix_s,
-        model=front.model,
-        service_tier=call.params.service_tier,
-        include_usage=call.params.include_usage,
-    )
-
-
-class _Collector:
-    """Takes the tokens of an answer that is sent whole."""
-
-    def __init__(self, answer: AnswerText) -> None:
-        self._answer = answer
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        self._texts.append(self._answer.push(token_ids, finish))
-        return not self._answer.was_cut
-
-
-async def _collect(front: Front, call: Call, session: Session, answer: AnswerText) -> web.Response:
-    collector = _Collector(answer)
-    session.attach(collector, front.now())
-    await session.ended.wait()
-    failure = front.sessions.outcome(session)
-    if failure is not None:
-        raise failure_error(failure)
-    usage = Usage(session.request.num_prompt_tokens, answer.num_tokens)
-    body = _shape(front, call).whole(collector.text, session.finish, usage)
-    return web.Response(body=body, content_type="application/json")
-
-
-class _Streamer:
-    """Takes the tokens of a streamed answer and writes them at once."""
-
-    __slots__ = ("_answer", "_num_pending", "_shape", "_stream")
-
-    def __init__(self, answer: AnswerText, shape: Shape, stream: EventStream) -> None:
-        self._answer = answer
-        self._shape = shape
-        self._stream = stream
-        self._num_pending = 0  # tokens since the last chunk: their text was not decided yet
-
-    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        answer = self._answer
-        num_before = answer.num_tokens
-        text = answer.push(token_ids, finish)
-        self._num_pending += answer.num_tokens - num_before
-        if text:
-            self._stream.write(self._shape.chunk(json_text(text), self._num_pending), now_s)
-            self._num_pending = 0
-        return not answer.was_cut
-
-
-async def _stream(
-    front: Front, call: Call, session: Session, answer: AnswerText, request: web.BaseRequest
-) -> web.StreamResponse:
-    shape = _shape(front, call)
-    stream = await front.streams.open(request, {"x-request-id": call.public_id, "Server": "sluice"})
-    try:
-        if call.is_chat:
-            stream.write(shape.role_chunk(), front.now())
-        session.attach(_Streamer(answer, shape, stream), front.now())
-        await session.ended.wait()
-        stream.write(_ending(front, session, shape, answer), front.now())
-        front.sessions.release(session)  # before the last bytes are taken: the client may be slow
-        await stream.end()
-    finally:
-        front.streams.close(stream)
-    return stream.response
-
-
-def _ending(front: Front, session: Session, shape: Shape, answer: AnswerText) -> bytes:
-    failure = front.sessions.outcome(session)
-    if failure is not None:
-        return b"data: " + error_body(failure_error(failure)) + b"\n\ndata: [DONE]\n\n"
-    usage = Usage(session.request.num_prompt_tokens, answer.num_tokens)
-    return shape.last_chunks(session.finish, usage, _estimate(session, answer.num_tokens))
-
-
-def _estimate(session: Session, num_tokens: int) -> dict[str, Any]:
-    """Return the server's own account of the stream, from the times of sending."""
-    first_s = session.first_token_s
-    return {
-        "qoe": None if session.qoe is None else round(session.qoe.final(), 4),
-        "ttft_s": None if first_s is None else round(first_s - session.request.arrival_s, 4),
-        "tokens": num_tokens,
-    }
+    wanted = params.max_tokens or call.default_max_tokens or room
+    packed = pack_token_ids(prompt)
+    return [
+        NewRequest(
+            request_id=RequestId(f"{call.request_id}-{index}") if index else call.request_id,
+            prompt=packed,
+            sampling=sampling,
+            arrival_s=call.arrival_s,
+            limit_s=front.settings.request_limit_s,
+            request_class=params.request_class,
+            qoe=params.qoe,
+            cache_salt=call.cache_salt,
+        )
+        for index, sampling in enumerate(
+            params.sampling.choices(params.num_choices, min(wanted, room), front.draw_seed()), start=first_index
+        )
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from services.dispatcher.http.errors import ApiError, invalid, unsupported
@@ -29,6 +30,11 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
     if len(value) > MAX_MESSAGES:
         raise invalid("array_above_max_length", "messages", f"'messages' has more than {MAX_MESSAGES} messages.")
     return [_message(message, f"messages.{index}") for index, message in enumerate(value)]
+
+
+def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the characters that a conversation brings to the tokenizer, apart from the template's own."""
+    return sum(len(text) for message in messages for text in message.values())
 
 
 def _message(value: Any, path: str) -> dict[str, Any]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from services.dispatcher.http.errors import invalid
+from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.http.fields import Fields, type_name
-from shared.types import MAX_SEED, QoeTarget, RequestClass, SamplingParams
+from services.dispatcher.http.salt import parse_salt
+from services.dispatcher.http.sampling import MAX_INT, Sampling, parse_sampling
+from services.dispatcher.text.generation_config import SamplingDefaults
+from shared.types import QoeTarget, RequestClass
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
-MAX_MAX_TOKENS: Final = 2**31 - 1
-"""Largest `max_tokens` that is understood; what exceeds the context is cut to it."""
+MAX_CHOICES: Final = 128
 
 SERVICE_TIERS: Final[dict[str, tuple[RequestClass, str]]] = {
     "auto": (RequestClass.REAL_TIME, "default"),
@@ -27,65 +28,76 @@ SERVICE_TIERS: Final[dict[str, tuple[RequestClass, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
+class ParamRules:
+    """What is allowed, and what holds for a parameter that is not given."""
+
+    vocab_size: int
+    defaults: SamplingDefaults
+    max_choices: int
+    """Choices that this dispatcher can take at all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Params:
     """One request's parameters, as far as they do not depend on the prompt."""
 
     stream: bool
     include_usage: bool
+    num_choices: int
     max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
+    """As asked for, at most 2³¹ − 1; what exceeds the context is cut to it."""
+    sampling: Sampling
     stops: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    ignore_eos: bool
     service_tier: str
     """The tier that is really used."""
     request_class: RequestClass
     qoe: QoeTarget | None
     """None if no reader follows the answer (not streamed)."""
-
-    def sampling(self, max_tokens: int, draw_seed: Callable[[], int]) -> SamplingParams:
-        """Return the sampling parameters; a seed is drawn if none was given, so that any worker continues alike."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=draw_seed() if self.seed is None else self.seed,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-        )
+    salt: str
+    """The request's own."""
 
 
-def parse_params(fields: Fields, vocab_size: int) -> Params:
+def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Params:
     """Return the shared parameters.
+
+    Args:
+        fields: of the request.
+        rules: of this dispatcher and its model.
+        logprobs: see `SamplingParams.logprobs`; the endpoints have different names for it.
 
     Raises:
         ApiError: the first one that is not allowed.
     """
     stream = fields.boolean("stream")
     tier, request_class = _service_tier(fields)
-    return Params(
+    params = Params(
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
+        num_choices=_num_choices(fields, rules),
         max_tokens=_max_tokens(fields),
-        temperature=_or(fields.number("temperature", 0, 2), 1.0),
-        top_p=_or(fields.number("top_p", 0, 1, above=True), 1.0),
-        top_k=max(0, fields.integer("top_k", -1, MAX_MAX_TOKENS) or 0),
-        seed=fields.integer("seed", -(2**63), MAX_SEED),
+        sampling=parse_sampling(fields, rules.vocab_size, rules.defaults, logprobs),
         stops=_stops(fields.values.get("stop")),
-        stop_token_ids=_stop_token_ids(fields.values.get("stop_token_ids"), vocab_size),
-        ignore_eos=fields.boolean("ignore_eos"),
         service_tier=tier,
         request_class=request_class,
         qoe=_qoe(fields, stream=stream),
+        salt=parse_salt(fields),
     )
+    if params.max_tokens is not None and params.sampling.min_tokens > params.max_tokens:
+        raise invalid("invalid_value", "min_tokens", "'min_tokens' must not be above 'max_tokens'.")
+    return params
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _num_choices(fields: Fields, rules: ParamRules) -> int:
+    count = fields.integer("n", 1, MAX_CHOICES) or 1
+    if count > rules.max_choices:
+        message = f"This server takes at most {rules.max_choices} choices at a time."
+        raise invalid("integer_above_max_value", "n", message)
+    best_of = fields.integer("best_of", 1, MAX_CHOICES)
+    if best_of is not None and best_of < count:
+        raise invalid("invalid_value", "best_of", "'best_of' must not be below 'n'.")
+    if best_of is not None and best_of > count:
+        raise unsupported("best_of", "Choosing the best of several answers is not supported: 'best_of' must be 'n'.")
+    return count
 
 
 def _include_usage(fields: Fields, *, stream: bool) -> bool:
@@ -98,8 +110,8 @@ def _include_usage(fields: Fields, *, stream: bool) -> bool:
 
 
 def _max_tokens(fields: Fields) -> int | None:
-    old = fields.integer("max_tokens", 1, MAX_MAX_TOKENS)
-    new = fields.integer("max_completion_tokens", 1, MAX_MAX_TOKENS)
+    old = fields.integer("max_tokens", 1, MAX_INT)
+    new = fields.integer("max_completion_tokens", 1, MAX_INT)
     if old is not None and new is not None and old != new:
         message = "'max_tokens' and 'max_completion_tokens' differ; give one of them."
         raise invalid("invalid_value", "max_completion_tokens", message)
@@ -124,31 +136,6 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _stop_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise invalid("invalid_type", "stop_token_ids", "'stop_token_ids' must be an array of token ids.")
-    if len(value) > 64:
-        raise invalid("array_above_max_length", "stop_token_ids", "'stop_token_ids' takes at most 64 ids.")
-    return tuple(check_token_ids(value, "stop_token_ids", vocab_size))
-
-
-def check_token_ids(values: list[Any], param: str, vocab_size: int) -> list[int]:
-    """Return the ids if each is an integer of the vocabulary.
-
-    Raises:
-        ApiError: one is not.
-    """
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid("invalid_type", param, f"'{param}' must have integers only, not {type_name(value)}.")
-        if not 0 <= value < vocab_size:
-            code = "integer_below_min_value" if value < 0 else "integer_above_max_value"
-            raise invalid(code, param, f"'{param}' has a token id outside of the vocabulary (0 to {vocab_size - 1}).")
-    return values
-
-
 def _service_tier(fields: Fields) -> tuple[str, RequestClass]:
     name = fields.text("service_tier") or "auto"
     if name not in SERVICE_TIERS:
@@ -167,4 +154,7 @@ def _qoe(fields: Fields, *, stream: bool) -> QoeTarget | None:
     speed = given.number("speed_tokens_per_s", 0, 10_000, above=True)
     if not stream:
         return None
-    return QoeTarget(ttft_s=_or(ttft_s, default.ttft_s), speed_tokens_per_s=_or(speed, default.speed_tokens_per_s))
+    return QoeTarget(
+        ttft_s=default.ttft_s if ttft_s is None else ttft_s,
+        speed_tokens_per_s=default.speed_tokens_per_s if speed is None else speed,
+    )

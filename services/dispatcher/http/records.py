@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
+from services.dispatcher.http.answers import usage_of
+from services.dispatcher.http.call import Call, Choice
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.shapes import Usage
 from services.dispatcher.metrics import RequestRecord
 from services.dispatcher.session.session import Session
 from shared.log import get_logger
 
-if TYPE_CHECKING:  # generate imports this module
-    from services.dispatcher.http.front import Front
-    from services.dispatcher.http.generate import Call
-
 _log = get_logger()
 
 
-def make_record(front: Front, call: Call, session: Session | None, num_tokens: int, finish: str) -> RequestRecord:
-    """Return what is known of a request that has ended.
+def make_record(front: Front, call: Call, choices: Sequence[Choice], finish: str) -> RequestRecord:
+    """Return what is known of a request that has ended; of several choices, their means and sums.
 
     Args:
         front: for the clock.
         call: what was asked.
-        session: None if it was not admitted.
-        num_tokens: of the answer, as billed.
+        choices: without sessions if it was not admitted.
         finish: see `RequestRecord.finish`.
     """
-    ttft_s = tpot_s = queue_s = qoe = None
-    if session is not None and session.admitted_s is not None:
-        queue_s = session.admitted_s - call.arrival_s
-    if session is not None and session.first_token_s is not None:
-        ttft_s = session.first_token_s - call.arrival_s
-        if len(session.tokens) > 1:
-            tpot_s = (session.last_token_s - session.first_token_s) / (len(session.tokens) - 1)
-    if session is not None and session.qoe is not None and finish in ("stop", "length"):
-        qoe = session.qoe.final()
+    sessions = [choice.session for choice in choices if choice.session is not None]
+    first = sessions[0] if sessions else None
+    usage = usage_of(choices) if sessions else Usage(0, 0)
+    admitted_s = [session.admitted_s for session in sessions if session.admitted_s is not None]
+    first_s = [session.first_token_s for session in sessions if session.first_token_s is not None]
+    qoe = [session.qoe.final() for session in sessions if session.qoe is not None]
     return RequestRecord(
         request_id=call.request_id,
         public_id=call.public_id,
@@ -42,16 +38,28 @@ def make_record(front: Front, call: Call, session: Session | None, num_tokens: i
         is_stream=call.params.stream,
         tier=call.params.service_tier,
         finish=finish,
-        worker=(session.worker_id or "") if session is not None else "",
-        attempts=session.attempt if session is not None else 0,
-        num_prompt_tokens=session.request.num_prompt_tokens if session is not None else 0,
-        num_output_tokens=num_tokens,
-        queue_s=queue_s,
-        ttft_s=ttft_s,
-        tpot_s=tpot_s,
+        worker=(first.worker_id or "") if first is not None else "",
+        attempts=first.attempt if first is not None else 0,
+        num_choices=len(choices),
+        num_prompt_tokens=usage.num_prompt_tokens,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_output_tokens=usage.num_output_tokens,
+        queue_s=min(admitted_s) - call.arrival_s if admitted_s else None,
+        ttft_s=min(first_s) - call.arrival_s if first_s else None,
+        tpot_s=_mean([tpot_s for session in sessions if (tpot_s := _tpot_s(session)) is not None]),
         e2e_s=front.now() - call.arrival_s,
-        qoe=qoe,
+        qoe=_mean(qoe) if finish in ("stop", "length") else None,
     )
+
+
+def _tpot_s(session: Session) -> float | None:
+    if session.first_token_s is None or len(session.tokens) < 2:
+        return None
+    return (session.last_token_s - session.first_token_s) / (len(session.tokens) - 1)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def report_record(front: Front, record: RequestRecord) -> None:

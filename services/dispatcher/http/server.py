@@ -22,6 +22,7 @@ from services.dispatcher.http.chat import chat_completions
 from services.dispatcher.http.completions import completions
 from services.dispatcher.http.errors import ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.tokenize import detokenize, tokenize
 from services.dispatcher.session.session import FailureCode
 from shared.errors import StartupError
 from shared.log import get_logger
@@ -48,6 +49,10 @@ def _get(endpoint: Endpoint) -> Route:
 _ROUTES: Final[dict[str, Route]] = {
     "/v1/chat/completions": {"POST": chat_completions},
     "/v1/completions": {"POST": completions},
+    "/v1/tokenize": {"POST": tokenize},
+    "/v1/detokenize": {"POST": detokenize},
+    "/tokenize": {"POST": tokenize},
+    "/detokenize": {"POST": detokenize},
     "/v1/models": _get(models.list_models),
     "/v1/cluster": _get(probes.cluster),
     "/live": _get(probes.live),

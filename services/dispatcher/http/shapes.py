@@ -1,28 +1,35 @@
 """How an answer looks on the wire: the JSON of chat and of completions, whole and in chunks.
 
-A chunk's parts before and after the text are bytes that are made once per request, so that a token costs three joins.
+A chunk's parts before and after the text are bytes that are made once per choice, so that a token costs three joins.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from services.dispatcher.http.answer_text import escape_line_ends
 from shared.types import FinishReason
 
 FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 FINGERPRINT: Final = "sluice"
-_MARK: Final = "\ue000 the text stands here \ue000"
+DONE: Final = b"data: [DONE]\n\n"
+NO_LOGPROBS: Final = b"null"
+_LOGPROBS: Final = b'"logprobs":%b'
+_MARK: Final = "\ue000 this is replaced \ue000"
 _UNFINISHED: Final = {"logprobs": None, "finish_reason": None}
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What is billed, in tokens."""
+    """What is billed, in tokens: the prompt once, the outputs of all choices."""
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
+    """Of the prompt's: those whose KV was there already."""
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's object."""
@@ -30,7 +37,7 @@ class Usage:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
@@ -43,7 +50,7 @@ class Shape:
         is_chat: chat or completions.
         answer_id: `chatcmpl-…` or `cmpl-…`.
         created_unix_s: when the request came.
-        model: the name under which the model is served.
+        model: the name under which the model answers.
         service_tier: the tier that is really used.
         include_usage: whether a stream ends with a chunk of usage.
     """
@@ -54,21 +61,6 @@ class Shape:
     model: str
     service_tier: str
     include_usage: bool
-    head: bytes = field(init=False)
-    """Of a chunk with text: everything before the JSON string."""
-    tail: bytes = field(init=False)
-    """Everything after it, when the chunk holds one token."""
-    tail_with_count: bytes = field(init=False)
-    """Same, with a `%d` for the number of tokens."""
-
-    def __post_init__(self) -> None:
-        text = "delta" if self.is_chat else "text"
-        choice = {"index": 0, text: {"content": _MARK} if self.is_chat else _MARK, **_UNFINISHED}
-        usage = {"usage": None} if self.include_usage else {}
-        head, tail = self._event([choice], usage).split(_json(_MARK))
-        object.__setattr__(self, "head", head)
-        object.__setattr__(self, "tail", tail)
-        object.__setattr__(self, "tail_with_count", tail.removesuffix(b"}\n\n") + b',"sluice":{"n":%d}}\n\n')
 
     def _common(self, *, in_stream: bool) -> dict[str, Any]:
         kind = "text_completion"
@@ -83,47 +75,91 @@ class Shape:
             "service_tier": self.service_tier,
         }
 
-    def chunk(self, text: bytes, num_tokens: int) -> bytes:
+    def event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+        """Return an event; one that is not the last carries `usage: null` if the last one has usage."""
+        usage = {"usage": None} if self.include_usage else {}
+        content = {**self._common(in_stream=True), "choices": choices, **usage, **more}
+        return b"data: " + _json(content) + b"\n\n"
+
+    def usage_chunk(self, usage: Usage, extra: dict[str, Any]) -> bytes:
+        """Return the event after all choices; b"" if nobody asked for it."""
+        return self.event([], {"usage": usage.as_json(), "sluice": extra}) if self.include_usage else b""
+
+    def whole(self, choices: Sequence[bytes], usage: Usage) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        content = {**self._common(in_stream=False), "choices": _MARK, "usage": usage.as_json()}
+        return _json(content).replace(_json(_MARK), b"[%b]" % b",".join(choices), 1)
+
+    def whole_choice(
+        self, index: int, text: str, finish_reason: str | None, logprobs: bytes, error: dict[str, Any] | None
+    ) -> bytes:
+        """Return one choice of such a body; `logprobs` is JSON."""
+        choice: dict[str, Any] = {"index": index, "logprobs": _MARK, "finish_reason": finish_reason}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        if error is not None:
+            choice["error"] = error
+        return _json(choice).replace(_json(_MARK), logprobs, 1)  # the first one: no text stands before it
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceShape:
+    """The events of one choice of a stream.
+
+    Args:
+        shape: of the whole answer.
+        index: of the choice.
+    """
+
+    shape: Shape
+    index: int
+    head: bytes = field(init=False)
+    """Of an event with text: everything before the JSON string."""
+    tail: bytes = field(init=False)
+    """Everything after it, when the event holds one token."""
+    tail_with_count: bytes = field(init=False)
+    """Same, with a `%d` for the number of tokens."""
+
+    def __post_init__(self) -> None:
+        head, tail = self.shape.event([self._choice(_MARK)], {}).split(_json(_MARK))
+        object.__setattr__(self, "head", head)
+        object.__setattr__(self, "tail", tail)
+        object.__setattr__(self, "tail_with_count", tail.removesuffix(b"}\n\n") + b',"sluice":{"n":%d}}\n\n')
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        shown = {"delta": {"content": text}} if self.shape.is_chat else {"text": text}
+        return {"index": self.index, **shown, **_UNFINISHED}
+
+    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None) -> bytes:
         """Return the event with some text.
 
         Args:
             text: as a JSON string (`json_text`).
             num_tokens: tokens that it holds.
+            logprobs: of these tokens, as JSON; None if nobody asked.
         """
-        if num_tokens == 1:
+        if num_tokens == 1 and logprobs is None:  # nearly always
             return self.head + text + self.tail
-        return self.head + text + self.tail_with_count % num_tokens
+        tail = self.tail if num_tokens == 1 else self.tail_with_count % num_tokens
+        if logprobs is not None:
+            tail = tail.replace(_LOGPROBS % NO_LOGPROBS, _LOGPROBS % logprobs, 1)
+        return self.head + text + tail
 
     def role_chunk(self) -> bytes:
         """Return the first event of a chat: whose turn it is; b"" for completions."""
-        if not self.is_chat:
+        if not self.shape.is_chat:
             return b""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}
-        return self._event([choice], {"usage": None} if self.include_usage else {})
+        choice = {"index": self.index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}
+        return self.shape.event([choice], {})
 
-    def last_chunks(self, finish: FinishReason, usage: Usage, extra: dict[str, Any]) -> bytes:
-        """Return the events that end a stream: the finish reason, usage if asked for, and `[DONE]`."""
-        choice: dict[str, Any] = {"index": 0, "delta": {}} if self.is_chat else {"index": 0, "text": ""}
+    def finish_chunk(self, finish: FinishReason, extra: dict[str, Any]) -> bytes:
+        """Return the event with the finish reason; `extra` stands in it unless an event with usage follows."""
+        choice: dict[str, Any] = {"index": self.index, **({"delta": {}} if self.shape.is_chat else {"text": ""})}
         choice |= {"logprobs": None, "finish_reason": FINISH_NAMES[finish]}
-        if not self.include_usage:
-            return self._event([choice], {"sluice": extra}) + b"data: [DONE]\n\n"
-        last = self._event([], {"usage": usage.as_json(), "sluice": extra})
-        return self._event([choice], {"usage": None}) + last + b"data: [DONE]\n\n"
-
-    def _event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
-        content = {**self._common(in_stream=True), "choices": choices, **more}
-        return b"data: " + _json(content) + b"\n\n"
-
-    def whole(self, text: str, finish: FinishReason, usage: Usage) -> bytes:
-        """Return the body of an answer that is not streamed."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": FINISH_NAMES[finish]}
-        if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        content = {**self._common(in_stream=False), "choices": [choice], "usage": usage.as_json()}
-        return _json(content)
+        return self.shape.event([choice], {} if self.shape.include_usage else {"sluice": extra})
 
 
 def _json(content: object) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    return escape_line_ends(json.dumps(content, ensure_ascii=False, separators=(",", ":"))).encode()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from services.dispatcher.http.errors import ApiError, invalid, unsupported
+from services.dispatcher.http.errors import unsupported
 from services.dispatcher.http.fields import Fields
 
 _IsNeutral = Callable[[Any], bool]
@@ -34,11 +34,8 @@ def _one_of(*neutral: Any) -> _IsNeutral:
 
 
 _COMMON: Final[dict[str, _IsNeutral]] = {
-    "repetition_penalty": _one_of(1, 1.0),
-    "min_tokens": _one_of(0),
     "length_penalty": _one_of(1, 1.0),
     "use_beam_search": _is_false,
-    "best_of": _one_of(1),
     "guided_json": _never,
     "guided_regex": _never,
     "guided_choice": _never,
@@ -68,7 +65,13 @@ CHAT: Final[dict[str, _IsNeutral]] = {
     "web_search_options": _never,
     "echo": _is_false,
 }
-COMPLETIONS: Final[dict[str, _IsNeutral]] = {**_COMMON, "echo": _is_false, "suffix": _is_empty, "prompt_embeds": _never}
+COMPLETIONS: Final[dict[str, _IsNeutral]] = {**_COMMON, "suffix": _is_empty, "prompt_embeds": _never}
+TOKENIZE: Final[dict[str, _IsNeutral]] = {
+    "tools": _is_empty,
+    "chat_template": _never,
+    "chat_template_kwargs": _never,
+    "continue_final_message": _is_false,
+}
 
 _REASONS: Final = {
     "chat_template": "Chat templates come with the model; a request cannot bring one.",
@@ -85,40 +88,7 @@ def refuse_unsupported(values: Mapping[str, Any], table: Mapping[str, _IsNeutral
         value = values.get(name)
         if value is not None and not is_neutral(value):
             raise unsupported(name, _REASONS.get(name, ""))
-    fields = Fields(values)
-    _refuse_choices(fields)
-    _refuse_penalties(fields)
-    _refuse_formats(fields)
-
-
-def _refuse_choices(fields: Fields) -> None:
-    if fields.integer("n", 1, 128) not in (None, 1):
-        raise unsupported("n", "Only one choice per request is supported: 'n' must be 1.")
-
-
-def _refuse_penalties(fields: Fields) -> None:
-    for name in ("presence_penalty", "frequency_penalty"):
-        if fields.number(name, -2, 2):
-            raise unsupported(name)
-    if fields.number("min_p", 0, 1):
-        raise unsupported("min_p")
-    bias = fields.mapping("logit_bias")
-    if bias is not None and bias.values:
-        raise _bias_error(bias.values)
-
-
-def _bias_error(bias: Mapping[str, Any]) -> ApiError:
-    if len(bias) > 1024:
-        return invalid("object_above_max_length", "logit_bias", "'logit_bias' has more than 1024 entries.")
-    for key, value in bias.items():
-        if not key.isascii() or not key.isdecimal() or len(key) > 10:
-            return invalid("invalid_value", "logit_bias", "The keys of 'logit_bias' must be token ids.")
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return invalid("invalid_type", "logit_bias", "The values of 'logit_bias' must be numbers.")
-        if not -100 <= value <= 100:
-            code = "decimal_above_max_value" if value > 0 else "decimal_below_min_value"
-            return invalid(code, "logit_bias", "The values of 'logit_bias' must be from -100 to 100.")
-    return unsupported("logit_bias")
+    _refuse_formats(Fields(values))
 
 
 def _refuse_formats(fields: Fields) -> None:
@@ -128,19 +98,3 @@ def _refuse_formats(fields: Fields) -> None:
     modalities = fields.values.get("modalities")
     if modalities is not None and modalities != ["text"]:
         raise unsupported("modalities", "Only the modality 'text' is supported.")
-
-
-def refuse_chat_logprobs(fields: Fields) -> None:
-    """Raise the 400 for a chat request that asks for log-probabilities."""
-    wanted = fields.boolean("logprobs")
-    number = fields.integer("top_logprobs", 0, 20)
-    if number is not None and not wanted:
-        raise invalid("invalid_value", "top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
-    if wanted:
-        raise unsupported("logprobs")
-
-
-def refuse_completion_logprobs(fields: Fields) -> None:
-    """Raise the 400 for a completion that asks for log-probabilities."""
-    if fields.integer("logprobs", 0, 5) is not None:
-        raise unsupported("logprobs")

@@ -29,6 +29,8 @@ class AdmissionInput:
     max_queued: int
     num_ready_workers: int
     num_loading_workers: int
+    num_new: int = 1
+    """Sequences that the request needs (`n` choices)."""
 
 
 def decide_admission(state: AdmissionInput) -> Admission:
@@ -37,6 +39,6 @@ def decide_admission(state: AdmissionInput) -> Admission:
         return Admission.DRAINING
     if state.num_ready_workers == 0:
         return Admission.LOADING if state.num_loading_workers else Admission.NO_WORKER
-    if state.num_requests >= state.max_requests or state.num_queued >= state.max_queued:
+    if state.num_requests + state.num_new > state.max_requests or state.num_queued >= state.max_queued:
         return Admission.TOO_MANY
     return Admission.ADMIT

@@ -15,12 +15,15 @@ from typing import Protocol
 from services.dispatcher.session.gaps import GapHistogram
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
+from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
 from sluice_client.qoe import QoeState
 from sluice_client.qoe import QoeTarget as ReaderTarget
 
 MAX_HELD_PARTS = 1024
 """Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
+Part = tuple[list[int], FinishReason, Sequence[TokenLogprob]]
+"""Some of the output: token ids, how it ends, and log-probabilities: one per token, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class NewRequest:
     """Seconds from then after which it ends with an error."""
     request_class: RequestClass = RequestClass.REAL_TIME
     qoe: QoeTarget | None = None
+    cache_salt: str = ""
+    """See `Submit.cache_salt`."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -96,6 +101,7 @@ class Session:
         "admitted_s",
         "asked_s",
         "attempt",
+        "cached_tokens",
         "ended",
         "failure",
         "finish",
@@ -103,8 +109,10 @@ class Session:
         "held",
         "is_suspect",
         "last_token_s",
+        "logprobs",
         "num_delivered",
         "num_lost_replies",
+        "num_placed_tokens",
         "progress_s",
         "qoe",
         "reader",
@@ -127,7 +135,13 @@ class Session:
         """Every output token, in order, from all attempts."""
         self.num_delivered = 0
         """How many of them the reader has taken."""
-        self.held: dict[int, tuple[list[int], FinishReason]] = {}
+        self.logprobs: list[TokenLogprob | None] | None = [] if request.sampling.logprobs is not None else None
+        """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
+        self.cached_tokens: int | None = None
+        """Tokens of the prompt whose KV the worker had already; None until it says so."""
+        self.num_placed_tokens = 0
+        """Tokens that the attempt was counted with at its worker."""
+        self.held: dict[int, Part] = {}
         """Parts that came early, by first index."""
         self.reader: Reader | None = None
         self.finish = FinishReason.NONE
@@ -158,8 +172,14 @@ class Session:
         """Whether a worker has accepted it and its answer goes on."""
         return self.admitted_s is not None and not self.ended.is_set()
 
-    def next_submit(self, dispatcher_id: DispatcherId, now_s: float) -> Submit:
-        """Begin the next attempt and return its submission, which goes on after the tokens so far."""
+    def next_submit(self, dispatcher_id: DispatcherId, now_s: float, fork_of: RequestId | None = None) -> Submit:
+        """Begin the next attempt and return its submission, which goes on after the tokens so far.
+
+        Args:
+            dispatcher_id: where the tokens go.
+            now_s: the event loop's clock.
+            fork_of: see `Submit.fork_of`.
+        """
         self.attempt += 1
         self.held.clear()
         self.progress_s = now_s
@@ -176,6 +196,8 @@ class Session:
             qoe=self.request.qoe,
             age_s=age_s,
             remaining_s=max(0.001, self.request.limit_s - age_s),
+            fork_of=fork_of,
+            cache_salt=self.request.cache_salt,
         )
 
     def accept(self, worker_id: WorkerId, now_s: float) -> None:
@@ -194,19 +216,40 @@ class Session:
         if backlog or finish is not FinishReason.NONE:
             self._deliver(backlog, finish, now_s)
 
-    def receive(self, first_index: int, token_ids: list[int], finish: FinishReason, now_s: float) -> bool:
+    def receive(
+        self,
+        first_index: int,
+        token_ids: list[int],
+        finish: FinishReason,
+        now_s: float,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> bool:
         """Take a part of the output; what is known already is ignored.
+
+        Args:
+            first_index: of its first token in the output.
+            token_ids: may be none, if the output ends with this part.
+            finish: NONE while the output goes on.
+            now_s: the event loop's clock.
+            logprobs: one per token, or none.
 
         Returns:
             False if tokens before this part are missing; it is kept until they come.
         """
         if first_index > len(self.tokens):
-            self._hold(first_index, token_ids, finish)
+            self._hold(first_index, (token_ids, finish, logprobs))
             return False
-        self._take(first_index, token_ids, finish, now_s)
+        self._take(first_index, token_ids, finish, now_s, logprobs)
         return True if not self.held else self._take_held(now_s)
 
-    def _take(self, first_index: int, token_ids: list[int], finish: FinishReason, now_s: float) -> None:
+    def _take(
+        self,
+        first_index: int,
+        token_ids: list[int],
+        finish: FinishReason,
+        now_s: float,
+        logprobs: Sequence[TokenLogprob],
+    ) -> None:
         """Take a part that begins where the output ends, or before."""
         num_known = len(self.tokens)
         if first_index < num_known:
@@ -215,19 +258,27 @@ class Session:
             token_ids = token_ids[num_known - first_index :]
         if token_ids:
             self._append(token_ids, now_s)
+            if self.logprobs is not None:
+                self.logprobs += logprobs[-len(token_ids) :] or [None] * len(token_ids)
         if self.reader is not None and (token_ids or finish):
             self._deliver(token_ids, finish, now_s)
         if finish and not self.ended.is_set():
             self.finish = finish
             self.ended.set()
 
-    def _hold(self, first_index: int, token_ids: list[int], finish: FinishReason) -> None:
+    def take_logprob(self, index: int) -> TokenLogprob | None:
+        """Return what is known of a token's probability, and forget it: nobody asks twice, and it takes memory."""
+        assert self.logprobs is not None, "the request did not ask for log-probabilities"
+        found, self.logprobs[index] = self.logprobs[index], None
+        return found
+
+    def _hold(self, first_index: int, part: Part) -> None:
         """Keep a part that came early; of two with the same beginning, the one that says more."""
         other = self.held.get(first_index)
         if other is None and len(self.held) >= MAX_HELD_PARTS:
             return
-        if other is None or (len(other[0]), other[1]) < (len(token_ids), finish):
-            self.held[first_index] = (token_ids, finish)
+        if other is None or _how_much(other) < _how_much(part):
+            self.held[first_index] = part
 
     def _take_held(self, now_s: float) -> bool:
         """Take the parts that have become next; return whether none is left that waits for others."""
@@ -236,8 +287,8 @@ class Session:
             first_index = next_index if next_index in self.held else min(self.held)
             if first_index > next_index:
                 return False
-            token_ids, finish = self.held.pop(first_index)
-            self._take(first_index, token_ids, finish, now_s)
+            token_ids, finish, logprobs = self.held.pop(first_index)
+            self._take(first_index, token_ids, finish, now_s, logprobs)
         self.held.clear()
         return True
 
@@ -266,3 +317,8 @@ class Session:
         if not self.ended.is_set():
             self.failure = code
             self.ended.set()
+
+
+def _how_much(part: Part) -> tuple[int, FinishReason, int]:
+    token_ids, finish, logprobs = part
+    return len(token_ids), finish, len(logprobs)

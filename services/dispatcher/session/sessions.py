@@ -11,20 +11,20 @@ one that still runs cancels it at its worker at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from services.dispatcher.limits.waiting_room import WaitingRoom
 from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import Placement
-from services.dispatcher.session.calls import ReplayOutcome, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.calls import SubmitOutcome, WorkerCalls
+from services.dispatcher.session.replays import Replays
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
-from services.dispatcher.session.table import FINISH_REASONS, SessionTable
+from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
-from shared.ids import DispatcherId, WorkerId
+from shared.ids import DispatcherId, RequestId, WorkerId
 from shared.log import get_logger
 from shared.messages.report import ClusterView
-from shared.messages.request import Replay
 from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason
@@ -35,10 +35,6 @@ SWEEP_PERIOD_S = 0.5
 """How often silent requests are looked for."""
 MAX_SILENCE_FACTOR = 8.0
 """The pause between two questions about a silent request doubles up to this many times the first one."""
-MAX_LOST_REPLIES = 3
-"""Unanswered questions in a row after which the worker counts as lost for this request."""
-MAX_REPLAYS = 64
-"""Questions for lost tokens at a time."""
 
 _REFUSED = {
     Admission.DRAINING: FailureCode.DRAINING,
@@ -77,7 +73,6 @@ class Sessions:
         self.cluster = cluster
         self.table = SessionTable(self._on_gap, first_stream)
         self.draining = False
-        self.num_replays = 0
         self._dispatcher_id = dispatcher_id
         self._calls = calls
         self._place = placement
@@ -85,12 +80,17 @@ class Sessions:
         self._now = now
         self._tasks = tasks
         self._waiting = WaitingRoom()
-        self._num_replaying = 0
+        self._replays = Replays(self.table, calls, limits.silence_s, now, tasks)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for room."""
         return len(self._waiting)
+
+    @property
+    def num_replays(self) -> int:
+        """Questions for lost tokens since the start."""
+        return self._replays.num_asked
 
     async def admit(self, request: NewRequest) -> Session:
         """Return the session once a worker has accepted the request.
@@ -101,17 +101,42 @@ class Sessions:
         Raises:
             RequestFailedError: refused, or no room in time.
         """
-        self.check_admission()
-        session = self.table.open(request)
+        (session,) = self.open([request])
+        await self.place(session)
+        return session
+
+    def open(self, requests: Sequence[NewRequest]) -> list[Session]:
+        """Return sessions that no worker runs yet: all of them are admitted, or none. Each must be released.
+
+        Raises:
+            RequestFailedError: draining, no worker, or too many requests.
+        """
+        self.check_admission(len(requests))
+        return [self.table.open(request) for request in requests]
+
+    async def place(self, session: Session, parent: Session | None = None) -> None:
+        """Return once a worker has accepted the session. If this call is cancelled or raises, it is released.
+
+        Args:
+            session: opened.
+            parent: placed already, with the same prompt: its worker is asked first, and shares the prompt's KV.
+
+        Raises:
+            RequestFailedError: no room in time, or no worker can ever take it.
+        """
         try:
-            await self._queue_and_submit(session)
+            refused: set[WorkerId] = set()
+            if parent is None or not await self._submit_fork(session, parent, refused):
+                await self._queue_and_submit(session, refused)
         except BaseException:
             self.release(session)
             raise
-        return session
 
-    def check_admission(self) -> None:
+    def check_admission(self, num_new: int = 1) -> None:
         """Refuse early what has no chance now; also worth a call before work is put into a request.
+
+        Args:
+            num_new: sessions that it needs.
 
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
@@ -119,6 +144,7 @@ class Sessions:
         decision = decide_admission(
             AdmissionInput(
                 draining=self.draining,
+                num_new=num_new,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
                 num_queued=len(self._waiting),
@@ -130,8 +156,8 @@ class Sessions:
         if decision is not Admission.ADMIT:
             raise RequestFailedError(_REFUSED[decision])
 
-    async def _queue_and_submit(self, session: Session) -> None:
-        if not len(self._waiting) and await self._submit_somewhere(session):
+    async def _queue_and_submit(self, session: Session, refused: set[WorkerId]) -> None:
+        if not len(self._waiting) and await self._submit_somewhere(session, refused):
             return
         if len(self._waiting) >= self._limits.max_queued:  # they came while this one asked the workers
             raise RequestFailedError(FailureCode.QUEUE_FULL)
@@ -140,39 +166,53 @@ class Sessions:
         ticket = self._waiting.enter()
         try:
             while await self._waiting.turn(ticket, until_s):
-                if await self._submit_somewhere(session):
+                if await self._submit_somewhere(session, set()):
                     return
         finally:
             self._waiting.leave(ticket)
         has_worker = self.cluster.num_ready > 0
         raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
 
-    async def _submit_somewhere(self, session: Session) -> bool:
-        """Offer the request to one worker after the other; return whether one has it.
+    async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
+        """Offer the request to one worker after the other but those that refused it; return whether one has it.
 
         Raises:
             RequestFailedError: no worker can ever take it.
         """
-        refused: set[WorkerId] = set()
         while True:
             placed = self._place(self.cluster.loads(), session.request.num_tokens, refused)
             if placed is None:
                 return False
-            outcome = await self._submit(session, placed.worker_id)
-            if outcome is SubmitOutcome.ACCEPTED:
+            if await self._submit(session, placed.worker_id):
                 return True
-            if outcome is SubmitOutcome.TOO_LONG:
-                raise RequestFailedError(FailureCode.TOO_LONG)
-            if outcome is SubmitOutcome.FAILED:
-                raise RequestFailedError(FailureCode.INTERNAL)
             refused.add(placed.worker_id)
 
-    async def _submit(self, session: Session, worker_id: WorkerId) -> SubmitOutcome:
-        """Begin the next attempt on this worker."""
-        request = session.request
-        submit = session.next_submit(self._dispatcher_id, self._now())
+    async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
+        """Offer the request to its parent's worker, which has its prompt; return whether that one takes it."""
+        worker_id = parent.worker_id
+        if worker_id is None or parent.failure is not None:
+            return False
+        refused.add(worker_id)
+        return await self._submit(session, worker_id, parent.request.request_id)
+
+    async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
+        """Begin the next attempt on this worker; return whether it has the request.
+
+        Raises:
+            RequestFailedError: no worker can ever take it.
+        """
+        outcome = await self._attempt(session, worker_id, fork_of)
+        if outcome is SubmitOutcome.TOO_LONG:
+            raise RequestFailedError(FailureCode.TOO_LONG)
+        if outcome is SubmitOutcome.FAILED:
+            raise RequestFailedError(FailureCode.INTERNAL)
+        return outcome is SubmitOutcome.ACCEPTED
+
+    async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
+        submit = session.next_submit(self._dispatcher_id, self._now(), fork_of)
         session.worker_id = worker_id
-        self.cluster.submitted(worker_id, request.num_prompt_tokens, self._now())
+        session.num_placed_tokens = 0 if fork_of is not None else session.request.num_prompt_tokens
+        self.cluster.submitted(worker_id, session.num_placed_tokens, self._now())
         outcome = await self._calls.submit(worker_id, submit)
         if outcome is SubmitOutcome.ACCEPTED or session.admitted_s is not None:
             session.accept(worker_id, self._now())
@@ -197,7 +237,7 @@ class Sessions:
 
     def _left(self, session: Session) -> None:
         assert session.worker_id is not None
-        self.cluster.ended(session.worker_id, session.request.num_prompt_tokens, self._now())
+        self.cluster.ended(session.worker_id, session.num_placed_tokens, self._now())
 
     def _cancel(self, worker_id: WorkerId, session: Session) -> None:
         request_id, attempt = session.request.request_id, session.attempt
@@ -245,58 +285,9 @@ class Sessions:
             if now_s - session.request.arrival_s > session.request.limit_s:
                 session.fail(FailureCode.TIMED_OUT)
             elif session.is_suspect:
-                session.is_suspect = not self._ask_again(session)
-            elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._ask_again(session):
+                session.is_suspect = not self._replays.ask(session)
+            elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._replays.ask(session):
                 session.silence_s = min(session.silence_s * 2, longest_s)
 
     def _on_gap(self, session: Session) -> None:
-        session.is_suspect = not self._ask_again(session)
-
-    def _ask_again(self, session: Session) -> bool:
-        """Ask the worker for everything after the last token that is here; return whether it could be asked."""
-        if session.replaying or session.worker_id is None or self._num_replaying >= MAX_REPLAYS:
-            return False
-        if not self._calls.connected:
-            return False  # a broken broker says nothing about the worker
-        session.replaying = True
-        session.asked_s = self._now()
-        self._num_replaying += 1
-        self.num_replays += 1
-        self._tasks.start(self._replay(session, session.worker_id), name=f"replay-{session.request.request_id}")
-        return True
-
-    async def _replay(self, session: Session, worker_id: WorkerId) -> None:
-        attempt = session.attempt
-        question = Replay(request_id=session.request.request_id, attempt=attempt, first_index=len(session.tokens))
-        try:
-            answer = await self._calls.replay(worker_id, question)
-        finally:
-            session.replaying = False
-            self._num_replaying -= 1
-        if session.attempt != attempt or not session.is_running:
-            return
-        if isinstance(answer, TokenBatch):
-            self._take_replay(session, answer)
-        else:
-            self._on_no_replay(session, answer, question.first_index)
-
-    def _take_replay(self, session: Session, batch: TokenBatch) -> None:
-        now_s, start = self._now(), 0
-        session.num_lost_replies = 0
-        tokens = batch.tokens.tolist()
-        for first_index, count, finish in zip(
-            batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), strict=True
-        ):
-            if not session.ended.is_set():
-                self.table.receive(session, first_index, tokens[start : start + count], FINISH_REASONS[finish], now_s)
-            start += count
-
-    def _on_no_replay(self, session: Session, outcome: ReplayOutcome, first_index: int) -> None:
-        if len(session.tokens) > first_index or not self._calls.connected:
-            return  # the tokens came by themselves, or nobody could be asked
-        session.num_lost_replies += 1
-        if outcome is ReplayOutcome.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
-            _log.warning("tokens_lost", rid=session.request.request_id, worker=session.worker_id)
-            session.fail(FailureCode.WORKER_LOST)
-        else:
-            session.silence_s = self._limits.silence_s
+        session.is_suspect = not self._replays.ask(session)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.session import FailureCode, NewRequest, Session
+from shared.errors import WireError
 from shared.ids import StreamId, WorkerId
 from shared.log import get_logger
+from shared.stream_extras import StreamExtra
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason
 
@@ -81,12 +84,13 @@ class SessionTable:
         sessions = self._sessions
         tokens = batch.tokens.tolist()
         start = 0
-        for stream, attempt, first_index, count, finish in zip(
+        for stream, attempt, first_index, count, finish, extra in zip(
             batch.stream.tolist(),
             batch.attempt.tolist(),
             batch.first_index.tolist(),
             batch.count.tolist(),
             batch.finish.tolist(),
+            extras_of(batch),
             strict=True,
         ):
             stop = start + count
@@ -101,15 +105,26 @@ class SessionTable:
             else:
                 if session.admitted_s is None:  # its first token overtook the worker's answer
                     session.accept(batch.worker_id, now_s)
-                self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s)
+                self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
             start = stop
 
     def receive(
-        self, session: Session, first_index: int, token_ids: list[int], finish: FinishReason, now_s: float
+        self,
+        session: Session,
+        first_index: int,
+        token_ids: list[int],
+        finish: FinishReason,
+        now_s: float,
+        extra: StreamExtra | None = None,
     ) -> None:
         """Hand a part of its output to a session, and say so if parts before it are missing."""
         try:
-            complete = session.receive(first_index, token_ids, finish, now_s)
+            if extra is None:
+                complete = session.receive(first_index, token_ids, finish, now_s)
+            else:
+                if extra.cached_tokens is not None:
+                    session.cached_tokens = extra.cached_tokens
+                complete = session.receive(first_index, token_ids, finish, now_s, extra.logprobs)
         except Exception:  # the boundary between one request's reader and everybody else's tokens
             _log.exception("reader_failed", rid=session.request.request_id)
             session.fail(FailureCode.INTERNAL)
@@ -129,3 +144,19 @@ class SessionTable:
             self.counters.num_lost_messages += batch.counter - expected
         for session in self.on_worker(batch.worker_id):
             session.is_suspect = True
+
+
+def extras_of(batch: TokenBatch) -> Iterable[StreamExtra | None]:
+    """Return what goes with each row: None for all of them in almost every batch.
+
+    Extras that cannot be read are left out: the tokens are sound without them.
+    """
+    if not batch.extras:
+        return repeat(None, len(batch))
+    found: list[StreamExtra | None] = [None] * len(batch)
+    try:
+        for extra in batch.stream_extras():
+            found[extra.row] = extra
+    except WireError as error:
+        _log.warning("malformed_extras", worker=batch.worker_id, reason=error.reason)
+    return found

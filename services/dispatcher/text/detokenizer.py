@@ -53,6 +53,10 @@ class DetokenizerTable(Protocol):
         """
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what the id stands for in the middle of a text; nothing for a special token."""
+        ...
+
 
 class ByteLevelTable:
     """Ids of a byte-level BPE as bytes."""
@@ -64,6 +68,10 @@ class ByteLevelTable:
     def start(self, *, first: bool = True) -> Detokenizer:
         """Return the detokeniser of a new answer."""
         return _ByteLevelDetokenizer(self)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the id's bytes."""
+        return self.pieces[token_id] if token_id < len(self.pieces) else b""
 
 
 class _ByteLevelDetokenizer:
@@ -113,6 +121,13 @@ class PieceTable:
     def start(self, *, first: bool = True) -> Detokenizer:
         """Return the detokeniser of a new answer."""
         return _PieceDetokenizer(self, first=first)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the id's text in UTF-8, or its one byte."""
+        piece = self.pieces[token_id] if token_id < len(self.pieces) else None
+        if piece is None:
+            return b""
+        return bytes((piece,)) if isinstance(piece, int) else piece.encode("utf-8", "surrogatepass")
 
 
 class _PieceDetokenizer:

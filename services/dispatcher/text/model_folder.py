@@ -47,10 +47,10 @@ def read_model_folder(folder: Path) -> ModelFolder:
         raise StartupError(
             f"there is no model folder {folder}", "Give --model a folder with config.json and tokenizer.json"
         )
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     tokenizer_path = folder / "tokenizer.json"
     tokenizer_json = _read_text(tokenizer_path)
-    tokenizer_config = _read_json(folder / "tokenizer_config.json", required=False)
+    tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
     return ModelFolder(
         tokenizer_json=tokenizer_json,
         template=_find_template(folder, tokenizer_config),
@@ -72,7 +72,12 @@ def _read_text(path: Path) -> str:
         raise StartupError(f"{path} cannot be read ({type(error).__name__})", hint) from None
 
 
-def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """Return the JSON object of a file of the folder; an empty one if it need not be there and is not.
+
+    Raises:
+        StartupError: it is missing, too large or no JSON object.
+    """
     if not required and not path.exists():
         return {}
     try:
@@ -105,7 +110,7 @@ def _check_template(source: object, path: Path) -> str:
 
 
 def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    merged = {**_read_json(folder / "special_tokens_map.json", required=False), **tokenizer_config}
+    merged = {**read_json(folder / "special_tokens_map.json", required=False), **tokenizer_config}
     found: dict[str, str] = {}
     for name in _SPECIAL_NAMES:
         value = merged.get(name)

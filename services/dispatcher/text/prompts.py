@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from tokenizers import Tokenizer
@@ -21,10 +22,20 @@ from tokenizers import Tokenizer
 from services.dispatcher.text.detokenizer import DetokenizerTable, load_table
 from services.dispatcher.text.model_folder import ModelFolder
 from services.dispatcher.text.template import ChatTemplate, TemplateRefusalError
+from services.dispatcher.text.token_names import TokenNames
 from shared.errors import StartupError
+from shared.messages.request import MAX_PROMPT_TOKENS
 
 _OPEN_CANDIDATES: Final = range(0xF0000, 0xF0400)
 """Private-use characters that may mark a placeholder; one that no message contains is taken."""
+
+
+class TooManyTokensError(ValueError):
+    """A text has more tokens than any request may have."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
 
 
 class PromptCodec:
@@ -46,36 +57,65 @@ class PromptCodec:
         self._literal = _without_tokens(folder.tokenizer_json, special | by_template)
         self._prefix, self._suffix = _post_processing(self.tokenizer)
         self.table: DetokenizerTable = load_table(self.tokenizer)
+        self.names = TokenNames(self.tokenizer, self.table)
         self.vocab_size = folder.vocab_size or self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.max_token_bytes = max(len(token.encode()) for token in self.tokenizer.get_vocab(with_added_tokens=True))
         """No token stands for more bytes of text than this."""
 
-    def encode_text(self, text: str) -> list[int]:
-        """Return the ids of a prompt without template, with the tokenizer's own BOS or EOS."""
-        if self._control is None or not self._control.search(text):
-            return self._ids(self.tokenizer, text, add_special_tokens=True)
-        parts = re.split(f"({self._control.pattern})", text)
-        return [*self._prefix, *self._encode_parts(parts), *self._suffix]
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a prompt without template.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids of a conversation, ending where the assistant's answer begins.
+        Args:
+            text: nothing in it becomes a control token.
+            add_special_tokens: with the tokenizer's own BOS or EOS, if it has any.
+
+        Raises:
+            TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
+        """
+        if self._control is None or not self._control.search(text):
+            return self._ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
+        ids = self._encode_parts(re.split(f"({self._control.pattern})", text))
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return the ids of a conversation.
 
         Args:
             messages: `role` and `content` (a string), and what else the template may read.
+            add_generation_prompt: they end where the assistant's answer begins.
+            add_special_tokens: with the tokenizer's own BOS or EOS; most templates write theirs.
 
         Raises:
             TemplateRefusalError: the template does not take them, or the model has none.
+            TooManyTokensError: more than `MAX_PROMPT_TOKENS`.
         """
         if self.template is None:
             raise TemplateRefusalError("this model has no chat template; use /v1/completions")
+        render = partial(self.template.render, add_generation_prompt=add_generation_prompt)
         if not any(self._find(message) for message in messages):
-            return self._ids(self.tokenizer, self.template.render(messages))
+            return self._ids(self.tokenizer, render(messages), add_special_tokens=add_special_tokens)
         mark = _unused_mark(messages)
         hidden: list[str] = []
-        rendered = self.template.render([self._hide(message, mark, hidden) for message in messages])
+        rendered = render([self._hide(message, mark, hidden) for message in messages])
         parts = re.split(f"{mark}([0-9]+){mark}", rendered)
         parts[1::2] = [hidden[int(number)] for number in parts[1::2]]
-        return self._encode_parts(parts)
+        ids = self._encode_parts(parts)
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of some ids."""
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the entries of the vocabulary, as the tokenizer writes them (`Ġthe`); "" for an id without one."""
+        return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def _find(self, message: Mapping[str, Any]) -> bool:
         pattern = self._pattern_for(message)
@@ -116,7 +156,10 @@ class PromptCodec:
 
     @staticmethod
     def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
+            raise TooManyTokensError(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
 

@@ -77,15 +77,23 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise StartupError(f"the model's chat template is not valid Jinja ({error})") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt of a conversation, ending where the assistant's answer begins.
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """Return the prompt of a conversation.
+
+        Args:
+            messages: `role`, `content`, and what else the template may read.
+            add_generation_prompt: it ends where the assistant's answer begins; else after the last message.
 
         Raises:
             TemplateRefusalError: the template refuses the messages or fails on them.
         """
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
             )
         except _RaisedByTemplateError as error:
             reason = "".join(char for char in str(error.message) if char.isprintable())

@@ -38,6 +38,8 @@ _TOTALS = (
     "num_prompt_tokens_total",
     "num_generated_tokens_total",
     "num_finished_total",
+    "num_prefix_cache_queries_total",
+    "num_prefix_cache_hits_total",
 )
 _RATES = {"step_time_s": MAX_STEP_TIME_S, "tokens_per_s": MAX_TOKENS_PER_S}
 _TEXTS = ("host", "model", "device", "system", "progress_text")

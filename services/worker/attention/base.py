@@ -15,8 +15,8 @@ from services.worker.engine.types import I32
 class RaggedRows:
     """The rows of one step, on the host. Row i's tokens are `num_tokens[i]` consecutive ones of the batch, in order.
 
-    Token j of row i stands at position start[i] + j and sees positions 0 to start[i] + j. Keys and values of all of
-    them, the step's own included, are in the cache before attention runs.
+    Token j of row i stands at position start[i] + j and sees positions 0 to start[i] + j, or the last of them where the
+    layer has a window. Keys and values of all of them, the step's own included, are in the cache before attention runs.
     """
 
     num_tokens: I32
@@ -42,7 +42,7 @@ PlanT = TypeVar("PlanT")
 
 
 class Attention(Protocol[PlanT]):
-    """Causal attention of ragged rows over a paged cache."""
+    """Causal attention of ragged rows over a paged cache, in each layer within its window."""
 
     def plan(self, rows: RaggedRows) -> PlanT:
         """Prepare what all layers of a step share."""
@@ -53,7 +53,7 @@ class Attention(Protocol[PlanT]):
 
         Args:
             plan: of this step.
-            layer: numbered in the cache.
+            layer: numbered in the cache and in the model, whose spec says its window.
             queries: [t, num_heads, head_dim], rotated, not scaled.
         """
         ...

@@ -2,8 +2,9 @@
 
 Every product has one shape: TILES tiles of QUERIES queries against SPLIT_KEYS keys, padded and masked where there are
 fewer. The context is cut at multiples of SPLIT_KEYS, each split's result is joined to those before it by log-sum-exp,
-in the order of the context. Decodes and prefill chunks take the same path, so it does not matter which computed a
-token. Arithmetic is float32 whatever the cache holds.
+in the order of the context. Keys outside a layer's window are masked like those that are not there; a split that none
+of the tiles sees is left out, which changes no bit. Decodes and prefill chunks take the same path, so it does not
+matter which computed a token. Arithmetic is float32 whatever the cache holds.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class TileGroup:
     """[TILES, QUERIES] position of each query: the last key that it sees"""
     splits: tuple[torch.Tensor, ...]
     """each [TILES, SPLIT_KEYS] slots; past the tile's last position, that position's slot"""
+    first_position: int
+    """the least of `positions`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class FixedSplitAttention:
             slots_at(tables, (first + self._key_offsets).unsqueeze(0).minimum(last), self._cache.block_size)
             for first in range(0, int(last.max()) + 1, SPLIT_KEYS)
         )
-        return TileGroup(tokens, positions, splits)
+        return TileGroup(tokens, positions, splits, int(positions.min()))
 
     def attend(self, plan: SplitPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
@@ -88,13 +91,18 @@ class FixedSplitAttention:
         keys, values = self._cache.keys[layer].flatten(0, 1), self._cache.values[layer].flatten(0, 1)
         out = queries.new_empty(queries.shape[0], spec.q_size)
         for group in plan.groups:
-            attended = self._attend_group(group, queries, keys, values)
+            attended = self._attend_group(group, spec.windows[layer], queries, keys, values)
             attended = attended.transpose(1, 2).reshape(TILES * QUERIES, spec.q_size)
             out[group.tokens.flatten()] = attended.to(out.dtype)  # repeated queries write the same bits again
         return out
 
     def _attend_group(
-        self, group: TileGroup, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        group: TileGroup,
+        window: int | None,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
         """Return [TILES, num_kv_heads, QUERIES, group_size, head_dim] float32."""
         spec = self._spec
@@ -102,9 +110,12 @@ class FixedSplitAttention:
         tile = tile.view(TILES, QUERIES, spec.num_kv_heads, spec.group_size, spec.head_dim)
         tile = tile.transpose(1, 2).reshape(TILES, spec.num_kv_heads, QUERIES * spec.group_size, spec.head_dim)
         whole, whole_lse = torch.zeros_like(tile), tile.new_full(tile.shape[:-1], -torch.inf)
-        for index, slots in enumerate(group.splits):
-            seen = index * SPLIT_KEYS + self._key_offsets <= group.positions.unsqueeze(-1)
-            part, lse = self._attend_split(tile, slots, seen, keys, values)
+        begin = 0 if window is None else max(group.first_position + 1 - window, 0) // SPLIT_KEYS
+        last = group.positions.unsqueeze(-1)
+        for index in range(begin, len(group.splits)):
+            position = index * SPLIT_KEYS + self._key_offsets
+            seen = position <= last if window is None else (position <= last) & (position > last - window)
+            part, lse = self._attend_split(tile, group.splits[index], seen, keys, values)
             whole, whole_lse = merge_states(whole, whole_lse, part, lse)
         return whole.view(TILES, spec.num_kv_heads, QUERIES, spec.group_size, spec.head_dim)
 

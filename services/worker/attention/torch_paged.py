@@ -4,6 +4,9 @@ Rows with one token are put together into groups of similar length, so that litt
 one by one in tiles of queries, each against the keys up to its last query only. Padding reads the row's own last
 position and is masked: what other sequences left in the cache is never touched.
 
+A layer with a window gets a plan of its own: the same rows, of which only the keys are gathered that some query of the
+group or tile sees. As long as no row has outgrown the window, the plan is the one without.
+
 The query heads that share a key head become rows of one product, so keys are not repeated.
 """
 
@@ -15,8 +18,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.worker.attention.base import RaggedRows
-from services.worker.engine.types import I64
+from services.worker.attention.base import RaggedRows, slots_at
+from services.worker.engine.types import I32, I64
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
@@ -50,17 +53,24 @@ class PrefillRow:
     first_token: int
     num_tokens: int
     slots: torch.Tensor
-    """[num_keys]"""
+    """[num_keys] of the keys that any of its queries sees"""
+    window: int | None
+    """Keys that a query sees at most; None: all before it"""
     tail: torch.Tensor
-    """[tile, >= num_keys] mask of a full tile whose last query sees all keys; other tiles' masks are its corner"""
+    """[tile, >= keys of a tile] mask of a full tile whose last query sees up to the last column; other tiles' masks are
+    its corner"""
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
-    """What all layers of a step share."""
+class WindowPlan:
+    """What the layers of one window share."""
 
     groups: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillRow, ...]
+
+
+PagedPlan = dict[int | None, WindowPlan]
+"""By window (None: all keys are seen): what its layers share in a step."""
 
 
 class TorchPagedAttention:
@@ -71,36 +81,45 @@ class TorchPagedAttention:
         self._cache = cache
         self._device = cache.keys[0].device
         self._dtype = cache.keys[0].dtype
-        self._tails: dict[int, torch.Tensor] = {}
+        self._windows = tuple(dict.fromkeys(spec.windows))
+        self._tails: dict[tuple[int, int | None], torch.Tensor] = {}
         self._offsets = torch.arange(cache.block_size, device=self._device)
         self._gathered = torch.empty(0, device=self._device, dtype=self._dtype)
 
     def plan(self, rows: RaggedRows) -> PagedPlan:
-        """Group the single-token rows and list the others."""
-        num_keys, first_token = rows.num_keys, rows.first_token
+        """Group the single-token rows and list the others, once for each window that a row has outgrown."""
+        longest = int(rows.num_keys.max())
+        effective = {window: window if window is not None and window < longest else None for window in self._windows}
+        plans = {window: self._plan(rows, window) for window in dict.fromkeys(effective.values())}
+        return {window: plans[used] for window, used in effective.items()}
+
+    def _plan(self, rows: RaggedRows, window: int | None) -> WindowPlan:
+        first_key = first_keys(rows, window)
+        num_keys, first_token = rows.num_keys - first_key, rows.first_token
         single = np.flatnonzero(rows.num_tokens == 1)
         groups = tuple(
-            self._group(rows, group, whole=len(group) == len(rows.num_tokens))
+            self._group(rows, group, first_key[group], whole=len(group) == len(rows.num_tokens))
             for group in group_rows(single, num_keys[single], max_group_keys(self._spec, self._dtype))
         )
         prefills = []
         for row in np.flatnonzero(rows.num_tokens > 1).tolist():
-            slots = self._slots(rows, np.array([row], dtype=np.int64), int(num_keys[row]))
-            tail = self._tail(int(num_keys[row]))
-            prefills.append(PrefillRow(int(first_token[row]), int(rows.num_tokens[row]), slots.flatten(), tail))
-        return PagedPlan(groups, tuple(prefills))
+            count, only = int(rows.num_tokens[row]), np.array([row], dtype=np.int64)
+            slots = self._slots(rows, only, first_key[only], int(num_keys[row])).flatten()
+            tail = self._tail(int(num_keys[row]), window)
+            prefills.append(PrefillRow(int(first_token[row]), count, slots, window, tail))
+        return WindowPlan(groups, tuple(prefills))
 
     def attend(self, plan: PagedPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
-        spec = self._spec
+        spec, part = self._spec, plan[self._spec.windows[layer]]
         keys, values = self._cache.keys[layer].flatten(0, 1), self._cache.values[layer].flatten(0, 1)
-        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._decode(plan.groups[0], queries, keys, values)
+        if len(part.groups) == 1 and part.groups[0].tokens is None:
+            return self._decode(part.groups[0], queries, keys, values)
         out = queries.new_empty(queries.shape[0], spec.q_size)
-        for group in plan.groups:
+        for group in part.groups:
             assert group.tokens is not None, "a group that is not the whole batch names its tokens"
             out.index_copy_(0, group.tokens, self._decode(group, queries[group.tokens], keys, values))
-        for row in plan.prefills:
+        for row in part.prefills:
             span = slice(row.first_token, row.first_token + row.num_tokens)
             self._prefill(row, queries[span], keys, values, out[span])
         return out
@@ -129,15 +148,16 @@ class TorchPagedAttention:
         size, width = row.tail.shape
         for first in range(0, row.num_tokens, size):
             last = min(first + size, row.num_tokens)
-            num_keys = start + last
+            end = start + last
+            begin = 0 if row.window is None else max(start + first + 1 - row.window, 0)
             tile = queries[first:last].transpose(0, 1).reshape(shape)
-            mask = row.tail[size - (last - first) :, width - num_keys :]
+            mask = row.tail[size - (last - first) :, width - (end - begin) :]
             if mask.device.type == "cuda":
                 mask = mask.contiguous()  # its kernels want aligned rows
             attended = scaled_dot_product_attention(
                 tile,
-                gathered_keys[:, :, :num_keys].expand(-1, spec.group_size, -1, -1),
-                gathered_values[:, :, :num_keys].expand(-1, spec.group_size, -1, -1),
+                gathered_keys[:, :, begin:end].expand(-1, spec.group_size, -1, -1),
+                gathered_values[:, :, begin:end].expand(-1, spec.group_size, -1, -1),
                 attn_mask=mask,
             )
             out[first:last] = attended.reshape(spec.num_heads, last - first, spec.head_dim).transpose(0, 1).flatten(1)
@@ -159,13 +179,14 @@ class TorchPagedAttention:
         torch.index_select(values, 0, slots, out=buffer[1])
         return buffer[0], buffer[1]
 
-    def _group(self, rows: RaggedRows, group: I64, *, whole: bool) -> DecodeGroup:
+    def _group(self, rows: RaggedRows, group: I64, first_key: I32, *, whole: bool) -> DecodeGroup:
         """Prepare single-token rows; the rows' order in the group is free unless it is the whole batch."""
-        group = np.sort(group)
-        num_keys = rows.num_keys[group]
+        order = np.argsort(group)
+        group, first_key = group[order], first_key[order]
+        num_keys = rows.num_keys[group] - first_key
         max_keys = int(num_keys.max())
         tokens = None if whole else self._to_device(rows.first_token[group])
-        slots = self._slots(rows, group, max_keys)
+        slots = self._slots(rows, group, first_key, max_keys)
         if int(num_keys.min()) == max_keys:
             return DecodeGroup(tokens, slots.flatten(), None)
         ends = self._to_device(num_keys).unsqueeze(1)
@@ -174,29 +195,50 @@ class TorchPagedAttention:
         mask = torch.zeros(unseen.shape, dtype=self._dtype, device=self._device).masked_fill_(unseen, -torch.inf)
         return DecodeGroup(tokens, slots.flatten(), mask.view(len(group), 1, 1, max_keys))
 
-    def _slots(self, rows: RaggedRows, group: I64, max_keys: int) -> torch.Tensor:
-        """Return [g, max_keys]; past a row's end, any slots."""
+    def _slots(self, rows: RaggedRows, group: I64, first_key: I32, max_keys: int) -> torch.Tensor:
+        """Return [g, max_keys] from each row's first key on; past a row's end, any slots."""
         block_size = self._cache.block_size
+        if first_key.any():
+            tables, first = self._to_device(rows.tables[group]), self._to_device(first_key).unsqueeze(1)
+            last = self._to_device(rows.num_keys[group] - 1).unsqueeze(1)
+            positions = (first + torch.arange(max_keys, device=self._device)).minimum(last)
+            return slots_at(tables, positions, block_size)
         tables = self._to_device(rows.tables[group, : -(-max_keys // block_size)])
         return (tables.mul_(block_size).unsqueeze(-1) + self._offsets).flatten(1)[:, :max_keys]
 
     def _to_device(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
-    def _tail(self, num_keys: int) -> torch.Tensor:
-        """Return a mask for a row of `num_keys` keys; kept until a longer row comes."""
+    def _tail(self, num_keys: int, window: int | None) -> torch.Tensor:
+        """Return a mask for a row of which `num_keys` keys are gathered; kept until a longer row comes."""
         size = QUERY_TILE if num_keys <= LONG_KEYS else LONG_QUERY_TILE
-        tail = self._tails.get(size)
+        if window is not None:
+            num_keys = min(num_keys, window + size - 1)  # no tile sees more
+        tail = self._tails.get((size, window))
         if tail is None or tail.shape[1] < num_keys:
             width = -(-max(num_keys, size) // 64) * 64
             tail = torch.full((size, width), -torch.inf, dtype=self._dtype, device=self._device)
-            self._tails[size] = tail.triu_(width - size + 1)
-        return self._tails[size]
+            before = tail.tril(width - size - window) if window is not None else torch.zeros((), device=self._device)
+            self._tails[size, window] = tail.triu_(width - size + 1).add_(before)
+        return self._tails[size, window]
+
+
+def first_keys(rows: RaggedRows, window: int | None) -> I32:
+    """Return [n] the first position that a row's first query sees."""
+    if window is None:
+        return np.zeros(len(rows.start), dtype=np.int32)
+    return np.asarray(np.maximum(rows.start + 1 - window, 0), dtype=np.int32)
 
 
 def max_group_keys(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the padded keys of a group at most, unless it is one row."""
     return max(GROUP_BYTES // (2 * spec.kv_size * dtype.itemsize), 1)
+
+
+def max_group_rows(spec: ModelSpec, dtype: torch.dtype, context: int) -> int:
+    """Return the rows of a group at most, if each has as many keys as a context of this length shows to some layer."""
+    seen = min([context, *(window for window in spec.windows if window is not None)])
+    return max_group_keys(spec, dtype) // seen
 
 
 def group_rows(rows: I64, num_keys: np.ndarray[tuple[int, ...], np.dtype[np.int32]], max_keys: int) -> list[I64]:

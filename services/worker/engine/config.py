@@ -37,6 +37,8 @@ class EngineConfig:
     """Token slots of one KV block."""
     finished_kept: int = 256
     """Ended sequences whose outputs are kept for replays; the oldest is forgotten first."""
+    prefix_caching: bool = True
+    """Keep the KV of freed blocks until they are needed, and share it with sequences that begin alike."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_rows", "vocab_size", "block_size"):
@@ -51,7 +53,7 @@ class AddRefusal(Enum):
 
     FULL = "full"  # no free row of the table
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit the KV memory or the context
-    INVALID = "invalid"  # no prompt, ids outside the vocabulary, numbers out of range
+    INVALID = "invalid"  # no prompt, ids outside the vocabulary, numbers out of range, a fork with another prompt
     DUPLICATE = "duplicate"  # this (request, attempt) runs here with another stream handle, or has ended here
 
 
@@ -78,6 +80,11 @@ class NewSequence:
     request_class: RequestClass = RequestClass.REAL_TIME
     qoe: QoeTarget | None = None
     """The reader's schedule; None when no reader follows."""
+    fork_of: RequestId | None = None
+    """A sequence here with the same prompt and salt: this one waits until that prompt is computed and shares its KV. If
+    it is not here, or gives its KV up before, this one runs by itself."""
+    cache_salt: str = ""
+    """Sequences find each other's cached KV only under the same salt."""
 
 
 def check_new(new: NewSequence, config: EngineConfig, num_usable_blocks: int) -> AddRefusal | None:

@@ -24,6 +24,7 @@ from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.sequence import SequenceKey
+from services.worker.engine.sharing import Sharing
 from services.worker.engine.stats import EngineStats, Totals
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
@@ -59,12 +60,15 @@ class Engine:
         self.flights: deque[Flight] = deque()
         self.retry = RetryQueue()
         self.totals = Totals()
-        self.residents = Residents(config, self.table, self.blocks, self.log)
+        self.sharing = Sharing(self.table, self.blocks, self.log, prefix_caching=config.prefix_caching)
+        self.residents = Residents(config, self.table, self.sharing, self.blocks, self.log)
         self.residents.on_end = self._on_end
         self._scheduler = scheduler
         self._limits = Limits(config.max_batch_tokens, config.max_batch_rows)
         self._admits: list[RowInit] = []
         self._drops: list[int] = []
+        self._lost_tokens: dict[int, int] = {}  # of preempted rows: tokens whose KV they gave up
+        self._cached_tokens: dict[int, int] = {}  # of admitted rows without a token yet: prompt tokens from the cache
         self._next_step_id = 0
 
     # Sequences come and go
@@ -117,6 +121,7 @@ class Engine:
         flight = self._land(batch)
         self.totals.busy_s += output.duration_s
         self.table.num_computed[flight.rows] = flight.end
+        self.sharing.landed()
         self.retry.succeeded(batch.rows)
         rows, tokens = flight.rows, output.tokens
         wanted = batch.sample
@@ -219,12 +224,9 @@ class Engine:
         if np.count_nonzero(table.hold):
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
-        columns = table.columns
-        if self.blocks.has_pins:
-            columns = replace(columns, freeable_blocks=self.blocks.freeable(running))
         return SchedulerView(
             now_s=now_s,
-            columns=columns,
+            columns=table.columns,
             waiting=waiting,
             running=running,
             preempted=preempted,
@@ -232,19 +234,20 @@ class Engine:
             free_blocks=self.blocks.num_free,
             block_size=self.config.block_size,
             limits=self._limits,
+            blocks=self.sharing,
         )
 
     def _commit(self, output: SchedulerOutput) -> tuple[Rows, I32]:
         """Preempt and admit as the scheduler chose."""
         table = self.table
-        for row in output.preempt.tolist():
-            self._preempt(row)
         rows = output.rows.astype(np.intp)
         assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
         assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
         parked = table.status[rows] != _RUNNING
-        for row in rows[parked].tolist() if np.count_nonzero(parked) else ():
-            self._admit(row)
+        if np.count_nonzero(parked):
+            self._admit(rows[parked].tolist(), output.preempt)
+        for row in output.preempt.tolist():  # after: what the admitted rows share must not be handed out
+            self._preempt(row)
         remaining = table.num_known[rows] - table.num_computed[rows]
         impossible = (output.num_tokens < 1) | (output.num_tokens > remaining)
         assert not np.count_nonzero(impossible), "a row computes at least one token, and none that is not known"
@@ -263,6 +266,7 @@ class Engine:
             tokens=input_tokens(table, self.log, rows, num_tokens),
             sample=end == table.num_known[rows],
             table_delta=self.blocks.extend(rows, end),
+            copies=self.blocks.take_copies(),
             admits=tuple(self._admits),
             drops=np.array(self._drops, dtype=np.int32) if self._drops else EMPTY_I32,
         )
@@ -276,6 +280,8 @@ class Engine:
         flight = self.flights.popleft()
         assert flight.batch is batch, "batches come back in the order in which they were made"
         self.table.hold[flight.rows] &= ~Hold.IN_FLIGHT
+        if batch.copies.source.size:
+            self.blocks.unpin(("copies", batch.step_id))
         self.totals.num_steps += 1
         return flight
 
@@ -298,34 +304,58 @@ class Engine:
             first_index=first_index.astype(np.uint32),
             tokens=tokens,
             finish=finish,
-            extras=extras,
+            extras=self._with_cached_tokens(rows, extras) if self._cached_tokens else extras,
         )
         for i in finish.nonzero()[0].tolist():
             self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
 
-    def _admit(self, row: int) -> None:
+    def _with_cached_tokens(self, rows: Rows, extras: tuple[RowExtra, ...]) -> tuple[RowExtra, ...]:
+        """Say with a row's first token what its prompt found in the cache."""
+        cached = {i: self._cached_tokens.pop(row, None) for i, row in enumerate(rows.tolist())}
+        said = {extra.index: extra for extra in extras}
+        said |= {i: replace(said.get(i, RowExtra(i)), cached_tokens=count) for i, count in cached.items() if count}
+        return tuple(said[i] for i in sorted(said))
+
+    def _admit(self, rows: list[int], leaving: I32) -> None:
         table = self.table
-        table.admit(row)
-        if not table.at_executor[row]:
-            table.at_executor[row] = True
-            self._admits.append(row_init(table, self.log, row))
-            self.totals.num_prompt_tokens += int(table.num_prompt[row])
+        found = self.sharing.admit(rows, ("copies", self._next_step_id), leaving)
+        for row, num_tokens in zip(rows, found, strict=True):
+            table.admit(row)
+            table.num_computed[row] = num_tokens
+            self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
+            if not table.at_executor[row]:
+                table.at_executor[row] = True
+                self._admits.append(row_init(table, self.log, row))
+                self._count_prompt(row, num_tokens)
+        self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
+
+    def _count_prompt(self, row: int, num_cached: int) -> None:
+        num_prompt = int(self.table.num_prompt[row])
+        num_cached = min(num_cached, num_prompt)
+        self.totals.num_prompt_tokens += num_prompt
+        if self.config.prefix_caching:
+            self.totals.num_prefix_cache_queries += num_prompt
+            self.totals.num_prefix_cache_hits += num_cached
+        if num_cached:
+            self._cached_tokens[row] = num_cached
 
     def _preempt(self, row: int) -> None:
         table = self.table
         assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
         assert not table.hold[row] & Hold.IN_FLIGHT, f"row {row} is in flight"
         self.totals.num_preemptions += 1
-        self.totals.num_recomputed_tokens += int(table.num_computed[row])
+        self._lost_tokens[row] = int(table.num_computed[row])
         self.retry.discard(row)
         table.hold[row] &= ~Hold.RETRY
-        self.blocks.release(row)
+        self.sharing.release(row)
         table.preempt(row)
 
     def _on_end(self, row: int) -> None:
         """Called for each row that ends, just before it is free."""
         self.retry.discard(row)
+        self._lost_tokens.pop(row, None)
+        self._cached_tokens.pop(row, None)
         if self.table.at_executor[row]:
             self._drops.append(row)
         self.totals.num_finished += 1
@@ -337,5 +367,7 @@ class Engine:
         too_long = (table.status != Status.FREE) & (-(-longest // self.config.block_size) > self.blocks.num_usable)
         for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
             self._preempt(row)
+        for row in np.flatnonzero(too_long).tolist():
+            self.sharing.forks.let_go(row)
         table.hold[too_long] |= Hold.NO_ROOM
         table.hold[~too_long] &= ~Hold.NO_ROOM

@@ -21,6 +21,9 @@ def check_engine(engine: Engine) -> None:
     _check_counts(table, live, engine.config.block_size)
     _check_holds(engine)
     engine.blocks.check_invariants(live)
+    for row in table.running.view.tolist():
+        engine.blocks.check_writable(row, int(table.num_computed[row]))
+    engine.sharing.check_invariants()
     chunks = -(-table.num_output[live] // CHUNK)
     assert engine.log.num_used_chunks == int(chunks.sum()), "chunks of the token log are lost or doubled"
     assert sorted(engine.row_of.values()) == live.tolist(), "each live row has one name, and each name one live row"

@@ -29,7 +29,7 @@ class ExecutorBrokenError(Exception):
 class StepLoop:
     """Runs one engine on one executor. Who changes the engine from outside (add, cancel, unpin, grow) calls `wake`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
         engine: Engine,
         executor: Executor,
@@ -38,6 +38,7 @@ class StepLoop:
         gate: StepGate,
         *,
         max_failures: int = 16,
+        on_step: Callable[[Batch, BatchOutput], None] | None = None,
     ) -> None:
         """Begin with nothing in flight.
 
@@ -49,6 +50,7 @@ class StepLoop:
             gate: handed over between steps to whoever wants it.
             max_failures: steps that may fail in a row before the executor counts as broken. One guilty row costs about
                 log2(max_batch_rows) + 2.
+            on_step: told of every step that succeeded, after it was absorbed; must be quick.
         """
         self._engine = engine
         self._executor = executor
@@ -56,6 +58,7 @@ class StepLoop:
         self._now = now
         self._gate = gate
         self._max_failures = max_failures
+        self._on_step = on_step
         self._num_failures = 0
         self._flight: deque[tuple[Batch, Future[BatchOutput]]] = deque()
         self._events = NO_EVENTS
@@ -123,6 +126,8 @@ class StepLoop:
         else:
             self._num_failures = 0
             self._events = self._engine.absorb(batch, output, self._now())
+            if self._on_step is not None:
+                self._on_step(batch, output)
 
     async def _rest(self) -> None:
         if self._gate.wanted and not self._flight:

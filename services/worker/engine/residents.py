@@ -11,6 +11,7 @@ from services.worker.engine.blocks import BlockManager
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
 from services.worker.engine.events import NO_EVENTS, StepEvents
 from services.worker.engine.sequence import FinishedStore, SequenceKey
+from services.worker.engine.sharing import Sharing
 from services.worker.engine.stops import StopRules
 from services.worker.engine.table import Hold, SequenceTable
 from services.worker.engine.token_log import TokenLog
@@ -24,7 +25,9 @@ Rows = NDArray[np.intp]
 class Residents:
     """Which sequences are here. The engine owns it; nobody else changes it."""
 
-    def __init__(self, config: EngineConfig, table: SequenceTable, blocks: BlockManager, log: TokenLog) -> None:
+    def __init__(
+        self, config: EngineConfig, table: SequenceTable, sharing: Sharing, blocks: BlockManager, log: TokenLog
+    ) -> None:
         self.row_of: dict[SequenceKey, int] = {}
         self.stops = StopRules(config.max_sequences, config.vocab_size, config.eos_token_ids)
         self.next_expiry_s = float("inf")
@@ -35,10 +38,13 @@ class Residents:
         """Called with each row that ends, just before it is free."""
         self._config = config
         self._table = table
+        self._sharing = sharing
         self._blocks = blocks
         self._log = log
         self._finished = FinishedStore(config.finished_kept)
         self._events: list[StepEvents] = []
+        self._newest: dict[RequestId, int] = {}
+        """Row of a request's newest attempt."""
 
     def add(self, new: NewSequence) -> int | AddRefusal:
         """Take a sequence in; it waits for its turn.
@@ -55,15 +61,23 @@ class Residents:
         refusal = check_new(new, self._config, self._blocks.num_usable)
         if refusal is not None:
             return refusal
+        parent = self._newest.get(new.fork_of) if new.fork_of is not None else None
+        if parent is not None and not self._sharing.has_equal_prompt(
+            parent, new.prompt.astype(np.int32), new.cache_salt
+        ):
+            return AddRefusal.INVALID
         max_output = max_outputs(int(new.prompt.size), new.sampling.max_tokens, self._config.max_model_len)
         row = self._table.add(new, max_output)
         if row is None:
             return AddRefusal.FULL
-        self.row_of[key] = row
+        self.row_of[key] = self._newest[new.request_id] = row
         self.stops.set(row, new.sampling)
         self.next_expiry_s = min(self.next_expiry_s, new.expires_s)
-        if new.generated.size:
-            self._take_over(row, new.generated.astype(np.int32))
+        generated = new.generated.astype(np.int32)
+        self._log.extend(row, generated)
+        self._sharing.add(row, new.cache_salt, parent)
+        if generated.size:
+            self._take_over(row, generated)
         return row
 
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
@@ -127,15 +141,17 @@ class Residents:
         key, num_output = table.sequence(row).key, int(table.num_output[row])
         self._finished.add(key, self._log.read(row, 0, num_output), finish)
         del self.row_of[key]
-        self._blocks.release(row)
+        if self._newest[key[0]] == row:
+            del self._newest[key[0]]
+        self._sharing.release(row, is_sound=finish is not FinishReason.ERROR)
+        self._sharing.forget(row)
         self._log.clear(row, num_output)
         self.stops.clear(row)
         self.on_end(row)
         table.free(row)
 
     def _take_over(self, row: int, generated: I32) -> None:
-        """Continue what an earlier attempt began; it may turn out to have been complete."""
-        self._log.extend(row, generated)
+        """End what an earlier attempt began if it turns out to have been complete."""
         where = np.array([row])
         num_output = self._table.num_output[where]
         finish = self.stops.check(where, generated[-1:], num_output, self._table.max_output[where])

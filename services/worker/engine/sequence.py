@@ -23,6 +23,7 @@ class Sequence:
     sampling: SamplingParams
     num_generated: int
     """Outputs that earlier attempts made."""
+    cache_salt: str
 
 
 class FinishedStore:

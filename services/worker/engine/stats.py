@@ -14,9 +14,13 @@ class Totals:
     num_failed_steps: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
-    """Tokens whose KV preemptions threw away: what preempting cost."""
+    """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
     num_prompt_tokens: int = 0
     """Prompt tokens of the sequences that were admitted, each sequence once."""
+    num_prefix_cache_queries: int = 0
+    """Of these, the tokens looked up in the prefix cache: all of them while it is on."""
+    num_prefix_cache_hits: int = 0
+    """Of these, the tokens whose KV was there already."""
     num_generated_tokens: int = 0
     num_finished: int = 0
     """Sequences that ended, for whatever reason."""
@@ -34,14 +38,16 @@ class EngineStats:
     num_blocks: int
     """Usable blocks."""
     num_used_blocks: int
-    """Usable blocks that sequences hold or somebody pins."""
+    """Usable blocks that sequences hold or somebody pins; free ones whose contents are kept do not count."""
     num_demanded_blocks: int
-    """Blocks that waiting and preempted sequences need for the tokens known so far."""
+    """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached."""
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
     num_recomputed_tokens: int
     num_prompt_tokens: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
     num_generated_tokens: int
     num_finished: int
     busy_s: float

@@ -33,6 +33,7 @@ class Hold:
     CANCELLED: Final = np.uint8(2)  # ends when its batch comes back
     RETRY: Final = np.uint8(4)  # was in a failed batch and waits for its turn to be tried in a smaller one
     NO_ROOM: Final = np.uint8(8)  # the KV memory has shrunk below what the whole sequence needs
+    FORK: Final = np.uint8(16)  # waits for the prompt of the sequence that it forks
 
 
 class SequenceTable:
@@ -77,7 +78,6 @@ class SequenceTable:
             num_output=_read_only(self.num_output),
             num_computed=_read_only(self.num_computed),
             held_blocks=_read_only(self.held_blocks),
-            freeable_blocks=_read_only(self.held_blocks),  # the engine replaces it while blocks are pinned
             arrival_s=_read_only(self.arrival_s),
             request_class=_read_only(self.request_class),
             qoe_ttft_s=_read_only(self.qoe_ttft_s),
@@ -103,7 +103,7 @@ class SequenceTable:
             return None
         row = self._free.pop()
         prompt, generated = new.prompt.astype(np.int32), int(new.generated.size)
-        self.cold[row] = Sequence((new.request_id, new.attempt), prompt, new.sampling, generated)
+        self.cold[row] = Sequence((new.request_id, new.attempt), prompt, new.sampling, generated, new.cache_salt)
         self.status[row], self.hold[row] = Status.WAITING, 0
         self.num_prompt[row], self.num_output[row] = prompt.size, generated
         self.num_known[row], self.num_computed[row] = prompt.size + generated, 0

@@ -47,7 +47,9 @@ class RunnerSettings:
     deterministic: bool = False
     """Text and logits do not depend, to the bit, on what else is in a batch or how a prompt is cut."""
     num_threads: int | None = None
-    """Threads of one operator on the CPU; None: one in deterministic mode, else torch's choice."""
+    """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
+    kernels: str = "auto"
+    """`auto`, `native` or `torch`; see `executor/kernels.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class ModelInfo:
     capacity: KvCapacity
     device: str
     dtype: str
+    kernels: str
+    """What computes the forward pass: `native <instruction set>` or `torch`."""
 
 
 class ModelRunner:

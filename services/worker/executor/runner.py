@@ -12,13 +12,13 @@ import numpy as np
 import structlog
 import torch
 
-from services.worker.attention.torch_paged import GROUP_BYTES, max_group_keys
+from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
+from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.executor.logit_rules import MAX_EDITS
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.sampler import DRAW_ELEMENTS
 from services.worker.executor.selftest import prove_deterministic
-from services.worker.executor.step import ForwardPass
 from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
     RESERVE_MARGIN,
@@ -34,7 +34,7 @@ from services.worker.memory.measure import peak_bytes
 from services.worker.models.checkpoint import check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.rope import RopeTable
-from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.models.spec import ModelSpec, check_context, read_spec
 from services.worker.models.weights import ModelWeights, num_parameters, parameter_bytes
 from shared.errors import StartupError
 from shared.types import SamplingParams
@@ -59,13 +59,15 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     progress(0.0, "checking the checkpoint")
     device, dtype = _device(settings.device), _dtype(settings.dtype)
     spec = read_spec(settings.model_dir)
+    check_context(spec, settings.max_model_len)
     tensors = find_tensors(settings.model_dir)
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
     context = longest_context(demand)
-    _set_threads(settings, device)
+    kernels = choose_kernels(settings.kernels, spec, device)
+    _set_threads(settings, device, kernels)
     weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
-    loader = _Loader(settings, spec, weights, demand)
+    loader = _Loader(settings, spec, weights, demand, kernels)
     progress(_LOADED, "measuring the workspace")
     reserve_bytes, division = loader.divide(context)
     _log_context(settings, division.max_model_len, spec.max_positions)
@@ -80,13 +82,16 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
 class _Loader:
     """A model whose parameters are loaded, before its KV is."""
 
-    def __init__(self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand) -> None:
+    def __init__(
+        self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand, kernels: Kernels
+    ) -> None:
         self._settings = settings
         self._spec = spec
         self._weights = weights
         self._demand = demand
         self._dtype = _dtype(settings.dtype)
         self._device = weights.outer.storage.device
+        self._kernels = kernels
 
     def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
         """Return a runner with a cache of its own."""
@@ -105,9 +110,10 @@ class _Loader:
             capacity=KvCapacity(num_blocks, settings.block_size),
             device=str(self._device),
             dtype=settings.dtype,
+            kernels=self._kernels.name,
         )
-        rope = RopeTable(spec.rope, spec.head_dim, max_model_len, self._dtype, self._device)
-        forward = ForwardPass(spec, self._weights, rope, cache, deterministic=settings.deterministic)
+        rope = RopeTable(spec.rope, spec.rotary_dim, max_model_len, self._dtype, self._device)
+        forward = self._kernels.open(spec, self._weights, rope, cache, deterministic=settings.deterministic)
         return ModelRunner(
             info,
             forward,
@@ -134,9 +140,8 @@ class _Loader:
 
         def dry_steps() -> None:
             try:
-                runner.run(
-                    _worst_batch(settings, spec.vocab_size, context, max_group_keys(spec, self._dtype) // context + 1)
-                )
+                num_long = max_group_rows(spec, self._dtype, context) + 1
+                runner.run(_worst_batch(settings, spec.vocab_size, context, num_long))
             except BatchFailedError as error:
                 raise StartupError(
                     f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
@@ -152,9 +157,8 @@ class _Loader:
             measured = estimated_reserve(
                 spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
             )
-        return (
-            max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + 2 * context * spec.head_dim * self._dtype.itemsize
-        )
+        angle_bytes = 2 * context * spec.rotary_dim * self._dtype.itemsize
+        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
 
 
 def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_long: int) -> Batch:
@@ -227,9 +231,9 @@ def _dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _set_threads(settings: RunnerSettings, device: torch.device) -> None:
-    """Set the threads of one operator; deterministic mode takes one: how work is split over threads is not fixed."""
-    num_threads = settings.num_threads or (1 if settings.deterministic else None)
+def _set_threads(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> None:
+    """Set the threads of one operator; torch takes one in deterministic mode: how it splits work is not fixed."""
+    num_threads = settings.num_threads or (1 if settings.deterministic and not kernels.whole else None)
     if device.type == "cpu" and num_threads is not None:
         torch.set_num_threads(num_threads)
 

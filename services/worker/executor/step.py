@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from services.worker.attention.base import Attention
 from services.worker.attention.fixed_splits import FixedSplitAttention
+from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.inputs import StepInputs
 from services.worker.memory.kv_cache import KVCache
@@ -15,35 +16,59 @@ from services.worker.models.decoder import Angles, Decoder
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
+from services.worker.native.library import NativeLibrary
 
 TILE_ROWS = 32
 """Rows of every product in deterministic mode."""
 
 
-class ForwardPass:
-    """The model's layers over a cache.
+class ForwardPass(Protocol):
+    """The model's layers over a cache."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Keys and values of all layers."""
+        ...
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step, store its keys and values; return the hidden states [n, hidden] of each row's last token."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned."""
+        ...
+
+
+class TorchForward:
+    """The model's layers by torch's operators, on any device of torch.
 
     Args:
         rope: angles of every position that may occur.
         deterministic: every product and every attention in fixed shapes (see `Decoder`, `FixedSplitAttention`).
+        library: attention by the worker's own kernel; None: by torch's operators.
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        rope: RopeTable,
+        cache: KVCache,
+        *,
+        deterministic: bool,
+        library: NativeLibrary | None = None,
     ) -> None:
         self.cache = cache
         self._rope = rope
         self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
-        self._attention: Attention[Any] = (
-            FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)
-        )
+        self._attention = _attention(spec, cache, library, deterministic=deterministic)
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step, store its keys and values; return the hidden states [n, hidden] of each row's last token."""
         decoder, cache, attention = self._decoder, self.cache, self._attention
         plan = attention.plan(inputs.rows)
         angles = Angles(*self._rope.rows(inputs.positions))
-        hidden = decoder.embed(inputs.tokens)
+        hidden = decoder.embed(inputs.tokens, inputs.positions)
         for layer in range(decoder.spec.num_layers):
             queries, keys, values = decoder.pre(layer, hidden, angles)
             cache.write(layer, inputs.slots, keys, values)
@@ -53,3 +78,11 @@ class ForwardPass:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned."""
         return self._decoder.head(hidden)
+
+
+def _attention(
+    spec: ModelSpec, cache: KVCache, library: NativeLibrary | None, *, deterministic: bool
+) -> Attention[Any]:
+    if library is not None:
+        return NativePagedAttention(library, spec, cache)
+    return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)

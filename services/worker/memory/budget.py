@@ -46,13 +46,8 @@ def longest_context(demand: Demand) -> int:
     """Return the longest context that could be served if no workspace were needed.
 
     Raises:
-        StartupError: the context asked for is longer than the model's, or cannot fit even so.
+        StartupError: the context asked for cannot fit even so.
     """
-    if demand.max_model_len is not None and demand.max_model_len > demand.max_positions:
-        raise StartupError(
-            f"max_model_len {demand.max_model_len} is longer than the model's {demand.max_positions} positions",
-            f"Ask for at most {demand.max_positions}",
-        )
     return divide(demand, 0, demand.max_positions).max_model_len
 
 

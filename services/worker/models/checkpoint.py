@@ -12,7 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from services.worker.models.spec import ModelSpec, read_json
+from services.worker.models.config_json import read_json
+from services.worker.models.families import FAMILIES
+from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import all_parts
 from shared.errors import StartupError
 
@@ -25,6 +27,8 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of which parameters are read."""
 _OTHER_ITEM_BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 _COPY_AGAIN = "Copy the checkpoint again"
+_COMPARE_BYTES = 2**24
+"""Read at a time of two tensors that are compared."""
 
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers that older checkpoints carry; they are computed from config.json."""
@@ -38,6 +42,8 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int
+    """Of the first byte, in the file."""
 
 
 def find_tensors(model_dir: Path) -> dict[str, TensorEntry]:
@@ -63,7 +69,8 @@ def check_against(spec: ModelSpec, tensors: dict[str, TensorEntry]) -> None:
     """Check that the checkpoint has exactly the model's tensors, in the right shapes.
 
     Raises:
-        StartupError: a tensor is missing, of another shape or type, or not known to this model.
+        StartupError: a tensor is missing, of another shape or type, or not known to this model; or a head that
+            config.json ties to the embedding differs from it.
     """
     expected = {source.name: source.shape for part in all_parts(spec) for source in part.sources}
     for name, shape in expected.items():
@@ -86,10 +93,41 @@ def check_against(spec: ModelSpec, tensors: dict[str, TensorEntry]) -> None:
             f"the checkpoint has {len(unknown)} tensors that {spec.architecture} does not use, such as {unknown[0]}",
             "Check that config.json belongs to the weights",
         )
+    if spec.tied_embeddings:
+        _check_tied_head(spec, tensors)
+
+
+def _head_name(spec: ModelSpec) -> str:
+    return f"{FAMILIES[spec.architecture].names.head}.weight"
 
 
 def _ignored(name: str, spec: ModelSpec) -> bool:
-    return name.endswith(_IGNORED_SUFFIXES) or (spec.tied_embeddings and name == "lm_head.weight")
+    return name.endswith(_IGNORED_SUFFIXES) or (spec.tied_embeddings and name == _head_name(spec))
+
+
+def _check_tied_head(spec: ModelSpec, tensors: dict[str, TensorEntry]) -> None:
+    """A saved head that is the embedding again is left unread; the reference takes one that differs for the truth."""
+    head = tensors.get(_head_name(spec))
+    embedding = f"{FAMILIES[spec.architecture].names.embedding}.weight"
+    if head is not None and not _same_bytes(head, tensors[embedding]):
+        raise StartupError(
+            f"config.json ties the head to the embedding, but {_head_name(spec)} differs from {embedding}",
+            "Set tie_word_embeddings to false in config.json, or take the tensor out of the checkpoint",
+        )
+
+
+def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    try:
+        with one.path.open("rb") as first, other.path.open("rb") as second:
+            first.seek(one.offset)
+            second.seek(other.offset)
+            pieces = range(0, one.num_bytes, _COMPARE_BYTES)
+            sizes = (min(_COMPARE_BYTES, one.num_bytes - done) for done in pieces)
+            return all(first.read(size) == second.read(size) for size in sizes)
+    except OSError as error:
+        raise _broken(one.path, f"it cannot be read ({error})") from error
 
 
 def _from_index(model_dir: Path, weight_map: object) -> dict[str, TensorEntry]:
@@ -135,13 +173,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     spans = []
     found = {}
     for name, value in header.items():
-        found[name], span = _entry(path, name, value)
+        found[name], span = _entry(path, name, value, 8 + length)
         spans.append(span)
     _check_cover(path, spans, size - 8 - length)
     return found
 
 
-def _entry(path: Path, name: str, value: Any) -> tuple[TensorEntry, tuple[int, int]]:
+def _entry(path: Path, name: str, value: Any, data_offset: int) -> tuple[TensorEntry, tuple[int, int]]:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = (*shape, begin, end)
@@ -152,7 +190,7 @@ def _entry(path: Path, name: str, value: Any) -> tuple[TensorEntry, tuple[int, i
     item_bytes = ITEM_BYTES.get(dtype) or _OTHER_ITEM_BYTES.get(dtype)
     if end < begin or (item_bytes is not None and end - begin != prod(shape) * item_bytes):
         raise _broken(path, f"length and shape of {name} contradict each other")
-    return TensorEntry(path, dtype, shape, end - begin), (begin, end)
+    return TensorEntry(path, dtype, shape, end - begin, data_offset + begin), (begin, end)
 
 
 def _check_cover(path: Path, spans: list[tuple[int, int]], data_bytes: int) -> None:

@@ -9,19 +9,28 @@ machine. Any range of layers can be run, with hidden states from anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from services.worker.models.rope import rotate
-from services.worker.models.spec import ModelSpec
+from services.worker.models.spec import Activation, ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Rotary angles of a step's tokens: cos and sin, each [t, 1, head_dim]."""
+    """Rotary angles of a step's tokens: cos and sin, each [t, 1, rotary_dim]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -40,11 +49,18 @@ class Decoder:
         self.spec = spec
         self._weights = weights
         self._tile_rows = tile_rows
+        self._activate = _ACTIVATIONS[spec.activation]
         self._head = weights.outer["embedding" if spec.tied_embeddings else "head"]
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [t, hidden_size] of the tokens [t] (int64)."""
-        return functional.embedding(tokens, self._weights.outer["embedding"])
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [t, hidden_size] of the tokens [t] (int64) at their positions [t] (int64)."""
+        outer = self._weights.outer
+        hidden = functional.embedding(tokens, outer["embedding"])
+        if self.spec.embedding_size is not None:
+            hidden = self._tiled(self._project_in, hidden)
+        if self.spec.position_kind == "learned":
+            hidden = hidden + functional.embedding(positions + self.spec.position_offset, outer["positions"])
+        return hidden
 
     def pre(self, layer: int, hidden: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what attention needs from the layer.
@@ -55,8 +71,8 @@ class Decoder:
             angles: of the same tokens.
 
         Returns:
-            Query [t, num_heads, head_dim], key and value [t, num_kv_heads, head_dim]; query and key are rotated. They
-            may be views of one buffer.
+            Query [t, num_heads, head_dim], key and value [t, num_kv_heads, head_dim]; query and key are rotated if the
+            model has a rotary embedding. They may be views of one buffer.
         """
         if not self._tile_rows:
             return self._pre(layer, hidden, angles.cos, angles.sin)
@@ -79,16 +95,19 @@ class Decoder:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [t, vocab_size], float32, behind the hidden states of the last layer."""
+        return self._tiled(self._logits, hidden)
+
+    def _tiled(self, function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Return a function of the rows [t, ...], computed in tiles if this decoder computes in tiles."""
         if not self._tile_rows:
-            return self._logits(hidden)
-        tiles = [self._logits(*tile) for tile in _tiles(self._tile_rows, hidden)]
-        return torch.cat(tiles)[: hidden.shape[0]]
+            return function(hidden)
+        return torch.cat([function(*tile) for tile in _tiles(self._tile_rows, hidden)])[: hidden.shape[0]]
 
     def _pre(
         self, layer: int, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         spec, weights = self.spec, self._weights.layers[layer]
-        normed = self._norm(hidden, weights["attention_norm"])
+        normed = self._norm(hidden, weights, "attention_norm") if spec.norm_first else hidden
         heads = functional.linear(normed, weights["qkv"], weights.get("qkv_bias"))
         heads = heads.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         num_rotated = spec.num_heads + spec.num_kv_heads
@@ -100,23 +119,42 @@ class Decoder:
 
     def _post(self, layer: int, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         weights = self._weights.layers[layer]
-        inner = self.spec.intermediate_size
         hidden = hidden + functional.linear(attended, weights["output"], weights.get("output_bias"))
-        normed = self._norm(hidden, weights["mlp_norm"])
-        pair = functional.linear(normed, weights["gate_up"], weights.get("gate_up_bias"))
-        gated = functional.silu(pair[:, :inner]).mul_(pair[:, inner:])
-        return hidden.add_(functional.linear(gated, weights["down"], weights.get("down_bias")))
+        if self.spec.norm_first:
+            return hidden.add_(self._mlp(self._norm(hidden, weights, "mlp_norm"), weights))
+        hidden = self._norm(hidden, weights, "attention_norm")
+        return self._norm(hidden.add_(self._mlp(hidden, weights)), weights, "mlp_norm")
+
+    def _mlp(self, hidden: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
+        if self.spec.gated_mlp:
+            pair = functional.linear(hidden, weights["gate_up"], weights.get("gate_up_bias"))
+            inner = self.spec.intermediate_size
+            inside = self._activate(pair[:, :inner]).mul_(pair[:, inner:])
+        else:
+            inside = self._activate(functional.linear(hidden, weights["up"], weights.get("up_bias")))
+        return functional.linear(inside, weights["down"], weights.get("down_bias"))
+
+    def _project_in(self, hidden: torch.Tensor) -> torch.Tensor:
+        return functional.linear(hidden, self._weights.outer["project_in"])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return functional.linear(self._norm(hidden, self._weights.outer["norm"]), self._head).float()
+        outer = self._weights.outer
+        if self.spec.final_norm:
+            hidden = self._norm(hidden, outer, "norm")
+        if self.spec.embedding_size is not None:
+            hidden = functional.linear(hidden, outer["project_out"])
+        return functional.linear(hidden, self._head).float()
 
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, self.spec.norm_eps)
+    def _norm(self, hidden: torch.Tensor, weights: ParameterBuffer, name: str) -> torch.Tensor:
+        width, eps = hidden.shape[-1:], self.spec.norm_eps
+        if self.spec.norm_kind == "layer":
+            return functional.layer_norm(hidden, width, weights.get(name), weights.get(f"{name}_bias"), eps)
+        return functional.rms_norm(hidden, width, weights.get(name), eps)
 
     def _norm_heads(self, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
         num_heads = self.spec.num_heads
-        queries = self._norm(heads[:, :num_heads], weights["q_norm"])
-        return torch.cat((queries, self._norm(heads[:, num_heads:], weights["k_norm"])), dim=1)
+        queries = self._norm(heads[:, :num_heads], weights, "q_norm")
+        return torch.cat((queries, self._norm(heads[:, num_heads:], weights, "k_norm")), dim=1)
 
 
 def _tiles(num_rows: int, *columns: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

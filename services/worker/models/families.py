@@ -1,15 +1,45 @@
 """What differs between decoders of one family and the next, as data: the decoder itself is written once.
 
 A family that is not here is refused by name. Adding one means adding an entry and an oracle test against its reference.
+Defaults of absent fields are those of the family's configuration class in transformers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-BiasRule = bool | Literal["attention_bias"]
+BiasRule = bool | str
 """True or False, or the field of config.json that says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layers` and its number.
+
+    Several names for one part: the decoder stacks them by rows. One name where others have several: the checkpoint
+    holds them stacked in the same order.
+    """
+
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    """Table of learned positions."""
+    project_in: str = ""
+    """From the embedding's width to the hidden states'."""
+    project_out: str = ""
+    """Back, before the head."""
+    last_norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    output: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +52,90 @@ class Family:
     """Bias of the query, key and value projections."""
     output_bias: BiasRule
     """Bias of the attention's output projection."""
-    reads_mlp_bias: bool
-    """Whether `mlp_bias` of config.json counts; else the MLP has no bias."""
+    mlp_bias: BiasRule
+    """Bias of the MLP's projections."""
     head_norm: bool = False
     """RMS norm over each query and key head before the rotary embedding."""
-    window_switch: str | None = None
-    """Field without which a `sliding_window` in config.json has no effect; None: a window always has one."""
+    window: Literal["none", "all", "switched"] = "none"
+    """`sliding_window`: never applied (so refused), of all layers, or of some if `use_sliding_window` says so."""
+    partial_rotary: bool = False
+    """Whether `partial_rotary_factor` counts; else anything but 1 is refused."""
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    """Names that this family gave to kinds of rotary embedding that have another one now."""
+    published_with_code: bool = False
+    """Its published checkpoints name Python files (`auto_map`) that are the same as the reference's; not read here."""
+    norm_kind: Literal["rms", "layer"] = "rms"
+    gated_mlp: bool = True
+    learned_positions: int | None = None
+    """Rows of the table of learned positions before that of position 0; None: rotary embedding."""
+    inner_field: str = "intermediate_size"
+    """Field with the MLP's width."""
+    activation_field: str = "hidden_act"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of fields that config.json leaves out."""
+    names: TensorNames = field(default_factory=TensorNames)
 
+
+_OPT_NAMES = TensorNames(
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    project_in="model.decoder.project_in",
+    project_out="model.decoder.project_out",
+    last_norm="model.decoder.final_layer_norm",
+    layers="model.decoder.layers",
+    attention_norm="self_attn_layer_norm",
+    output="self_attn.out_proj",
+    mlp_norm="final_layer_norm",
+    up=("fc1",),
+    down="fc2",
+)
+_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama", "attention_bias", "attention_bias", reads_mlp_bias=True),
-    "MistralForCausalLM": Family("mistral", qkv_bias=False, output_bias=False, reads_mlp_bias=False),
+    "LlamaForCausalLM": Family("llama", "attention_bias", "attention_bias", "mlp_bias"),
+    "MistralForCausalLM": Family(
+        "mistral",
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        window="all",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     "Qwen2ForCausalLM": Family(
-        "qwen2", qkv_bias=True, output_bias=False, reads_mlp_bias=False, window_switch="use_sliding_window"
+        "qwen2", qkv_bias=True, output_bias=False, mlp_bias=False, window="switched", defaults=_QWEN
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3",
         "attention_bias",
         "attention_bias",
-        reads_mlp_bias=False,
+        mlp_bias=False,
         head_norm=True,
-        window_switch="use_sliding_window",
+        window="switched",
+        defaults={**_QWEN, "head_dim": 128},
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        window="all",
+        partial_rotary=True,
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        published_with_code=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        names=TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    ),
+    "OPTForCausalLM": Family(
+        "opt",
+        "enable_bias",
+        "enable_bias",
+        "enable_bias",
+        norm_kind="layer",
+        gated_mlp=False,
+        learned_positions=2,
+        inner_field="ffn_dim",
+        activation_field="activation_function",
+        defaults={"activation_function": "relu", "enable_bias": True, "tie_word_embeddings": True},
+        names=_OPT_NAMES,
     ),
 }

@@ -5,47 +5,34 @@ Reads JSON only: no tensors, no code from the checkpoint's folder.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
+from services.worker.models.config_json import Config, ConfigReader, read_json
 from services.worker.models.families import FAMILIES, BiasRule, Family
+from services.worker.models.refusals import SUPPORTED, refuse_adapter, refuse_features
+from services.worker.models.rope_spec import RopeSpec, Rotation, read_rotation
+from services.worker.models.windows import read_windows
 from shared.errors import StartupError
 
-Config = dict[str, Any]
-T = TypeVar("T", int, float, bool, str)
+__all__ = ["Activation", "ModelSpec", "RopeSpec", "check_context", "read_spec"]
 
-RopeKind = Literal["default", "linear", "llama3"]
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
-_SUPPORTED = ", ".join(sorted(FAMILIES))
-_UNSUPPORTED_FEATURES = {
-    "quantization_config": "a quantized checkpoint",
-    "compression_config": "a compressed checkpoint",
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
-    "vision_config": "a model with a vision tower",
-    "audio_config": "a model with an audio tower",
-    "auto_map": "a model whose code lies in its folder",
-    "kv_lora_rank": "multi-head latent attention",
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding: base and how its frequencies are scaled for a longer context."""
-
-    kind: RopeKind = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    """Scale of a longer context; `linear` and `llama3`."""
-    low_freq_factor: float = 1.0
-    """`llama3`: waves longer than original_max_positions / this are divided by `factor`."""
-    high_freq_factor: float = 4.0
-    """`llama3`: waves shorter than original_max_positions / this stay."""
-    original_max_positions: int = 0
-    """`llama3`: context of the first training."""
+"""Names in config.json, several of which mean the same function."""
+LAYER_NORM_EPS = 1e-5
+"""torch's own, which the OPT family does not state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +49,21 @@ class ModelSpec:
     num_kv_heads: int
     """Divides `num_heads`."""
     head_dim: int
-    """Even; num_heads * head_dim need not be hidden_size."""
+    """num_heads * head_dim need not be hidden_size."""
     max_positions: int
-    """Longest context that the model was made for, in tokens."""
+    """Longest context that is served exactly, in tokens."""
+    norm_kind: Literal["rms", "layer"]
+    norm_bias: bool
     norm_eps: float
+    activation: Activation
+    gated_mlp: bool
+    """The MLP multiplies the activation of one projection by another; else it has one projection."""
+    position_kind: Literal["rope", "learned"]
     rope: RopeSpec
+    rotary_dim: int
+    """First dimensions of each head that the rotary embedding turns; even, 0 for learned positions."""
+    windows: tuple[int | None, ...]
+    """By layer: keys that a query sees, itself included; None: all."""
     tied_embeddings: bool
     """The head's matrix is the embedding."""
     qkv_bias: bool
@@ -76,6 +73,16 @@ class ModelSpec:
     """RMS norm over each query and key head, before the rotary embedding."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a text: of generation_config.json, else of config.json."""
+    position_offset: int = 0
+    """Learned positions: row of position 0 in their table."""
+    norm_weight: bool = True
+    """Norms have a weight for each dimension."""
+    norm_first: bool = True
+    """Norms stand before attention and MLP; else behind the sums that follow them."""
+    final_norm: bool = True
+    """A norm stands before the head."""
+    embedding_size: int | None = None
+    """Width of the embedding and of the head's matrix, if two projections join them to hidden_size."""
 
     @property
     def q_size(self) -> int:
@@ -101,167 +108,127 @@ def read_spec(model_dir: Path) -> ModelSpec:
     """
     if not model_dir.is_dir():
         raise StartupError(f"no folder {model_dir}", "Give the folder of a checkpoint in Hugging Face format")
+    refuse_adapter(model_dir)
     if not (model_dir / "config.json").is_file():
-        if (model_dir / "adapter_config.json").is_file():
-            raise StartupError(f"{model_dir} holds a LoRA adapter", "Merge it into its base model and save the result")
         raise StartupError(f"{model_dir} has no config.json", "Give the folder of a checkpoint in Hugging Face format")
     config = read_json(model_dir / "config.json")
     generation_path = model_dir / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
-    _refuse_adapter(model_dir)
     architecture, family = _family(config)
-    _refuse_features(config, family)
-    return _build(_Reader(config), architecture, family, generation)
+    refuse_features(config, family, architecture)
+    return _build(ConfigReader(config, family.defaults), architecture, family, generation)
 
 
-def read_json(path: Path) -> Config:
-    """Return the JSON object in a small file of the checkpoint.
+def check_context(spec: ModelSpec, max_model_len: int | None) -> None:
+    """Check that the model serves so long a context.
 
     Raises:
-        StartupError: it cannot be read, or holds no object.
+        StartupError: it does not.
     """
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise StartupError(f"cannot read {path}: {error}", "Copy the checkpoint again") from error
-    if not isinstance(value, dict):
-        raise StartupError(f"{path} holds no JSON object", "Copy the checkpoint again")
-    return value
-
-
-class _Reader:
-    """Typed access to config.json: a wrong type or range is a `StartupError` that names the field."""
-
-    def __init__(self, config: Config, prefix: str = "") -> None:
-        self.config = config
-        self._prefix = prefix
-
-    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        value = self.config.get(name)
-        if value is None:
-            if default is None:
-                raise self.error(name, "is missing")
-            return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.error(name, f"is {value!r}, not {kind.__name__}")
-        return value
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.get(name, int, default)
-        if value < 1:
-            raise self.error(name, f"is {value}, must be at least 1")
-        return value
-
-    def error(self, name: str, what: str) -> StartupError:
-        return StartupError(f"config.json: {self._prefix}{name} {what}", "Copy the checkpoint again")
-
-
-def _refuse_adapter(model_dir: Path) -> None:
-    if (model_dir / "adapter_config.json").is_file():
-        raise StartupError(
-            f"{model_dir} holds a LoRA adapter, which is not supported",
-            "Merge it into its base model and save the result",
-        )
+    if max_model_len is None or max_model_len <= spec.max_positions:
+        return
+    why = ""
+    if spec.rope.kind == "longrope":
+        why = ": beyond them longrope computes a sequence's earlier keys anew, which is not supported"
+    raise StartupError(
+        f"max_model_len {max_model_len} is longer than the model's {spec.max_positions} positions{why}",
+        f"Ask for at most {spec.max_positions}",
+    )
 
 
 def _family(config: Config) -> tuple[str, Family]:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise StartupError("config.json names no single architecture", f"Supported are {_SUPPORTED}")
+        raise StartupError("config.json names no single architecture", f"Supported are {SUPPORTED}")
     name: str = architectures[0]
     family = FAMILIES.get(name)
     if family is None:
-        raise StartupError(f"architecture {name} is not supported", f"Supported are {_SUPPORTED}")
+        raise StartupError(f"architecture {name} is not supported", f"Supported are {SUPPORTED}")
     model_type = config.get("model_type", family.model_type)
     if model_type != family.model_type:
         raise StartupError(f"config.json: model_type {model_type!r} does not fit {name}", "Copy the checkpoint again")
     return name, family
 
 
-def _refuse_features(config: Config, family: Family) -> None:
-    for name, what in _UNSUPPORTED_FEATURES.items():
-        if config.get(name):
-            raise StartupError(f"{what} ({name} in config.json) is not supported", "Choose a plain dense checkpoint")
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise StartupError(f"activation {activation!r} (hidden_act) is not supported", "Supported is silu")
-    window_counts = family.window_switch is None or bool(config.get(family.window_switch))
-    if config.get("sliding_window") is not None and window_counts:
-        raise StartupError(
-            "sliding-window attention (sliding_window in config.json) is not supported",
-            "Choose a checkpoint with full attention",
-        )
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise StartupError("sliding-window layers (layer_types) are not supported", "Choose one with full attention")
-
-
-def _build(reader: _Reader, architecture: str, family: Family, generation: Config) -> ModelSpec:
-    hidden_size = reader.positive("hidden_size")
-    num_heads = reader.positive("num_attention_heads")
-    num_kv_heads = reader.positive("num_key_value_heads", num_heads)
+def _build(reader: ConfigReader, architecture: str, family: Family, generation: Config) -> ModelSpec:
+    hidden_size, num_layers = reader.positive("hidden_size"), reader.positive("num_hidden_layers")
+    num_heads, num_kv_heads = _heads(reader)
     head_dim = reader.positive("head_dim", max(hidden_size // num_heads, 1))
-    if num_heads % num_kv_heads:
-        raise reader.error("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
-    if head_dim % 2:
-        raise reader.error("head_dim", f"is {head_dim}; the rotary embedding needs an even one")
     vocab_size = reader.positive("vocab_size")
-    max_positions = reader.positive("max_position_embeddings")
+    rotation = _rotation(reader, family, head_dim)
+    is_layer_norm = family.norm_kind == "layer"
+    affine = reader.get("layer_norm_elementwise_affine", bool, default=True) if is_layer_norm else True
+    norm_first = reader.get("do_layer_norm_before", bool, default=True) if is_layer_norm else True
+    no_final_norm = is_layer_norm and reader.get("_remove_final_layer_norm", bool, default=False)
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=reader.positive("intermediate_size"),
-        num_layers=reader.positive("num_hidden_layers"),
+        intermediate_size=reader.positive(family.inner_field),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_positions=max_positions,
-        norm_eps=reader.get("rms_norm_eps", float, 1e-6),
-        rope=_rope(reader, max_positions),
+        max_positions=rotation.max_positions,
+        norm_kind=family.norm_kind,
+        norm_bias=is_layer_norm and affine,
+        norm_eps=LAYER_NORM_EPS if is_layer_norm else reader.above_zero("rms_norm_eps", 1e-6),
+        activation=_activation(reader, family),
+        gated_mlp=family.gated_mlp,
+        position_kind="rope" if family.learned_positions is None else "learned",
+        rope=rotation.rope,
+        rotary_dim=rotation.rotary_dim,
+        windows=read_windows(reader, family, num_layers, rotation.max_positions),
         tied_embeddings=reader.get("tie_word_embeddings", bool, default=False),
         qkv_bias=_bias(reader, family.qkv_bias),
         output_bias=_bias(reader, family.output_bias),
-        mlp_bias=reader.get("mlp_bias", bool, default=False) if family.reads_mlp_bias else False,
+        mlp_bias=_bias(reader, family.mlp_bias),
         head_norm=family.head_norm,
         eos_token_ids=_eos_ids(reader, generation, vocab_size),
+        position_offset=family.learned_positions or 0,
+        norm_weight=affine,
+        norm_first=norm_first,
+        final_norm=norm_first and not no_final_norm,
+        embedding_size=_embedding_size(reader, family, hidden_size),
     )
 
 
-def _bias(reader: _Reader, rule: BiasRule) -> bool:
+def _heads(reader: ConfigReader) -> tuple[int, int]:
+    num_heads = reader.positive("num_attention_heads")
+    num_kv_heads = reader.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.error("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
+    return num_heads, num_kv_heads
+
+
+def _rotation(reader: ConfigReader, family: Family, head_dim: int) -> Rotation:
+    max_positions = reader.positive("max_position_embeddings")
+    if family.learned_positions is not None:
+        return Rotation(RopeSpec(), 0, max_positions)
+    return read_rotation(reader, family, head_dim, max_positions)
+
+
+def _activation(reader: ConfigReader, family: Family) -> Activation:
+    name = reader.get(family.activation_field, str, "silu")
+    if name not in ACTIVATIONS:
+        raise StartupError(
+            f"activation {name!r} ({family.activation_field}) is not supported", f"Supported: {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+def _bias(reader: ConfigReader, rule: BiasRule) -> bool:
     return rule if isinstance(rule, bool) else reader.get(rule, bool, default=False)
 
 
-def _rope(reader: _Reader, max_positions: int) -> RopeSpec:
-    """Read the rotary embedding: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-    new = reader.config.get("rope_parameters")
-    values = new or reader.config.get("rope_scaling") or {}
-    if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):
-        raise reader.error("rope_parameters", "differ from layer to layer, which is not supported")
-    rope = _Reader({**values}, "rope parameter ")
-    theta = rope.get("rope_theta", float, reader.get("rope_theta", float, 10_000.0))
-    partial = rope.get("partial_rotary_factor", float, reader.get("partial_rotary_factor", float, 1.0))
-    if partial != 1.0:
-        raise StartupError("partial rotary embedding (partial_rotary_factor) is not supported", "Choose another model")
-    kind = rope.get("rope_type", str, rope.get("type", str, "default"))
-    if kind == "default":
-        return RopeSpec(theta=theta)
-    if kind == "linear":
-        return RopeSpec("linear", theta, rope.get("factor", float))
-    if kind != "llama3":
-        raise StartupError(f"rotary embedding of type {kind!r} is not supported", "Supported: default, linear, llama3")
-    return RopeSpec(
-        "llama3",
-        theta,
-        rope.get("factor", float),
-        rope.get("low_freq_factor", float),
-        rope.get("high_freq_factor", float),
-        rope.positive("original_max_position_embeddings", max_positions),
-    )
+def _embedding_size(reader: ConfigReader, family: Family, hidden_size: int) -> int | None:
+    if not family.names.project_in:
+        return None
+    size = reader.positive("word_embed_proj_dim", hidden_size)
+    return None if size == hidden_size else size
 
 
-def _eos_ids(reader: _Reader, generation: Config, vocab_size: int) -> tuple[int, ...]:
+def _eos_ids(reader: ConfigReader, generation: Config, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end a text; generation_config.json goes before config.json."""
     value = generation.get("eos_token_id")
     if value is None:

@@ -2,7 +2,7 @@
 
 Every layer's parameters lie in one flat buffer, so that a memory pool can own, drop and restore a layer as one range:
 
-    layer buffer: | qkv | output | gate_up | down | norms | biases |   each part 64-byte aligned
+    layer buffer: | qkv | output | gate_up or up | down | norms | biases |   each part 64-byte aligned
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from services.worker.models.families import FAMILIES
 from services.worker.models.spec import ModelSpec
 
 ALIGN_BYTES = 64
@@ -41,50 +42,74 @@ class Part:
         return prod(self.shape)
 
 
-def _fused(name: str, sources: list[tuple[str, tuple[int, ...]]]) -> Part:
-    """Return a part that stacks the sources by rows."""
-    row, found = 0, []
-    for source, shape in sources:
-        found.append(Source(source, shape, row))
-        row += shape[0]
-    return Part(name, (row, *sources[0][1][1:]), tuple(found))
+def _part(name: str, tensors: tuple[str, ...], rows: tuple[int, ...], width: int | None = None) -> Part:
+    """Return a part that stacks tensors by rows.
+
+    Args:
+        name: of the part.
+        tensors: in the checkpoint; one for each entry of `rows`, or a single one that has them all.
+        rows: of each tensor.
+        width: of each row; None: a row is one number.
+    """
+    if len(tensors) == 1:
+        rows = (sum(rows),)
+    tail = () if width is None else (width,)
+    firsts = [sum(rows[:i]) for i in range(len(rows))]
+    sources = [Source(*entry) for entry in zip(tensors, ((count, *tail) for count in rows), firsts, strict=True)]
+    return Part(name, (sum(rows), *tail), tuple(sources))
+
+
+def _named(prefix: str, names: tuple[str, ...], suffix: str) -> tuple[str, ...]:
+    return tuple(prefix + name + suffix for name in names)
 
 
 def layer_parts(spec: ModelSpec, layer: int) -> tuple[Part, ...]:
     """Return the parts of one layer (numbered in the whole model), in the order of its buffer."""
-    attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+    names = FAMILIES[spec.architecture].names
+    prefix = f"{names.layers}.{layer}."
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    heads = [("q_proj", spec.q_size), ("k_proj", spec.kv_size), ("v_proj", spec.kv_size)]
-    pair = [("gate_proj", inner), ("up_proj", inner)]
-    parts = [
-        _fused("qkv", [(f"{attention}.{name}.weight", (rows, hidden)) for name, rows in heads]),
-        _fused("output", [(f"{attention}.o_proj.weight", (hidden, spec.q_size))]),
-        _fused("gate_up", [(f"{mlp}.{name}.weight", (rows, hidden)) for name, rows in pair]),
-        _fused("down", [(f"{mlp}.down_proj.weight", (hidden, inner))]),
-        _fused("attention_norm", [(f"model.layers.{layer}.input_layernorm.weight", (hidden,))]),
-        _fused("mlp_norm", [(f"model.layers.{layer}.post_attention_layernorm.weight", (hidden,))]),
-    ]
-    if spec.qkv_bias:
-        parts.append(_fused("qkv_bias", [(f"{attention}.{name}.bias", (rows,)) for name, rows in heads]))
-    if spec.output_bias:
-        parts.append(_fused("output_bias", [(f"{attention}.o_proj.bias", (hidden,))]))
-    if spec.mlp_bias:
-        parts.append(_fused("gate_up_bias", [(f"{mlp}.{name}.bias", (rows,)) for name, rows in pair]))
-        parts.append(_fused("down_bias", [(f"{mlp}.down_proj.bias", (hidden,))]))
+    heads = (spec.q_size, spec.kv_size, spec.kv_size)
+    up, ups = ("gate_up", (inner, inner)) if spec.gated_mlp else ("up", (inner,))
+    matrices = (
+        ("qkv", names.qkv, heads, hidden, spec.qkv_bias),
+        ("output", (names.output,), (hidden,), spec.q_size, spec.output_bias),
+        (up, names.up, ups, hidden, spec.mlp_bias),
+        ("down", (names.down,), (hidden,), inner, spec.mlp_bias),
+    )
+    parts = [_part(name, _named(prefix, tensors, ".weight"), rows, width) for name, tensors, rows, width, _ in matrices]
+    parts.extend(_norm_parts(spec, "attention_norm", prefix + names.attention_norm))
+    parts.extend(_norm_parts(spec, "mlp_norm", prefix + names.mlp_norm))
+    for name, tensors, rows, _, has_bias in matrices:
+        if has_bias:
+            parts.append(_part(f"{name}_bias", _named(prefix, tensors, ".bias"), rows))
     if spec.head_norm:
-        parts.append(_fused("q_norm", [(f"{attention}.q_norm.weight", (spec.head_dim,))]))
-        parts.append(_fused("k_norm", [(f"{attention}.k_norm.weight", (spec.head_dim,))]))
+        parts.append(_part("q_norm", (f"{prefix}{names.q_norm}.weight",), (spec.head_dim,)))
+        parts.append(_part("k_norm", (f"{prefix}{names.k_norm}.weight",), (spec.head_dim,)))
     return tuple(parts)
 
 
+def _norm_parts(spec: ModelSpec, name: str, tensor: str) -> Iterator[Part]:
+    if spec.norm_weight:
+        yield _part(name, (f"{tensor}.weight",), (spec.hidden_size,))
+    if spec.norm_bias:
+        yield _part(f"{name}_bias", (f"{tensor}.bias",), (spec.hidden_size,))
+
+
 def outer_parts(spec: ModelSpec) -> tuple[Part, ...]:
-    """Return the parts outside the layers: embedding, last norm, and the head if it has a matrix of its own."""
-    parts = [
-        _fused("embedding", [("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))]),
-        _fused("norm", [("model.norm.weight", (spec.hidden_size,))]),
-    ]
+    """Return the parts outside the layers: embedding, last norm, the head if it has a matrix of its own, and so on."""
+    names = FAMILIES[spec.architecture].names
+    hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
+    parts = [_part("embedding", (f"{names.embedding}.weight",), (spec.vocab_size,), width)]
+    if spec.final_norm:
+        parts.extend(_norm_parts(spec, "norm", names.last_norm))
     if not spec.tied_embeddings:
-        parts.append(_fused("head", [("lm_head.weight", (spec.vocab_size, spec.hidden_size))]))
+        parts.append(_part("head", (f"{names.head}.weight",), (spec.vocab_size,), width))
+    if spec.position_kind == "learned":
+        rows = spec.max_positions + spec.position_offset
+        parts.append(_part("positions", (f"{names.positions}.weight",), (rows,), hidden))
+    if spec.embedding_size is not None:
+        parts.append(_part("project_in", (f"{names.project_in}.weight",), (hidden,), width))
+        parts.append(_part("project_out", (f"{names.project_out}.weight",), (width,), hidden))
     return tuple(parts)
 
 
@@ -143,7 +168,7 @@ class ModelWeights:
     """All parameters of a model on one device."""
 
     outer: ParameterBuffer
-    """`embedding`, `norm` and, unless tied, `head`."""
+    """See `outer_parts`."""
     layers: tuple[ParameterBuffer, ...]
     """By layer: see `layer_parts`."""
 

@@ -29,7 +29,7 @@ def num_kept(needs: I32, freeable: I32, free_blocks: int) -> int:
 
     Args:
         needs: [n] blocks that each row lacks.
-        freeable: [n] blocks that become free if the row gives them up.
+        freeable: [n] blocks that a row frees if it and all after it give up theirs, beyond those that the others free.
         free_blocks: blocks that nobody holds.
     """
     if int(needs.sum()) <= free_blocks:

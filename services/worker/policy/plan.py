@@ -6,6 +6,9 @@ Rules that all parts keep:
 - *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
   need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
   preempted before it gave a token.
+- *Nobody computes what another row is computing.* A row that waits and lacks a block that a running row has begun is
+  passed over until that block is there; it keeps its place. The running row goes on in every step that it can, so this
+  ends with its prefill.
 - *Somebody finishes.* The first running row is never preempted, so it ends, and then the next one. If it lacks blocks
   that only pins or a batch in flight can give back, nobody gives way for it: it waits, and who needs no block goes on.
 """
@@ -35,6 +38,7 @@ class StepPlan:
         self._chunk_rows: list[int] = []
         self._chunk_tokens: list[int] = []
         self._preempt: I32 = view.running[:0]
+        self._freeable_blocks: I32 | None = None
         self._free_blocks = view.free_blocks
         self._tokens_left = view.limits.max_batch_tokens
         self._rows_left = view.limits.max_batch_rows
@@ -61,7 +65,7 @@ class StepPlan:
         if total > self._free_blocks:
             needs = np.zeros_like(self._running)
             needs[decodes] = missing
-            kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
+            kept = num_kept(needs, self._freeable(), self._free_blocks)
             if kept > 0:
                 self._give_way(kept)
             goes_on = decodes < kept if kept > 0 else missing == 0
@@ -86,15 +90,15 @@ class StepPlan:
         end = self._computed[:1] + np.minimum(self._remaining[:1], self._tokens_left)
         needs = np.zeros_like(self._running)
         missing = int(missing_blocks(view, self._running[:1], end)[0])
-        freeable = int(view.columns.freeable_blocks[self._running[1:]].sum())
+        freeable = int(self._freeable()[1:].sum())
         needs[0] = min(missing, self._free_blocks + freeable)  # less than all is progress too
-        kept = num_kept(needs, view.columns.freeable_blocks[self._running], self._free_blocks)
+        kept = num_kept(needs, self._freeable(), self._free_blocks)
         if needs[0]:
             self._give_way(kept)
             self._continue_prefill(0)
 
     def admit(self, *, whole: bool) -> None:
-        """Choose preempted rows, then waiting ones, until one of them does not fit.
+        """Choose preempted rows, then waiting ones, until one of them does not fit. Nobody may have been preempted.
 
         Args:
             whole: take a row only if the step has tokens left for all of it; a row that no step has tokens enough for
@@ -105,18 +109,28 @@ class StepPlan:
         num_running = int(self._running.size)
         places = min(self._rows_left, view.limits.max_batch_rows - num_running)
         candidates = chain(view.preempted[: max(places, 0)].tolist(), view.waiting[: max(places, 0)].tolist())
+        begun: set[bytes] = set()
         for row in candidates:
+            if places <= 0 or self._tokens_left == 0:
+                return
+            cached = view.blocks.cached(row)
+            if cached.is_coming or cached.next_block in begun:
+                continue  # it would compute what another row is computing
             known = int(view.columns.num_prompt[row]) + int(view.columns.num_output[row])
             alone = num_running == 0 and view.num_in_flight == 0
-            need = ceil_div(known if alone else known + 1, view.block_size)
-            cut = known > self._tokens_left
-            if places <= 0 or self._tokens_left == 0 or need > room or (whole and cut and not self.is_empty):
+            need = ceil_div(known if alone else known + 1, view.block_size) - cached.num_shared_blocks
+            cut = known - cached.num_tokens > self._tokens_left
+            if need > room or (whole and cut and not self.is_empty):
                 return
-            self._choose(row, min(known, self._tokens_left), 0, 0)
+            chunk = min(known - cached.num_tokens, self._tokens_left)
+            self._choose(row, chunk, cached.num_tokens, cached.num_shared_blocks)
             num_running, places, room = num_running + 1, places - 1, room - need - 1
+            if cached.next_block is not None:
+                begun.add(cached.next_block)
 
     def output(self) -> SchedulerOutput:
-        """Return the decision."""
+        """Return the decision. If nobody can run, nobody gives way either: it would be for nothing."""
+        preempt = self._view.running[:0] if self.is_empty else self._preempt
         chunks = np.array(self._chunk_rows, dtype=np.int32)
         rows = np.concatenate([self._decodes, chunks]) if chunks.size else self._decodes
         num_tokens = np.ones(rows.size, dtype=np.int32)
@@ -124,17 +138,19 @@ class StepPlan:
         return SchedulerOutput(
             rows=rows,
             num_tokens=num_tokens,
-            preempt=self._preempt,
-            preempt_how=np.full(self._preempt.size, _RECOMPUTE),
+            preempt=preempt,
+            preempt_how=np.full(preempt.size, _RECOMPUTE),
             reason=self._reason(),
         )
 
     def _reason(self) -> str:
+        if self.is_empty:
+            return "nothing"
         if self._preempt.size:
             return "kv-full"
         if self._decodes.size:
             return "mixed" if self._chunk_rows else "decode"
-        return "prefill" if self._chunk_rows else "nothing"
+        return "prefill"
 
     def _continue_prefill(self, i: int) -> None:
         row, computed = int(self._running[i]), int(self._computed[i])
@@ -153,10 +169,17 @@ class StepPlan:
 
     def _give_way(self, kept: int) -> None:
         """Preempt all running rows after the first `kept`."""
-        self._preempt = self._running[kept:]
-        self._free_blocks += int(self._view.columns.freeable_blocks[self._preempt].sum())
+        leaving = self._running[kept:]
+        self._preempt = np.concatenate([leaving, self._preempt])
+        self._free_blocks += int(self._freeable()[kept:].sum())
         self._running = self._running[:kept]
         self._computed, self._remaining = self._computed[:kept], self._remaining[:kept]
+
+    def _freeable(self) -> I32:
+        """Return the blocks that each row left frees, all after it gone, those that gave way before included."""
+        if self._freeable_blocks is None:
+            self._freeable_blocks = self._view.blocks.freeable(self._view.running)
+        return self._freeable_blocks[: self._running.size]
 
     def _promised_blocks(self) -> int:
         """Return the blocks that the running rows need besides those that the plan has given out.

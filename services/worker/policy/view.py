@@ -34,9 +34,7 @@ class Columns:
     num_computed: I32
     """Tokens whose KV exists; num_prompt + num_output - num_computed are still to compute (1 while decoding)."""
     held_blocks: I32
-    """KV blocks that the row holds."""
-    freeable_blocks: I32
-    """KV blocks that become free if the row gives them up: those it holds, but for those that somebody has pinned."""
+    """KV blocks that the row holds, alone or with others."""
     arrival_s: F64
     """When the request reached the dispatcher, on this worker's clock."""
     request_class: U8
@@ -62,6 +60,40 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """What a row that waits would find of its KV if it were admitted now."""
+
+    num_tokens: int = 0
+    """Tokens that need not be computed; at least one is left."""
+    num_shared_blocks: int = 0
+    """Blocks of these tokens that others hold: they cost none of `free_blocks`. (The rest are free ones with contents.)
+    In a step that preempts somebody they must be counted as if they cost one each: he may be the other holder."""
+    next_block: bytes | None = None
+    """Names the block that follows, if it could be shared. Rows with equal names would compute the same KV."""
+    is_coming: bool = False
+    """A row that was admitted is computing that block; the row finds it there soon. Shared blocks are not counted then:
+    `num_shared_blocks` is 0."""
+
+
+NOTHING_CACHED = CachedPrefix()
+
+
+class BlockFacts(Protocol):
+    """What a policy may ask about blocks. It costs more than reading a column, so ask only about rows in question."""
+
+    def freeable(self, rows: I32) -> I32:
+        """Return [n]: blocks that become free when the running rows[i:] give up theirs, beyond those of rows[i + 1:].
+
+        So the sum is what all of the rows free together, and the sum of an end is what that end frees.
+        """
+        ...
+
+    def cached(self, row: int) -> CachedPrefix:
+        """Return what a waiting or preempted row would find. The answer holds for this step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerView:
     """One moment of the engine. Every row listed here may run now (nothing holds it, it is in no batch in flight)."""
 
@@ -78,6 +110,7 @@ class SchedulerView:
     free_blocks: int
     block_size: int
     limits: Limits
+    blocks: BlockFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +120,7 @@ class SchedulerOutput:
     rows: I32
     """[n] who runs in the next step; decodes first."""
     num_tokens: I32
-    """[n] tokens to compute for each: at least 1, at most what is still to compute."""
+    """[n] tokens to compute for each: at least 1, at most what is still to compute (and not cached)."""
     preempt: I32
     """Running rows that give up their KV before the step; disjoint from `rows`."""
     preempt_how: U8
@@ -103,6 +136,7 @@ class Scheduler(Protocol):
         """Choose the next step.
 
         The answer must fit: the blocks that `rows` need beyond those they hold, less those that `preempt` frees, are at
-        most `view.free_blocks`. If any running row can be preempted, or fits, `rows` is not empty.
+        most `view.free_blocks`. A row that is admitted begins behind what `view.blocks.cached` finds. If any running
+        row can be preempted, or fits, `rows` is not empty.
         """
         ...

@@ -25,6 +25,7 @@ from shared.messages.request import (
     Submit,
     pack_token_ids,
 )
+from shared.messages.steps import StepLogPage, StepRecord
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
@@ -60,6 +61,8 @@ _SUBMIT = Submit(
     qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=6.25),
     age_s=0.25,
     remaining_s=30.0,
+    fork_of=RequestId("r-0122"),
+    cache_salt="tenant-7",
 )
 _REPORT = WorkerReport(
     worker_id=WorkerId("w0"),
@@ -92,6 +95,8 @@ _REPORT = WorkerReport(
     num_prompt_tokens_total=5_000_000_000,
     num_generated_tokens_total=77,
     num_finished_total=8,
+    num_prefix_cache_queries_total=4_000_000_000,
+    num_prefix_cache_hits_total=3_000,
 )
 _STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
 
@@ -106,6 +111,15 @@ MESSAGES: dict[str, ControlMessage] = {
     "worker_report": _REPORT,
     "worker_status": _STATUS,
     "cluster_view": ClusterView(sequence_number=5, workers=(_STATUS,)),
+    "step_log": StepLogPage(
+        worker_id=WorkerId("w0"),
+        max_steps=2048,
+        next_step_id=44,
+        steps=(
+            StepRecord(step_id=41, num_decodes=3, kv_decode_tokens=700, duration_s=0.0125),
+            StepRecord(step_id=43, num_decodes=1, kv_decode_tokens=20, chunks=((0, 512), (16, 7)), duration_s=0.25),
+        ),
+    ),
     "plan": Plan(epoch=3, lever="drop", reason="KV 94 % full"),
     "event": Event(
         name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"

@@ -1,0 +1,112 @@
+"""Random checkpoints that every engine can read, made with transformers, seed 0.
+
+    small        Llama, 25.7 M parameters: hidden 512, 8 layers, 8 heads, 4 KV heads, vocabulary 4096, tied
+    qwen2-0.5b   the shape of Qwen2-0.5B, 494 M parameters: hidden 896, 24 layers, 14 heads, 2 KV heads, tied
+
+The folder holds float32 weights, a byte-level tokenizer and a chat template.
+
+    python -m benchmarks.peers_model small|qwen2-0.5b DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FIRST_ID = 3
+"""Ids below are control tokens."""
+NUM_TOKENS = 4096
+"""Tokens that the tokenizer has; prompts are of these, whatever the model's vocabulary is."""
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeLimits:
+    """What the engines are given for a shape."""
+
+    memory: str
+    """Budget of our worker."""
+    kv_gib: int
+    """KV of vLLM."""
+
+
+LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("6GiB", 2)}
+
+
+def make_checkpoint(shape: str, folder: Path) -> None:
+    """Write the checkpoint, unless the folder has one already."""
+    if (folder / "config.json").is_file():
+        return
+    import torch
+    from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _config(shape)
+    model = (LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM)(config).float()
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def _config(shape: str) -> Any:
+    from transformers import LlamaConfig, Qwen2Config
+
+    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": True}
+    if shape == "small":
+        return LlamaConfig(
+            vocab_size=NUM_TOKENS,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            max_position_embeddings=2048,
+            **ids,
+        )
+    return Qwen2Config(
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        **ids,
+    )
+
+
+def make_tokenizer() -> Any:
+    """Return a byte-level BPE of `NUM_TOKENS` tokens: bytes, and pairs of them, letters first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(("<s>", "</s>", "<pad>", *alphabet))}
+    letters = [char for char in alphabet if char.isascii() and char.isalpha()]
+    pairs = [(a, b) for a in letters for b in letters]
+    pairs += [(a, b) for a in alphabet for b in alphabet if not (a in letters and b in letters)]
+    merges = pairs[: NUM_TOKENS - len(vocab)]
+    vocab.update({a + b: len(vocab) + i for i, (a, b) in enumerate(merges)})
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def main() -> None:
+    """Make the checkpoint that the command line names."""
+    parser = argparse.ArgumentParser(description="Make a random checkpoint for benchmarks.")
+    parser.add_argument("shape", choices=sorted(LIMITS))
+    parser.add_argument("folder", type=Path)
+    chosen = parser.parse_args()
+    make_checkpoint(chosen.shape, chosen.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The servers among the engines of `benchmarks.peers`, each with the client of `sluice bench` on the same cores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.harness import free_port
+from benchmarks.peers_engines import RUN_LIMIT_S, START_LIMIT_S, EngineProcess, Figures, Setting, vllm_env
+from cli.bench.load import Load
+from cli.bench.report import summarise
+from cli.bench.stream import Outcome, stream_answer
+from cli.bench.workload import synthetic
+from sluice_client.qoe import QoeTarget
+
+
+class HttpEngine(EngineProcess):
+    """What the two servers share: the client. Both run on the same cores as it."""
+
+    name = ""
+
+    def __init__(self, log_dir: Path) -> None:
+        super().__init__()
+        self._log = log_dir / f"{self.name}.log"
+        self._url = ""
+        self._model = ""
+        self._num_output = 0
+
+    async def run(self, prompts: Sequence[Sequence[int]]) -> Figures:
+        """Send all prompts at once and read their streams.
+
+        Raises:
+            RuntimeError: an answer failed or is too short.
+        """
+        bodies = [self._body(prompt) for prompt in prompts]
+        headers = {"Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=RUN_LIMIT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
+
+            async def send(index: int, outcome: Outcome) -> None:
+                await stream_answer(session, f"{self._url}/v1/completions", bodies[index], load.clock, outcome)
+
+            load = Load(synthetic(len(prompts), 1, self._num_output), send)
+            await load.run()
+        summary = summarise(load.outcomes, QoeTarget(), is_held_back=False)
+        if summary["num_failed"] or summary["num_output_tokens"] != len(prompts) * self._num_output:
+            raise RuntimeError(f"answers failed or ended early: {summary['failure_details']}")
+        return Figures(summary["output_tokens_per_s"], summary["ttft_s"]["mean"], summary["tpot_s"]["mean"])
+
+    def _body(self, prompt: Sequence[int]) -> bytes:
+        fields = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "max_tokens": self._num_output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(fields).encode()
+
+
+class SluiceServer(HttpEngine):
+    """`sluice up` with one worker."""
+
+    name = "sluice-http"
+
+    async def start(self, setting: Setting) -> None:
+        flags = ["--model", str(setting.checkpoint), "--dtype", setting.dtype, "--memory", setting.memory]
+        flags += ["--max-model-len", str(setting.max_len), "--threads", str(setting.threads)]
+        argv = [sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags]
+        self._num_output, self._model = setting.num_output, setting.checkpoint.name
+        await self.spawn(*argv, log=self._log)
+        self._url = (await self.read_line(START_LIMIT_S))["url"]
+
+
+class VllmServer(HttpEngine):
+    """vLLM's OpenAI server.
+
+    Args:
+        python: interpreter of vLLM's environment.
+        log_dir: where what it prints goes.
+    """
+
+    name = "vllm-http"
+
+    def __init__(self, python: str, log_dir: Path) -> None:
+        super().__init__(log_dir)
+        self._python = python
+
+    async def start(self, setting: Setting) -> None:
+        port = free_port()
+        self._num_output, self._model, self._url = setting.num_output, "m", f"http://127.0.0.1:{port}"
+        flags = ["--model", str(setting.checkpoint), "--dtype", setting.dtype, "--max-model-len", str(setting.max_len)]
+        flags += ["--max-num-seqs", "64", "--no-enable-prefix-caching", "--max-num-batched-tokens", "2048"]
+        flags += ["--port", str(port), "--host", "127.0.0.1", "--served-model-name", self._model]
+        argv = [self._python, "-m", "vllm.entrypoints.openai.api_server", *flags]
+        await self.spawn(*argv, env=vllm_env(setting, self._python), log=self._log)
+        self._drained = asyncio.create_task(self._drain(), name="vllm-output")
+        await asyncio.wait_for(self._wait_healthy(), START_LIMIT_S)
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._process is not None:
+            await self._drained
+
+    async def _drain(self) -> None:
+        """Keep its pipe from filling."""
+        assert self.process.stdout is not None, "piped"
+        while await self.process.stdout.read(1 << 16):
+            continue
+
+    async def _wait_healthy(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            while self.process.returncode is None:
+                try:
+                    async with session.get(f"{self._url}/health") as answer:
+                        if answer.status == 200:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.5)
+        raise RuntimeError(f"it ended with exit code {self.process.returncode}; its log says why")

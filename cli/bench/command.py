@@ -1,0 +1,240 @@
+"""`sluice bench`: checks the server, makes the load, runs it, prints what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+import numpy as np
+
+from cli.bench.datasets import Sample, read_samples, read_trace
+from cli.bench.load import Load
+from cli.bench.prompts import PromptMaker, TokenScale
+from cli.bench.report import qoe_of, render, summarise
+from cli.bench.server import Server, measure_scale
+from cli.bench.stream import Outcome, stream_answer
+from cli.bench.workload import Planned, arrive_at, first, fit_context, synthetic, upscale
+from cli.console import Console
+from cli.exit_codes import DONE, FAILED, KILLED, CommandError
+from cli.signals import StopSignals
+from sluice_client.qoe import QoeTarget
+
+PROGRESS_PERIOD_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """What `sluice bench` was told."""
+
+    url: str
+    model: str = ""
+    endpoint: Literal["chat", "completions"] = "chat"
+    dataset: str = "synthetic"
+    """`synthetic`, or a file: see `cli.bench.datasets`."""
+    num_prompts: int = 100
+    request_rate: float | None = None
+    """Requests per second, Poisson; inf: all at once; None: all at once, or a trace's own times."""
+    concurrency: int | None = None
+    scale: float = 1.0
+    """Load of a trace, in multiples of its own."""
+    input_len: int = 128
+    output_len: int | None = None
+    """None: 128, or what the data set says."""
+    prefix_len: int = 0
+    vocab: int = 0
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    seed: int = 0
+    timeout_s: float = 600.0
+    ttft_target_s: float = 1.0
+    speed_target: float = 4.8
+    api_key: str = ""
+    json_file: str = ""
+
+    def target(self) -> QoeTarget:
+        """Return what the reader expects."""
+        return QoeTarget(self.ttft_target_s, self.speed_target)
+
+
+class Bench:
+    """One `sluice bench`.
+
+    Args:
+        settings: of the command.
+        console: where the person looks.
+        session: with the time limit and the headers.
+        server: reachable.
+    """
+
+    def __init__(
+        self, settings: BenchSettings, console: Console, session: aiohttp.ClientSession, server: Server
+    ) -> None:
+        self._settings = settings
+        self._console = console
+        self._session = session
+        self._server = server
+        self._rng = np.random.default_rng(settings.seed)
+        self._bodies: list[bytes] = []
+        self.load: Load | None = None
+        """The load, once it is made; its outcomes are those so far."""
+
+    async def run(self) -> None:
+        """Return when every request has ended."""
+        settings, server = self._settings, self._server
+        self._console.line(f"{server.model} at {server.base_url} ({settings.endpoint}), data set {settings.dataset}")
+        samples = self._samples()
+        scale = await self._scale(samples)
+        planned = self._plan(samples, scale)
+        if server.max_model_len:
+            planned, num_cut = fit_context(planned, server.max_model_len)
+            if num_cut:
+                cut = f"{num_cut} of {len(planned)} requests are cut to the model's context of {server.max_model_len}"
+                self._console.line(cut)
+        maker = PromptMaker(self._rng, scale, vocab_size=settings.vocab, num_prefix=settings.prefix_len)
+        self._bodies = [self._body(request, maker) for request in planned]
+        self.load = Load(planned, self._send, settings.concurrency)
+        progress = asyncio.create_task(self._show(self.load, len(planned)), name="progress")
+        try:
+            await self.load.run()
+        finally:
+            progress.cancel()
+            with suppress(asyncio.CancelledError):
+                await progress
+            self._console.end_live()
+
+    def _samples(self) -> list[Sample]:
+        if self._settings.dataset == "synthetic" or self._settings.dataset.endswith(".csv"):
+            return []
+        samples = read_samples(Path(self._settings.dataset))
+        order = self._rng.permutation(len(samples))[: self._settings.num_prompts]
+        return [samples[i] for i in order]
+
+    async def _scale(self, samples: Sequence[Sample]) -> TokenScale:
+        """Return how the server counts words, or what it is assumed to do."""
+        if self._settings.vocab:
+            return TokenScale()
+        texts = [sample.prompt for sample in samples[:8]]
+        scale = await measure_scale(self._server, self._session, self._rng, texts)
+        if not scale.is_measured:
+            self._console.line("the server does not count tokens: 1.3 tokens a word are assumed")
+        return scale
+
+    def _plan(self, samples: Sequence[Sample], scale: TokenScale) -> list[Planned]:
+        settings = self._settings
+        output = settings.output_len
+        if samples:
+            planned = [_planned(sample, scale, output) for sample in samples]
+        elif settings.dataset == "synthetic":
+            planned = synthetic(settings.num_prompts, settings.input_len, 128 if output is None else output)
+        else:
+            trace = upscale(read_trace(Path(settings.dataset)), settings.scale, self._rng)
+            planned = first([_with_output(request, output) for request in trace], settings.num_prompts)
+        if not planned:
+            raise CommandError("the load has no request", "Raise --scale or --num-prompts", FAILED)
+        return planned if settings.request_rate is None else arrive_at(planned, settings.request_rate, self._rng)
+
+    def _body(self, request: Planned, maker: PromptMaker) -> bytes:
+        prompt = request.text or maker.make(request.num_input)
+        fields = self._server.body(prompt, request.num_output)
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields |= {"temperature": self._settings.temperature}
+        if self._settings.ignore_eos and not request.text:
+            fields["ignore_eos"] = True
+        return json.dumps(fields).encode()
+
+    async def _send(self, index: int, outcome: Outcome) -> None:
+        assert self.load is not None, "running"
+        await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.load.clock, outcome)
+
+    async def _show(self, load: Load, total: int) -> None:
+        while True:
+            done = sum(outcome.end_s is not None for outcome in load.outcomes)
+            failed = sum(bool(outcome.failure) for outcome in load.outcomes)
+            tokens = sum(count for outcome in load.outcomes for _, count in outcome.deliveries)
+            self._console.live(
+                f"{load.clock():5.0f} s  {done}/{total} done, {len(load.outcomes) - done} under way, {failed} failed, "
+                f"{tokens / max(load.clock(), 1e-3):.0f} tokens/s"
+            )
+            await asyncio.sleep(PROGRESS_PERIOD_S)
+
+
+def _with_output(request: Planned, num_output: int | None) -> Planned:
+    return request if num_output is None else Planned(request.arrival_s, request.num_input, num_output)
+
+
+def _planned(sample: Sample, scale: TokenScale, num_output: int | None) -> Planned:
+    """Return the request of a sample; without a stated length the answer may be as long as the sample's."""
+    num_input = round(len(sample.prompt.split()) * scale.tokens_per_word + scale.overhead)
+    answer = round(len(sample.answer.split()) * scale.tokens_per_word)
+    return Planned(0.0, num_input, num_output or sample.max_tokens or max(answer, 1) or 128, sample.prompt)
+
+
+async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str]:
+    """Run the load; return the exit code and what to print. Ctrl-C ends it and gives what there is.
+
+    Raises:
+        CommandError: nothing answers there, or it serves no such model.
+        StartupError: the data set cannot be read.
+    """
+    timeout = aiohttp.ClientTimeout(total=settings.timeout_s, sock_connect=30)
+    headers = {"Content-Type": "application/json"}
+    if settings.api_key:
+        headers["Authorization"] = f"Bearer {settings.api_key}"
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
+        server = await Server.find(session, settings.url, settings.model, settings.endpoint)
+        bench = Bench(settings, console, session, server)
+        is_whole = await _until_stopped(bench)
+    return _conclude(settings, server, bench, is_whole=is_whole)
+
+
+async def _until_stopped(bench: Bench) -> bool:
+    """Return whether the load came to its end before Ctrl-C."""
+    signals = StopSignals(lambda: os._exit(KILLED))
+    running = asyncio.create_task(bench.run(), name="bench")
+    stopping = asyncio.create_task(signals.stop.wait(), name="stop")
+    try:
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+            return True
+        return False
+    finally:
+        running.cancel()
+        stopping.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+        signals.close()
+
+
+def _conclude(settings: BenchSettings, server: Server, bench: Bench, *, is_whole: bool) -> tuple[int, str]:
+    outcomes = [] if bench.load is None else bench.load.outcomes
+    target = settings.target()
+    summary = summarise(outcomes, target, is_held_back=settings.concurrency is not None)
+    if settings.json_file:
+        _write(Path(settings.json_file), settings, server, summary, outcomes)
+    text = render(summary, target)
+    if not is_whole:
+        return KILLED, f"{text}\n\nstopped by Ctrl-C; the figures are those of the answers so far"
+    return (FAILED if summary["num_failed"] else DONE), text
+
+
+def _write(
+    path: Path, settings: BenchSettings, server: Server, summary: dict[str, Any], outcomes: Sequence[Outcome]
+) -> None:
+    """Write settings, summary and every request; numbers that do not exist in JSON become null."""
+    config = {name: value for name, value in asdict(settings).items() if name not in ("api_key", "json_file")}
+    config["request_rate"] = None if settings.request_rate == float("inf") else settings.request_rate
+    target = settings.target()
+    requests = [{**asdict(outcome), "qoe": qoe_of(outcome, target)} for outcome in outcomes]
+    record = {"settings": config | {"model": server.model}, "summary": summary, "requests": requests}
+    try:
+        path.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror}", "Name another file with --json") from error

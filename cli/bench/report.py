@@ -1,0 +1,155 @@
+"""What a load's outcomes add up to, as figures and as the text that a person reads. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from cli.bench.stream import Outcome
+from sluice_client.qoe import QoeTarget, final_qoe
+
+LATE_S = 0.01
+"""Above this (99th percentile) the load's own lateness is worth a line."""
+_FIGURES = (("mean", None), ("p50", 50), ("p90", 90), ("p99", 99))
+_ROWS = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("itl_s", "ITL"), ("e2e_s", "end to end"))
+
+
+def summarise(outcomes: Sequence[Outcome], target: QoeTarget, *, is_held_back: bool) -> dict[str, Any]:
+    """Return the figures of a load; seconds, tokens, and None where there is nothing to measure.
+
+    TTFT, TPOT, ITL and end to end are those of the complete answers, from the moment each was sent. Tokens that arrive
+    together are apart by gaps of 0. An answer that failed has a QoE of 0.
+
+    Args:
+        outcomes: of the requests that were sent.
+        target: what the reader expects.
+        is_held_back: whether a limit of requests under way delays sending, so that lateness says nothing.
+    """
+    complete = [outcome for outcome in outcomes if outcome.end_s is not None and not outcome.failure]
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    duration_s = _duration(outcomes)
+    num_input = sum(outcome.num_input or 0 for outcome in complete)
+    num_output = sum(outcome.num_output for outcome in complete)
+    lateness_s = [] if is_held_back else [outcome.sent_s - outcome.due_s for outcome in outcomes]
+    return {
+        "duration_s": duration_s,
+        "num_sent": len(outcomes),
+        "num_complete": len(complete),
+        "num_failed": len(failed),
+        "num_unfinished": len(outcomes) - len(complete) - len(failed),
+        "failures": dict(Counter(outcome.failure for outcome in failed).most_common()),
+        "failure_details": {outcome.failure: outcome.detail for outcome in reversed(failed)},
+        "num_input_tokens": num_input,
+        "num_output_tokens": num_output,
+        "are_tokens_counted_by_server": all(outcome.is_counted for outcome in complete),
+        "requests_per_s": _rate(len(complete), duration_s),
+        "output_tokens_per_s": _rate(num_output, duration_s),
+        "total_tokens_per_s": _rate(num_input + num_output, duration_s),
+        "ttft_s": _spread([o.deliveries[0][0] - o.sent_s for o in complete]),
+        "tpot_s": _spread([tpot for o in complete if (tpot := _tpot(o)) is not None]),
+        "itl_s": _spread([gap for o in complete for gap in _gaps(o)]),
+        "e2e_s": _spread([o.end_s - o.sent_s for o in complete if o.end_s is not None]),
+        "qoe": _qoe_spread([qoe_of(o, target) for o in (*complete, *failed)]),
+        "lateness_p99_s": float(np.percentile(lateness_s, 99)) if lateness_s else None,
+    }
+
+
+def qoe_of(outcome: Outcome, target: QoeTarget) -> float:
+    """Return the QoE of one answer, from the moment it was sent; 0 if it failed."""
+    if outcome.failure:
+        return 0.0
+    times = [at_s - outcome.sent_s for at_s, count in outcome.deliveries for _ in range(count)]
+    return final_qoe(target, times)
+
+
+def _duration(outcomes: Sequence[Outcome]) -> float:
+    ends = [outcome.end_s for outcome in outcomes if outcome.end_s is not None]
+    return max(ends) - min(outcome.sent_s for outcome in outcomes) if ends else 0.0
+
+
+def _rate(count: int, duration_s: float) -> float | None:
+    return count / duration_s if duration_s > 0 else None
+
+
+def _tpot(outcome: Outcome) -> float | None:
+    """Return (last − first)/(n − 1), or None for a single token."""
+    count = sum(count for _, count in outcome.deliveries)
+    return (outcome.deliveries[-1][0] - outcome.deliveries[0][0]) / (count - 1) if count > 1 else None
+
+
+def _gaps(outcome: Outcome) -> list[float]:
+    """Return the gaps between the answer's tokens."""
+    times = [at_s for at_s, count in outcome.deliveries for _ in range(count)]
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    array = np.asarray(values)
+    return {name: float(array.mean() if rank is None else np.percentile(array, rank)) for name, rank in _FIGURES}
+
+
+def _qoe_spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Return mean and low percentiles: of QoE, small is bad."""
+    if not values:
+        return None
+    array = np.asarray(values)
+    low = {f"p{rank}": float(np.percentile(array, rank)) for rank in (50, 10, 1)}
+    return {"mean": float(array.mean()), **low}
+
+
+def render(summary: dict[str, Any], target: QoeTarget) -> str:
+    """Return the text for a person."""
+    duration_s = f"{summary['duration_s']:.2f} s"
+    counts = f"{summary['num_complete']} done, {summary['num_failed']} failed{_unfinished(summary)}"
+    tokens = f"{summary['num_input_tokens']} in, {summary['num_output_tokens']} out"
+    rates = [_number(summary[f"{name}_per_s"]) for name in ("requests", "output_tokens", "total_tokens")]
+    lines = [
+        f"{'requests':<12}{counts} in {duration_s}, {rates[0]} per second",
+        f"{'tokens':<12}{tokens}; per second {rates[1]} out, {rates[2]} in all",
+        "",
+        f"{'ms':<12}" + "".join(f"{name:>10}" for name, _ in _FIGURES),
+    ]
+    lines += [_row(title, summary[name]) for name, title in _ROWS]
+    lines += ["", _qoe_line(summary["qoe"], target)]
+    for kind, count in summary["failures"].items():
+        detail = summary["failure_details"][kind]
+        lines.append(f"failed      {count} × {kind}" + (f": {detail}" if detail else ""))
+    return "\n".join([*lines, *_remarks(summary)])
+
+
+def _unfinished(summary: dict[str, Any]) -> str:
+    return f", {summary['num_unfinished']} given up" if summary["num_unfinished"] else ""
+
+
+def _row(title: str, spread: dict[str, float] | None) -> str:
+    cells = ("-" for _ in _FIGURES) if spread is None else (f"{1e3 * spread[name]:.2f}" for name, _ in _FIGURES)
+    return f"{title:<12}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def _qoe_line(spread: dict[str, float] | None, target: QoeTarget) -> str:
+    wish = f"for a first token within {target.ttft_s:g} s, then {target.speed_tokens_per_s:g} tokens/s"
+    if spread is None:
+        return f"{'QoE':<12}- {wish}"
+    return f"{'QoE':<12}" + ", ".join(f"{name} {value:.3f}" for name, value in spread.items()) + f"; {wish}"
+
+
+def _remarks(summary: dict[str, Any]) -> list[str]:
+    remarks = []
+    if not summary["are_tokens_counted_by_server"]:
+        remarks.append("the server gives no usage: each chunk of text counts as one token, prompts count as none")
+    late_s = summary["lateness_p99_s"]
+    if late_s is not None and late_s > LATE_S:
+        remarks.append(
+            f"the load itself was late by {1e3 * late_s:.0f} ms (p99): this client is part of the bottleneck"
+        )
+    return ["", *remarks] if remarks else []
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.1f}"

@@ -1,0 +1,114 @@
+"""The server under load: what it serves, how its requests look, and how it counts tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import aiohttp
+import numpy as np
+
+from cli.bench.prompts import PromptMaker, TokenScale, scale_of
+from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+
+CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
+LONG_WORDS = 120
+"""The longer of the two prompts by which the server's counting is measured; a sixth of it is the shorter one. A small
+context shortens both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An OpenAI-compatible server."""
+
+    base_url: str
+    model: str
+    endpoint: Literal["chat", "completions"]
+    max_model_len: int = 0
+    """Most tokens of prompt and answer; 0 if the server does not say."""
+
+    @property
+    def endpoint_url(self) -> str:
+        """Where requests go."""
+        return f"{self.base_url}/v1/{'chat/completions' if self.endpoint == 'chat' else 'completions'}"
+
+    @classmethod
+    async def find(
+        cls, session: aiohttp.ClientSession, url: str, model: str, endpoint: Literal["chat", "completions"]
+    ) -> Self:
+        """Return the server at this URL, with the model asked for or the first that it lists.
+
+        Raises:
+            CommandError: nothing answers there, or it serves no such model.
+        """
+        base_url = url.rstrip("/").removesuffix("/v1")
+        models = await _models(session, base_url)
+        if models and model and model not in models:
+            raise CommandError(f"{base_url} does not serve '{model}'", f"It serves: {', '.join(models)}", FAILED)
+        if not models and not model:
+            raise CommandError(f"{base_url} lists no model", "Name one with --model", FAILED)
+        name = model or next(iter(models))
+        return cls(base_url, name, endpoint, models.get(name, 0))
+
+    def body(self, prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
+        """Return the fields of a request."""
+        if self.endpoint == "completions":
+            return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
+        return {"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
+
+
+async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, int]:
+    """Return the context of each model by its name; empty if the server has no such list."""
+    try:
+        async with session.get(f"{base_url}/v1/models", timeout=CHECK_LIMIT) as response:
+            listed = await response.json(content_type=None) if response.status == 200 else {}
+    except aiohttp.InvalidURL as error:
+        raise CommandError(f"'{base_url}' is no URL", "Use --url http://127.0.0.1:8000", UNREACHABLE) from error
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        hint = "Start a cluster with `sluice up`, or name another with --url"
+        raise CommandError(f"nothing answers at {base_url} ({type(error).__name__})", hint, UNREACHABLE) from error
+    entries = listed.get("data") if isinstance(listed, dict) else None
+    return {
+        str(entry["id"]): int(entry.get("max_model_len") or 0)
+        for entry in entries or ()
+        if isinstance(entry, dict) and "id" in entry
+    }
+
+
+async def measure_scale(
+    server: Server, session: aiohttp.ClientSession, rng: np.random.Generator, texts: Sequence[str]
+) -> TokenScale:
+    """Return how the server counts words, from two prompts: of the data set's texts, or made up if there are none.
+
+    Raises:
+        CommandError: it refuses even a short request, so that a load makes no sense.
+    """
+    longest = min(LONG_WORDS, server.max_model_len // 8) if server.max_model_len else LONG_WORDS
+    drawn = str(PromptMaker(rng, TokenScale(tokens_per_word=1.0)).make(LONG_WORDS)).split()
+    words = [word for text in texts for word in text.split()]
+    words = (words if len(words) > 1 else drawn)[: max(longest, 2)]
+    short, long = " ".join(words[: max(len(words) // 6, 1)]), " ".join(words)
+    counts = [await _count(server, session, text) for text in (short, long)]
+    if counts[0] is None or counts[1] is None:
+        return TokenScale()
+    return scale_of((len(short.split()), counts[0]), (len(long.split()), counts[1]))
+
+
+async def _count(server: Server, session: aiohttp.ClientSession, text: str) -> int | None:
+    """Return the tokens of a prompt as the server counts them, or None if it does not say."""
+    try:
+        async with session.post(server.endpoint_url, json=server.body(text, 1)) as response:
+            body = await response.content.read(1 << 20)
+            if response.status != 200:
+                said = body.decode(errors="replace")[:200]
+                raise CommandError(f"{server.endpoint_url} answers {response.status}: {said}", "See --endpoint", FAILED)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        hint = "See whether it is well, or allow more with --timeout-s"
+        raise CommandError(f"no answer from {server.endpoint_url} ({type(error).__name__})", hint, FAILED) from error
+    try:
+        count = json.loads(body)["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return count if isinstance(count, int) else None

@@ -1,0 +1,223 @@
+"""Fetches models from the Hugging Face hub: only what is served, with progress, and with one line when it fails.
+
+The library (`huggingface_hub`) does the work: its cache (`HF_HOME`), its token (`HF_TOKEN`), its resuming of what was
+broken off, `HF_ENDPOINT` and `HF_HUB_OFFLINE`. It is imported inside the functions: that takes half a second, and only
+ids need it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import StartupError
+
+MODEL_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?\Z")
+"""`owner/name`, or `owner/name@revision`."""
+NEEDED_FILES = ["*.json", "*.jinja", "model.safetensors", "model-*-of-*.safetensors"]
+"""Configuration, tokenizer, chat template, weights. Never pickles or code."""
+UNNEEDED_FILES = ["*/*"]
+"""What lies in folders: other formats of the same weights."""
+SPARE_BYTES = 256 * 1024**2
+"""Room that is left on the disk."""
+PROGRESS_PERIOD_S = 0.25
+
+Progress = Callable[[int, int], None]
+"""Called with bytes fetched and bytes to fetch."""
+
+
+class HubUnreachableError(StartupError):
+    """The hub does not answer, or must not be asked; what is in its cache can still be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model on the hub."""
+
+    name: str
+    """`owner/name`."""
+    revision: str | None = None
+    """Branch, tag or commit; None: the main branch."""
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def parse_source(text: str, revision: str | None = None) -> Source:
+    """Return the model that `owner/name` or `owner/name@revision` names.
+
+    Raises:
+        StartupError: it is no id, or two revisions are named.
+    """
+    match = MODEL_ID.match(text)
+    if match is None:
+        raise StartupError(f"'{text}' is no model id", "Use owner/name, or owner/name@revision")
+    if revision and match["revision"] and revision != match["revision"]:
+        raise StartupError(f"{text} and --revision {revision} name two revisions", "Name one")
+    return Source(match["name"], revision or match["revision"])
+
+
+def find_cached(source: Source) -> Path | None:
+    """Return the model's folder in the hub's cache on this machine, or None if it is not there as a whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with _own_errors(source):
+        try:
+            folder = Path(_snapshot(snapshot_download, source, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def fetch(source: Source, folder: Path | None, progress: Progress) -> Path:
+    """Return the model's folder, after fetching what is not there yet.
+
+    Args:
+        source: on the hub.
+        folder: where to put the files; None: the hub's cache.
+        progress: called from another thread while bytes arrive.
+
+    Raises:
+        StartupError: no network, no such model or revision, a gated one, no weights that can be read, a full disk.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    with _own_errors(source):
+        files = snapshot_download(
+            source.name,
+            revision=source.revision,
+            local_dir=folder,
+            allow_patterns=NEEDED_FILES,
+            ignore_patterns=UNNEEDED_FILES,
+            dry_run=True,
+        )
+        _check_files(source, [file.filename for file in files])
+        missing = sum(file.file_size or 0 for file in files if file.will_download)
+        place = folder or _cache_of(source)
+        _check_room(place, missing)
+        with _watched(place, missing, progress):
+            return Path(_snapshot(snapshot_download, source, local_dir=folder))
+
+
+def _snapshot(download: Callable[..., str], source: Source, **options: object) -> str:
+    return download(
+        source.name,
+        revision=source.revision,
+        allow_patterns=NEEDED_FILES,
+        ignore_patterns=UNNEEDED_FILES,
+        **options,
+    )
+
+
+def _check_files(source: Source, names: list[str]) -> None:
+    if "config.json" not in names:
+        raise StartupError(f"{source} is not a model that can be served: it has no config.json", "Choose another")
+    if not any(name.endswith(".safetensors") for name in names):
+        hint = "Choose one that has them; pickled weights are never read"
+        raise StartupError(f"{source} has no weights as safetensors", hint)
+
+
+def _cache_of(source: Source) -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(HF_HUB_CACHE) / repo_folder_name(repo_id=source.name, repo_type="model")
+
+
+def _check_room(place: Path, num_bytes: int) -> None:
+    """Refuse what the disk cannot hold, before anything is fetched."""
+    existing = next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if num_bytes and num_bytes + SPARE_BYTES > free:
+        hint = "Free some, or name another place with `sluice pull --to` or HF_HOME"
+        raise StartupError(
+            f"{num_bytes / 1e9:.2f} GB are to be fetched, and {place} has room for {free / 1e9:.2f}", hint
+        )
+
+
+def stored_bytes(place: Path) -> int:
+    """Return the bytes of all files below a folder, parts of files included, holes not; 0 if there is none."""
+    total = 0
+    for path in place.rglob("*") if place.is_dir() else ():
+        try:
+            stat = path.lstat()
+        except OSError:  # it was just renamed: it counts the next time
+            continue
+        if path.is_file() and not path.is_symlink():
+            total += min(stat.st_size, stat.st_blocks * 512)
+    return total
+
+
+@contextmanager
+def _watched(place: Path, missing: int, progress: Progress) -> Iterator[None]:
+    """Call `progress` by period while the block runs, and once at its end if it succeeds.
+
+    What was fetched is what the folder grew by: the library's own bars differ from one way of transfer to another.
+    """
+    before = stored_bytes(place)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(PROGRESS_PERIOD_S):
+            progress(min(missing, max(0, stored_bytes(place) - before)), missing)
+
+    thread = threading.Thread(target=watch, name="pull-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    progress(missing, missing)
+
+
+@contextmanager
+def _own_errors(source: Source) -> Iterator[None]:
+    """Turn the library's errors into one line each, with the next step."""
+    from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
+    except DryRunError as error:  # the reason why the hub could not be asked stands behind it
+        raise _explain(source, error.__cause__ or error) from error
+    except LocalEntryNotFoundError as error:
+        if error.__cause__ is None:
+            raise
+        raise _explain(source, error.__cause__) from error
+    except HfHubHTTPError as error:
+        raise _explain(source, error) from error
+    except OSError as error:
+        raise _explain(source, error) from error
+    except ValueError as error:  # of the library's own check of ids
+        raise StartupError(f"'{source}' is no model id: {error}", "Use owner/name") from error
+
+
+def _explain(source: Source, error: BaseException) -> StartupError:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        hint = "Accept them there, and set HF_TOKEN to a token of yours"
+        return StartupError(f"{source} is gated: its owners ask for terms to be accepted on the hub", hint)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        hint = "Check the id; a private model needs HF_TOKEN"
+        return StartupError(f"the hub has no public model '{source.name}'", hint)
+    if isinstance(error, errors.RevisionNotFoundError):
+        return StartupError(f"{source.name} has no revision '{source.revision}'", "Name a branch, a tag or a commit")
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        hint = "Unset it, or give a folder on this machine"
+        return HubUnreachableError(f"{source} is not on this machine, and HF_HUB_OFFLINE forbids to ask the hub", hint)
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        kind = HubUnreachableError if status >= 500 else StartupError
+        return kind(f"the hub refuses to give {source}: HTTP {status}", "Try again later")
+    reason = getattr(error, "strerror", None) or type(error).__name__
+    hint = "Check the network and the disk, then try again: what was fetched is kept; or give a folder on this machine"
+    return HubUnreachableError(f"{source} cannot be fetched from the hub ({reason})", hint)

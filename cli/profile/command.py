@@ -1,0 +1,229 @@
+"""`sluice profile`: runs shapes on a worker, fits its step log, writes the profile, and says how good it is."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import platform
+import re
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cli.checks import check_broker
+from cli.cluster import Cluster, run_cluster
+from cli.console import Console
+from cli.exit_codes import DONE, FAILED, CommandError
+from cli.profile.driver import Driver, find_worker
+from cli.profile.shapes import WARM_UP, plan_shapes
+from cli.settings import UpSettings
+from shared.bus import Bus
+from shared.cost import Profile, prefill_pairs, profile_toml
+from shared.cost_fit import Fit, StepColumns, TooFewStepsError, fit_held_out
+from shared.errors import StartupError
+from shared.ids import WorkerId
+from shared.messages.report import WorkerReport
+from shared.messages.steps import StepRecord
+from shared.nats_bus import NatsBus
+from shared.subjects import Subjects
+
+DEFAULTS = {"port": 0}
+"""Where the cluster of `sluice profile` differs from that of `sluice up`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What `sluice profile` was told besides the cluster's settings."""
+
+    out: str = ""
+    """File to write; empty: named after model and device, in the present folder."""
+    worker: str = ""
+    """Worker of a running cluster; empty: the first one that is ready."""
+    limit_s: float = 120.0
+    """Seconds after which no further shape is begun."""
+    max_batch: int = 128
+    """Most sequences that decode together."""
+    num_decodes: int = 24
+    """Steps of decodes per batch size and context."""
+    seed: int = 0
+    force: bool = False
+    """Write over a file that exists."""
+
+
+def columns_of(steps: Sequence[StepRecord]) -> StepColumns:
+    """Return the steps as the fit takes them."""
+    return StepColumns(
+        num_tokens=np.array([step.num_tokens for step in steps], dtype=np.float64),
+        kv_decode_tokens=np.array([step.kv_decode_tokens for step in steps], dtype=np.float64),
+        prefill_pairs=np.array(
+            [sum(prefill_pairs(*chunk) for chunk in step.chunks) for step in steps], dtype=np.float64
+        ),
+        duration_s=np.array([step.duration_s for step in steps], dtype=np.float64),
+    )
+
+
+def groups_of(steps: Sequence[StepRecord]) -> NDArray[np.intp]:
+    """Return [n] group numbers: a group is a run of steps with equal numbers of decodes and chunks."""
+    sizes = np.array([(step.num_decodes, len(step.chunks)) for step in steps]).reshape(-1, 2)
+    return np.concatenate(([0], np.cumsum((sizes[1:] != sizes[:-1]).any(axis=1)))).astype(np.intp)
+
+
+async def measure(
+    bus: Bus, subjects: Subjects, report: WorkerReport, settings: ProfileSettings, console: Console
+) -> list[StepRecord]:
+    """Run the shapes on the worker and return the steps that it did meanwhile, those of other requests too.
+
+    Raises:
+        CommandError: the worker is gone, or keeps no step log.
+    """
+    rng = np.random.default_rng(settings.seed)
+    shapes = plan_shapes(report, settings.max_batch, settings.num_decodes, rng)
+    steps: list[StepRecord] = []
+    async with Driver(bus, subjects, WorkerId(report.worker_id), rng) as driver:
+        await driver.run(WARM_UP)
+        _, next_step_id = await driver.read_steps(0)
+        began_s = time.monotonic()
+        for done, shape in enumerate(shapes):
+            elapsed_s = time.monotonic() - began_s
+            if elapsed_s > settings.limit_s:
+                console.line(f"{done} of {len(shapes)} shapes measured within {settings.limit_s:g} s (--limit-s)")
+                break
+            console.live(f"{elapsed_s:4.0f} s  shape {done + 1} of {len(shapes)}, {len(steps)} steps")
+            await driver.run(shape)
+            new, next_step_id = await driver.read_steps(next_step_id)
+            steps += new
+    console.end_live()
+    return [step for step in steps if step.duration_s > 0]
+
+
+def fit_steps(steps: Sequence[StepRecord], seed: int) -> Fit:
+    """Return the fit.
+
+    Raises:
+        CommandError: there are too few steps.
+    """
+    try:
+        return fit_held_out(columns_of(steps), groups_of(steps), np.random.default_rng(seed))
+    except TooFewStepsError as error:
+        raise CommandError(
+            f"the steps cannot be fitted: {error}", "Raise --limit-s or --num-decodes", FAILED
+        ) from error
+
+
+def make_profile(report: WorkerReport, fit: Fit, name: str, how: str = "") -> Profile:
+    """Return the profile with its provenance, `how` the worker was started included."""
+    day = dt.datetime.now(dt.UTC).date().isoformat()
+    counts = f"{fit.num_fitted} steps fitted, {fit.num_held_out} held out"
+    return Profile(
+        name=name,
+        model=report.model,
+        gpu=_hardware(report),
+        tp=1,
+        cost=fit.cost,
+        kunserve=None,
+        source=f"sluice profile, {day}, step log of a live worker ({report.system}{how}): {counts}",
+        mean_error_ratio=fit.mean_error_ratio,
+        p95_error_ratio=fit.p95_error_ratio,
+    )
+
+
+def _hardware(report: WorkerReport) -> str:
+    """Return the device, with the processor's name if the worker runs on this machine's."""
+    if report.device != "cpu" or report.host != socket.gethostname():
+        return report.device
+    names = re.findall(r"^model name\s*: (.+)$", _cpu_info(), flags=re.MULTILINE)
+    return f"cpu, {names[0] if names else platform.machine()}"
+
+
+def _cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def describe_fit(fit: Fit) -> str:
+    """Return what the person reads: the coefficients in milliseconds, and the errors."""
+    cost = fit.cost
+    terms = [
+        ("g0", cost.g0_s),
+        ("b0", cost.b0_s),
+        ("g1", cost.g1_s),
+        ("b1", cost.b1_s),
+        ("d", cost.d_s),
+        ("a", cost.a_s),
+    ]
+    lines = ["ms per step: max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P"]
+    lines += [f"  {name:<4}{1e3 * value:.5g}" for name, value in terms]
+    errors = f"mean {fit.mean_error_ratio:.1%}, 95th percentile {fit.p95_error_ratio:.1%}"
+    lines.append(f"error on the {fit.num_held_out} of {fit.num_held_out + fit.num_fitted} steps held out: {errors}")
+    return "\n".join(lines)
+
+
+def out_path(settings: ProfileSettings, model: str, device: str) -> Path:
+    """Return the file to write.
+
+    Raises:
+        StartupError: it exists, or is not named as a profile must be.
+    """
+    path = Path(settings.out or re.sub(r"[^A-Za-z0-9.]+", "-", f"{model}-tp1-{device}").strip("-.").lower() + ".toml")
+    if path.suffix != ".toml":
+        raise StartupError(f"a profile's file ends in .toml, not as {path}", "Name another with --out")
+    if path.exists() and not settings.force:
+        raise StartupError(f"{path} exists", "Name another file with --out, or write over it with --force")
+    if not path.parent.is_dir():
+        raise StartupError(f"there is no folder {path.parent}", "Name another file with --out")
+    return path
+
+
+async def run_profile(up: UpSettings, settings: ProfileSettings, console: Console) -> int:
+    """Profile a worker of the running cluster that `up` names, or of one that is started; return the exit code.
+
+    Raises:
+        CommandError: the worker is gone, does not answer, or did too few steps.
+        StartupError: a file or a setting is wrong.
+    """
+    if settings.out:
+        out_path(settings, "", "")
+    if "model" not in up.model_fields_set and not up.has_own_broker:
+        check_broker(up.nats_url)
+        return await _profile(up.nats_url, up.cluster, settings, console)
+    threads = f", threads {up.threads_per_worker()}" if up.device == "cpu" else ""
+    how = f", {up.dtype}{threads}"
+
+    async def use(cluster: Cluster, stop: asyncio.Event) -> int:
+        work = _profile(cluster.plan.nats_url, up.cluster, settings, console, how)
+        profiling = asyncio.create_task(work, name="profile")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait([profiling, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return profiling.result() if profiling.done() else DONE
+        finally:
+            profiling.cancel()
+            stopping.cancel()
+            await asyncio.gather(profiling, stopping, return_exceptions=True)
+
+    return await run_cluster(up, console, use)
+
+
+async def _profile(nats_url: str, cluster: str, settings: ProfileSettings, console: Console, how: str = "") -> int:
+    bus = await NatsBus.connect(nats_url, name="sluice-profile")
+    try:
+        subjects = Subjects(cluster)
+        report = await find_worker(bus, subjects, settings.worker)
+        path = out_path(settings, report.model, report.device)
+        console.line(f"measuring {report.worker_id}: {report.model} on {report.device}")
+        steps = await measure(bus, subjects, report, settings, console)
+    finally:
+        await bus.close()
+    fit = await asyncio.to_thread(fit_steps, steps, settings.seed)
+    path.write_text(profile_toml(make_profile(report, fit, path.stem, how)), encoding="utf-8")
+    use = f"use it with `python -m services.worker --executor modelled --profile {path}`"
+    sys.stdout.write(f"{describe_fit(fit)}\nwritten to {path}; {use}\n")
+    return DONE

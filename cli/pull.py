@@ -1,0 +1,59 @@
+"""`sluice pull`: a model from the Hugging Face hub onto this machine, before it is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cli.console import Console
+from cli.hub import HubUnreachableError, Progress, fetch, find_cached, parse_source
+from cli.progress import bar
+from shared.errors import StartupError
+
+LINE_PERIOD_S = 10.0
+"""Without a terminal, a line is written this often at most."""
+
+
+def show_progress(console: Console, what: str, now: Callable[[], float] = time.monotonic) -> Progress:
+    """Return what shows how much has been fetched: a live line on a terminal, else a line now and then."""
+    began_s = now()
+    said_s = began_s - LINE_PERIOD_S
+
+    def show(num_bytes: int, total: int) -> None:
+        nonlocal said_s
+        if not total:
+            return
+        elapsed_s = max(now() - began_s, 1e-3)
+        rate = num_bytes / elapsed_s
+        left = f", {(total - num_bytes) / rate:.0f} s left" if rate and num_bytes < total else ""
+        share = f"{num_bytes / total:4.0%} of {total / 1e6:.1f} MB at {rate / 1e6:.1f} MB/s{left}"
+        if console.is_terminal:
+            console.live(f"{what} {bar(num_bytes / total)} {share}")
+        elif now() - said_s >= LINE_PERIOD_S or num_bytes == total:
+            said_s = now()
+            console.line(f"{what} {share}")
+
+    return show
+
+
+def run_pull(model_id: str, revision: str | None, to: str, console: Console) -> Path:
+    """Fetch a model and return its folder.
+
+    Raises:
+        StartupError: it cannot be had; one line says why.
+    """
+    source = parse_source(model_id, revision)
+    folder = Path(to).expanduser() if to else None
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise StartupError(f"{folder} is not a folder", "Name another with --to")
+    try:
+        return fetch(source, folder, show_progress(console, str(source)))
+    except HubUnreachableError:
+        cached = find_cached(source) if folder is None else None
+        if cached is None:
+            raise
+        console.line(f"the hub does not answer; {source} is in its cache on this machine already")
+        return cached
+    finally:
+        console.end_live()

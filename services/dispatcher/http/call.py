@@ -1,0 +1,74 @@
+"""One checked request, its prompts and choices: what the endpoints hand to `generate`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.dispatcher.http.answer_text import AnswerText
+from services.dispatcher.http.params import Params
+from services.dispatcher.session.session import FailureCode, Session
+from shared.ids import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is sent to a worker, and what of it the answer repeats."""
+
+    token_ids: list[int]
+    echo: str = ""
+    """Text that stands before that of each of its choices (`echo`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One checked request."""
+
+    request_id: RequestId
+    public_id: str
+    """What `x-request-id` says."""
+    is_chat: bool
+    params: Params
+    encode: Callable[[], list[Prompt]]
+    """Makes the prompts; runs off the event loop."""
+    num_prompts: int
+    num_chars: int
+    """Characters of the longest prompt."""
+    prompt_param: str
+    """`messages` or `prompt`: what an error about the prompt names."""
+    default_max_tokens: int | None
+    """None: as many as the context holds."""
+    cache_salt: str
+    arrival_s: float
+    created_unix_s: int
+
+    @property
+    def endpoint(self) -> str:
+        """For metrics and logs."""
+        return "chat" if self.is_chat else "completions"
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the `n` answers to a prompt."""
+
+    index: int
+    """In the request: prompt by prompt."""
+    text: AnswerText
+    parent: Choice | None
+    """The first choice of the same prompt; None if this is it."""
+    placed: asyncio.Event = field(default_factory=asyncio.Event)
+    """A worker has taken it, or none will."""
+    echo: str = ""
+    """Text that stands before its own."""
+    session: Session | None = None
+    """None until the request is admitted."""
+    failure: FailureCode | None = None
+    """Why it has no whole answer; known at its end."""
+
+    @property
+    def opened(self) -> Session:
+        """The session of an admitted request."""
+        assert self.session is not None, "the request was not admitted"
+        return self.session

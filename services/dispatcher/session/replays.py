@@ -1,0 +1,95 @@
+"""Questions for tokens that were lost on the way, and what becomes of a request when its worker has no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from services.dispatcher.session.calls import ReplayOutcome, WorkerCalls
+from services.dispatcher.session.session import FailureCode, Session
+from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
+from shared.ids import WorkerId
+from shared.log import get_logger
+from shared.messages.request import Replay
+from shared.tasks import TaskOwner
+from shared.token_batch import TokenBatch
+
+_log = get_logger()
+
+MAX_LOST_REPLIES: Final = 3
+"""Unanswered questions in a row after which the worker counts as lost for this request."""
+MAX_REPLAYS: Final = 64
+"""Questions at a time."""
+
+
+class Replays:
+    """Asks workers for the rest of an output.
+
+    Args:
+        table: where the answers go.
+        calls: to workers.
+        silence_s: see `SessionLimits`.
+        now: the event loop's clock.
+        tasks: owns the questions that are under way.
+    """
+
+    def __init__(
+        self, table: SessionTable, calls: WorkerCalls, silence_s: float, now: Callable[[], float], tasks: TaskOwner
+    ) -> None:
+        self.num_asked = 0
+        """Questions since the start."""
+        self._table = table
+        self._calls = calls
+        self._silence_s = silence_s
+        self._now = now
+        self._tasks = tasks
+        self._num_open = 0
+
+    def ask(self, session: Session) -> bool:
+        """Ask the worker for everything after the last token that is here; return whether it could be asked."""
+        if session.replaying or session.worker_id is None or self._num_open >= MAX_REPLAYS:
+            return False
+        if not self._calls.connected:
+            return False  # a broken broker says nothing about the worker
+        session.replaying = True
+        session.asked_s = self._now()
+        self._num_open += 1
+        self.num_asked += 1
+        self._tasks.start(self._replay(session, session.worker_id), name=f"replay-{session.request.request_id}")
+        return True
+
+    async def _replay(self, session: Session, worker_id: WorkerId) -> None:
+        attempt = session.attempt
+        question = Replay(request_id=session.request.request_id, attempt=attempt, first_index=len(session.tokens))
+        try:
+            answer = await self._calls.replay(worker_id, question)
+        finally:
+            session.replaying = False
+            self._num_open -= 1
+        if session.attempt != attempt or not session.is_running:
+            return
+        if isinstance(answer, TokenBatch):
+            self._take(session, answer)
+        else:
+            self._on_nothing(session, answer, question.first_index)
+
+    def _take(self, session: Session, batch: TokenBatch) -> None:
+        now_s, start = self._now(), 0
+        session.num_lost_replies = 0
+        tokens = batch.tokens.tolist()
+        columns = (batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), extras_of(batch))
+        for first_index, count, finish, extra in zip(*columns, strict=True):
+            if not session.ended.is_set():
+                part = tokens[start : start + count]
+                self._table.receive(session, first_index, part, FINISH_REASONS[finish], now_s, extra)
+            start += count
+
+    def _on_nothing(self, session: Session, outcome: ReplayOutcome, first_index: int) -> None:
+        if len(session.tokens) > first_index or not self._calls.connected:
+            return  # the tokens came by themselves, or nobody could be asked
+        session.num_lost_replies += 1
+        if outcome is ReplayOutcome.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
+            _log.warning("tokens_lost", rid=session.request.request_id, worker=session.worker_id)
+            session.fail(FailureCode.WORKER_LOST)
+        else:
+            session.silence_s = self._silence_s

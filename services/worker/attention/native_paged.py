@@ -1,0 +1,99 @@
+"""Paged attention by the worker's own CPU kernel, behind the same interface as torch's.
+
+Used where the layers are torch's but the cache lies in main memory, and for attention on behalf of somebody else, who
+needs the log-sum-exp to merge it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import RaggedRows
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.spec import ModelSpec
+from services.worker.native.library import NativeLibrary
+from services.worker.native.structures import AttendArgs, RowsArgs
+
+MAX_GROUP = 64
+"""Query heads that may share a key head (kMaxGroup in src/attention.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """The step's rows as the library reads them."""
+
+    args: RowsArgs
+    held: tuple[Any, ...]
+    """Arrays that `args` points into."""
+
+
+def rows_args(rows: RaggedRows) -> tuple[tuple[Any, ...], RowsArgs]:
+    """Return the rows as the library reads them, behind the arrays that must live as long."""
+    first = np.ascontiguousarray(rows.first_token, dtype=np.int32)
+    counts = np.ascontiguousarray(rows.num_tokens, dtype=np.int32)
+    start = np.ascontiguousarray(rows.start, dtype=np.int32)
+    tables = np.ascontiguousarray(rows.tables, dtype=np.int32)
+    args = RowsArgs(
+        num_rows=len(counts),
+        num_tokens=int(counts.sum()),
+        row_first=first.ctypes.data,
+        row_tokens=counts.ctypes.data,
+        row_start=start.ctypes.data,
+        tables=tables.ctypes.data,
+        table_stride=tables.shape[1],
+    )
+    return (first, counts, start, tables), args
+
+
+class NativePagedAttention:
+    """Attention over a `KVCache` in main memory; the same bits for a token whatever else is in the batch."""
+
+    def __init__(self, library: NativeLibrary, spec: ModelSpec, cache: KVCache) -> None:
+        assert spec.group_size <= MAX_GROUP, f"{spec.group_size} query heads share a key head; at most {MAX_GROUP} may"
+        self._library = library
+        self._spec = spec
+        self._cache = cache
+
+    def plan(self, rows: RaggedRows) -> NativePlan:
+        """Prepare what all layers of a step share."""
+        held, args = rows_args(rows)
+        return NativePlan(args, held)
+
+    def attend(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
+        return self._attend(plan, layer, queries, None)
+
+    def attend_with_lse(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return also the log-sum-exp [t, num_heads], base 2, float32, for `merge_states`."""
+        lse = torch.empty((queries.shape[0], self._spec.num_heads), dtype=torch.float32)
+        return self._attend(plan, layer, queries, lse), lse
+
+    def _attend(self, plan: NativePlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+        spec, keys = self._spec, self._cache.keys[layer]
+        if queries.stride()[1:] != (spec.head_dim, 1):
+            queries = queries.contiguous()
+        out = queries.new_empty(queries.shape[0], spec.q_size)
+        args = AttendArgs(
+            rows=plan.args,
+            num_threads=torch.get_num_threads(),
+            is_bf16=int(keys.dtype == torch.bfloat16),
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            block_size=self._cache.block_size,
+            window=spec.windows[layer] or 0,
+            scale=spec.head_dim**-0.5,
+            keys=keys.data_ptr(),
+            values=self._cache.values[layer].data_ptr(),
+            queries=queries.data_ptr(),
+            query_stride=queries.stride(0),
+            out=out.data_ptr(),
+            lse=None if lse is None else lse.data_ptr(),
+        )
+        self._library.attend(ctypes.byref(args))
+        return out

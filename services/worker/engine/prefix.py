@@ -1,0 +1,87 @@
+"""Names of token runs, and which block holds which run.
+
+A full block is named by everything that its KV depends on: the salt, and every token from the sequence's first to the
+block's last. So equal names mean equal KV.
+
+    name(block 0) = hash(hash(salt), tokens of block 0)      name(block i) = hash(name(block i - 1), tokens of block i)
+
+The hash is BLAKE2b with 128 bits: nobody can make two prompts with one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.types import I32
+
+RunName = bytes
+"""16 bytes; names a block's tokens and all before them."""
+
+_NAME_BYTES = 16
+
+
+def root_name(salt: str) -> RunName:
+    """Return the name of the empty run."""
+    return blake2b(salt.encode(), digest_size=_NAME_BYTES).digest()
+
+
+def following_names(before: RunName, tokens: I32, block_size: int) -> list[RunName]:
+    """Return the names of the full blocks of [n] tokens that follow a run; a rest of less than a block has none."""
+    data, step = tokens.astype(np.int32).tobytes(), 4 * block_size
+    names: list[RunName] = []
+    for begin in range(0, len(data) - step + 1, step):
+        before = blake2b(before + data[begin : begin + step], digest_size=_NAME_BYTES).digest()
+        names.append(before)
+    return names
+
+
+class PrefixIndex:
+    """Blocks whose contents are complete and named; at most one block per name, and one name per block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.is_named: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)
+        """[num_blocks]"""
+        self._block_of: dict[RunName, int] = {}
+        self._name_of: dict[int, RunName] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def grow(self, num_blocks: int) -> None:
+        """Take note of ids up to num_blocks - 1."""
+        more = np.zeros(num_blocks - self.is_named.size, dtype=np.bool_)
+        self.is_named = np.concatenate([self.is_named, more])
+
+    def find(self, names: Iterable[RunName]) -> list[int]:
+        """Return the blocks of the first names, as far as every one has a block."""
+        found: list[int] = []
+        for name in names:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add(self, name: RunName, block: int) -> None:
+        """Name a block whose KV is complete; nothing happens if another block has that name already."""
+        if name in self._block_of:
+            return
+        assert block not in self._name_of, f"block {block} has another name"
+        self._block_of[name] = block
+        self._name_of[block] = name
+        self.is_named[block] = True
+
+    def forget(self, ids: I32) -> None:
+        """Forget the names of some blocks, as far as they have any."""
+        for block in ids[self.is_named[ids]].tolist():
+            del self._block_of[self._name_of.pop(block)]
+        self.is_named[ids] = False
+
+    def check_invariants(self) -> None:
+        """Check that names and blocks are in one-to-one correspondence."""
+        assert {block: name for name, block in self._block_of.items()} == self._name_of, "names and blocks differ"
+        assert sorted(self._name_of) == np.flatnonzero(self.is_named).tolist(), "the marks of named blocks differ"

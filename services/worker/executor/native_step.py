@@ -1,0 +1,194 @@
+"""A forward pass by the worker's own kernels: all layers of a step in one call.
+
+Each token's results depend on its own sequence alone, to the bit: every product sums in one order whatever the number
+of rows, and attention folds fixed splits of the context. So this pass is the deterministic one as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.attention.native_paged import rows_args
+from services.worker.executor.inputs import StepInputs
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.rope import RopeTable
+from services.worker.models.spec import ModelSpec
+from services.worker.models.weights import ModelWeights, ParameterBuffer
+from services.worker.native.library import NativeLibrary
+from services.worker.native.structures import LayerArgs, ModelArgs, StepArgs
+
+GROWTH_TOKENS = 128
+"""Workspace grows by multiples of this."""
+ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
+"""Numbers of `enum Activation` in src/model.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """Buffers for steps of at most `num_tokens` tokens and `num_rows` sampled rows."""
+
+    num_tokens: int
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    heads: torch.Tensor
+    attended: torch.Tensor
+    inner: torch.Tensor
+
+    @classmethod
+    def make(cls, spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> _Workspace:
+        widths = (
+            spec.hidden_size,
+            spec.hidden_size,
+            spec.q_size + 2 * spec.kv_size,
+            spec.q_size,
+            spec.intermediate_size,
+        )
+        return cls(num_tokens, *(torch.empty((num_tokens, width), dtype=dtype) for width in widths))
+
+
+class NativeForward:
+    """The model's layers over a cache on the CPU.
+
+    Args:
+        rope: angles of every position that may occur.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache
+    ) -> None:
+        self.cache = cache
+        self._library = library
+        self._spec = spec
+        self._weights = weights
+        self._rope = rope
+        self._dtype = cache.keys[0].dtype
+        self._layers = (LayerArgs * spec.num_layers)(
+            *(_layer_args(spec, weights.layers[i], cache, i) for i in range(spec.num_layers))
+        )
+        self._model = self._model_args()
+        self._workspace = _Workspace.make(spec, 1, self._dtype)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step, store its keys and values; return the hidden states [n, hidden] of each row's last token."""
+        num_tokens = inputs.tokens.shape[0]
+        self._check(inputs)
+        space = self._space(num_tokens)
+        held, rows = rows_args(inputs.rows)
+        step = StepArgs(
+            rows=rows,
+            num_threads=torch.get_num_threads(),
+            embed=1,
+            first_layer=0,
+            last_layer=self._spec.num_layers,
+            tokens=inputs.tokens.data_ptr(),
+            positions=inputs.positions.data_ptr(),
+            slots=inputs.slots.data_ptr(),
+            hidden=space.hidden.data_ptr(),
+            normed=space.normed.data_ptr(),
+            heads=space.heads.data_ptr(),
+            attended=space.attended.data_ptr(),
+            inner=space.inner.data_ptr(),
+        )
+        self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
+        del held  # the arrays that `rows` points into lived until here
+        return space.hidden.index_select(0, inputs.last)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned."""
+        hidden = hidden.contiguous()
+        normed = torch.empty_like(hidden)
+        logits = torch.empty((hidden.shape[0], self._spec.vocab_size), dtype=torch.float32)
+        self._library.head(
+            ctypes.byref(self._model),
+            hidden.data_ptr(),
+            hidden.shape[0],
+            normed.data_ptr(),
+            logits.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def _check(self, inputs: StepInputs) -> None:
+        """Refuse what the library would take as an address outside of its tables.
+
+        Raises:
+            IndexError: a token, position or slot does not exist.
+        """
+        limits = (self._spec.vocab_size, self._rope.cos.shape[0], self.cache.num_blocks * self.cache.block_size)
+        for column, limit in zip((inputs.tokens, inputs.positions, inputs.slots), limits, strict=True):
+            values = column.numpy().view(np.uint64)  # a negative one is larger than any limit
+            if values.max() >= limit:
+                raise IndexError(f"a token, position or slot is not below {limit}")
+
+    def _space(self, num_tokens: int) -> _Workspace:
+        """Return buffers that are large enough; before they grow, the old ones go."""
+        if self._workspace.num_tokens < num_tokens:
+            self._workspace = _Workspace.make(self._spec, 1, self._dtype)
+            self._workspace = _Workspace.make(self._spec, -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS, self._dtype)
+        return self._workspace
+
+    def _model_args(self) -> ModelArgs:
+        spec, outer = self._spec, self._weights.outer
+        return ModelArgs(
+            is_bf16=int(self._dtype == torch.bfloat16),
+            layer_norm=int(spec.norm_kind == "layer"),
+            activation=ACTIVATIONS[spec.activation],
+            gated=int(spec.gated_mlp),
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size,
+            vocab=spec.vocab_size,
+            num_layers=spec.num_layers,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary_dim=spec.rotary_dim,
+            block_size=self.cache.block_size,
+            norm_eps=spec.norm_eps,
+            scale=spec.head_dim**-0.5,
+            embedding=_pointer(outer, "embedding"),
+            position_embedding=_positions_pointer(spec, outer),
+            norm=_pointer(outer, "norm"),
+            norm_bias=_pointer(outer, "norm_bias"),
+            head=_pointer(outer, "embedding" if spec.tied_embeddings else "head"),
+            cos=self._rope.cos.data_ptr(),
+            sin=self._rope.sin.data_ptr(),
+            layers=self._layers,
+        )
+
+
+def _layer_args(spec: ModelSpec, weights: ParameterBuffer, cache: KVCache, layer: int) -> LayerArgs:
+    up = "gate_up" if spec.gated_mlp else "up"
+    return LayerArgs(
+        attention_norm=_pointer(weights, "attention_norm"),
+        attention_norm_bias=_pointer(weights, "attention_norm_bias"),
+        qkv=_pointer(weights, "qkv"),
+        qkv_bias=_pointer(weights, "qkv_bias"),
+        q_norm=_pointer(weights, "q_norm"),
+        k_norm=_pointer(weights, "k_norm"),
+        output=_pointer(weights, "output"),
+        output_bias=_pointer(weights, "output_bias"),
+        mlp_norm=_pointer(weights, "mlp_norm"),
+        mlp_norm_bias=_pointer(weights, "mlp_norm_bias"),
+        up=_pointer(weights, up),
+        up_bias=_pointer(weights, f"{up}_bias"),
+        down=_pointer(weights, "down"),
+        down_bias=_pointer(weights, "down_bias"),
+        keys=cache.keys[layer].data_ptr(),
+        values=cache.values[layer].data_ptr(),
+        window=spec.windows[layer] or 0,
+    )
+
+
+def _positions_pointer(spec: ModelSpec, outer: ParameterBuffer) -> int | None:
+    """Return where the learned embedding of position 0 lies."""
+    table = outer.get("positions")
+    return None if table is None else table[spec.position_offset].data_ptr()
+
+
+def _pointer(weights: ParameterBuffer, name: str) -> int | None:
+    part = weights.get(name)
+    return None if part is None else part.data_ptr()

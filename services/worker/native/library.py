@@ -1,0 +1,51 @@
+"""Finds and opens the library for this processor.
+
+Torch must be imported first: its OpenMP runtime is then the one that the library uses too, with one pool of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from services.worker.native.build import library_path
+from services.worker.native.levels import read_cpu_flags, runnable
+from services.worker.native.structures import ABI, AttendArgs, ModelArgs, StepArgs
+
+
+class NativeLibrary:
+    """The kernels of one instruction set. Calls release the GIL and check nothing: see `src/model.h`."""
+
+    def __init__(self, path: Path, level: str) -> None:
+        self.level = level
+        """Name of the instruction set."""
+        self._library = ctypes.CDLL(str(path))
+        self._library.sluice_abi.restype = ctypes.c_int32
+        found = self._library.sluice_abi()
+        if found != ABI:
+            raise OSError(f"{path.name} has ABI {found}, not {ABI}")
+        self.forward = self._function("sluice_forward", ctypes.POINTER(ModelArgs), ctypes.POINTER(StepArgs))
+        """(model, step): run the step's layers."""
+        pointer = ctypes.c_void_p
+        self.head = self._function(
+            "sluice_head", ctypes.POINTER(ModelArgs), pointer, ctypes.c_int64, pointer, pointer, ctypes.c_int32
+        )
+        """(model, hidden, rows, workspace, logits, threads): last norm and head."""
+        self.attend = self._function("sluice_attend", ctypes.POINTER(AttendArgs))
+        """(args): attention by itself."""
+
+    def _function(self, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
+        function: ctypes._NamedFuncPointer = getattr(self._library, name)
+        function.argtypes = arguments
+        function.restype = None
+        return function
+
+
+@functools.cache
+def open_library(level: str = "") -> NativeLibrary | None:
+    """Return the best library that is built and that runs here, or that of one level; None if there is none."""
+    for candidate in runnable(read_cpu_flags()):
+        if level in ("", candidate.name) and (path := library_path(candidate)).exists():
+            return NativeLibrary(path, candidate.name)
+    return None

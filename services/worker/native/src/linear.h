@@ -1,0 +1,108 @@
+// Products with a weight matrix [n, k] as checkpoints store it: out = in * W^T, then an epilogue of the caller's.
+//
+// Called by all threads of a parallel region; ends with a barrier. Nothing is packed: a layer's parameters stay one
+// plain range of memory that can be dropped, restored or handed over.
+#pragma once
+
+#include "dot_tile.h"
+
+namespace sluice {
+
+constexpr int kColumns = 16;       // rows of W that one work unit covers
+constexpr int kMaxBlockRows = 256; // rows of the input in one work unit
+constexpr int kDepth = 2048;       // elements of k that are summed before the sums are stored
+
+// Memory that will be needed soon: every tile asks for a part of it, so that the requests never queue up.
+class Ahead {
+ public:
+  Ahead(const void* from, int64_t bytes, int64_t num_tiles)
+      : at_(static_cast<const char*>(from)), end_(at_ + bytes), step_((bytes / std::max<int64_t>(num_tiles, 1) / 64 + 1) * 64) {}
+
+  void some() {
+    const char* until = std::min(at_ + step_, end_);
+    for (; at_ < until; at_ += 64) __builtin_prefetch(at_, 0, 2);
+  }
+
+ private:
+  const char *at_, *end_;
+  int64_t step_;
+};
+
+// sums[i * 16 + c] += in[i] . w[c] for M rows and 16 columns.
+template <class T, int M>
+inline void product_rows(const T* in, int64_t in_stride, const T* const* columns, int k, float* sums, Ahead& ahead) {
+  const T* rows[M];
+  for (int r = 0; r < M; r++) rows[r] = in + r * in_stride;
+  constexpr int N = kTile / M;
+  for (int c0 = 0; c0 < kColumns; c0 += N) {
+    float tile[kTile];
+    ahead.some();
+    dot_tile<T, M>(rows, columns + c0, k, tile);
+    for (int r = 0; r < M; r++)
+      for (int c = 0; c < N; c++) sums[r * kColumns + c0 + c] += tile[r * N + c];
+  }
+}
+
+// sums[i * 16 + c] = in[i] . weight[c] for m rows and n <= 16 columns; the other columns repeat the last one. The next
+// 16 rows of the matrix, of which `rest` are left, are fetched meanwhile.
+template <class T>
+inline void product(const T* in, int64_t in_stride, int m, const T* weight, int64_t k, int64_t rest, float* sums) {
+  const int64_t n = std::min<int64_t>(kColumns, rest);
+  Ahead ahead(weight + n * k, std::min<int64_t>(kColumns, rest - n) * k * sizeof(T), m);
+  std::memset(sums, 0, sizeof(float) * m * kColumns);
+  for (int64_t from = 0; from < k; from += kDepth) {
+    const int depth = static_cast<int>(std::min<int64_t>(kDepth, k - from));
+    const T* columns[kColumns];
+    for (int64_t c = 0; c < kColumns; c++) columns[c] = weight + std::min(c, n - 1) * k + from;
+    const T* at = in + from;
+    int i = 0;
+    for (; i + 4 <= m; i += 4) product_rows<T, 4>(at + i * in_stride, in_stride, columns, depth, sums + i * kColumns, ahead);
+    if (i + 2 <= m) {
+      product_rows<T, 2>(at + i * in_stride, in_stride, columns, depth, sums + i * kColumns, ahead);
+      i += 2;
+    }
+    if (i < m) product_rows<T, 1>(at + i * in_stride, in_stride, columns, depth, sums + i * kColumns, ahead);
+  }
+}
+
+// Rows of the input per work unit: as many as stay in the second-level cache.
+inline int block_rows(int64_t k, size_t item_bytes) {
+  const int64_t fitting = (384 << 10) / static_cast<int64_t>(k * item_bytes);
+  return static_cast<int>(std::clamp<int64_t>(fitting / 4 * 4, 16, kMaxBlockRows));
+}
+
+// Calls finish(first_row, num_rows, first_column, num_columns, sums) for each tile of in [m, k] times W [n, k]
+// transposed; sums is [num_rows, 16].
+template <class T, class Finish>
+void linear(const T* in, int64_t in_stride, int64_t m, const T* weight, int64_t n, int64_t k, Finish finish) {
+  const int64_t rows = block_rows(k, sizeof(T));
+  const int64_t num_blocks = (m + rows - 1) / rows, num_units = (n + kColumns - 1) / kColumns;
+#pragma omp for schedule(dynamic, 2)
+  for (int64_t unit = 0; unit < num_blocks * num_units; unit++) {
+    const int64_t row = unit / num_units * rows, column = unit % num_units * kColumns;
+    const int num_rows = static_cast<int>(std::min(rows, m - row));
+    const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));
+    alignas(64) float sums[kMaxBlockRows * kColumns];
+    product(in + row * in_stride, in_stride, num_rows, weight + column * k, k, n - column, sums);
+    finish(row, num_rows, column, num_columns, sums);
+  }
+}
+
+// As linear, for two matrices [n, k] one after the other: finish gets the sums of both.
+template <class T, class Finish>
+void linear_pair(const T* in, int64_t in_stride, int64_t m, const T* weight, int64_t n, int64_t k, Finish finish) {
+  const int64_t rows = block_rows(k, sizeof(T));
+  const int64_t num_blocks = (m + rows - 1) / rows, num_units = (n + kColumns - 1) / kColumns;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t unit = 0; unit < num_blocks * num_units; unit++) {
+    const int64_t row = unit / num_units * rows, column = unit % num_units * kColumns;
+    const int num_rows = static_cast<int>(std::min(rows, m - row));
+    const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));
+    alignas(64) float first[kMaxBlockRows * kColumns], second[kMaxBlockRows * kColumns];
+    product(in + row * in_stride, in_stride, num_rows, weight + column * k, k, n - column, first);
+    product(in + row * in_stride, in_stride, num_rows, weight + (n + column) * k, k, n - column, second);
+    finish(row, num_rows, column, num_columns, first, second);
+  }
+}
+
+}  // namespace sluice

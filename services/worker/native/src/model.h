@@ -1,0 +1,81 @@
+// What Python hands over: plain structures of pointers and sizes, mirrored in structures.py. Pointers are borrowed.
+#pragma once
+
+#include <cstdint>
+
+namespace sluice {
+
+constexpr int32_t kAbi = 1;  // raise it with every change of a structure or a function's arguments
+
+enum Activation : int32_t { kSilu = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3 };
+
+// One layer: parameters (null: the model has none of that kind) and its pools of keys and values.
+struct Layer {
+  const void *attention_norm, *attention_norm_bias;  // [hidden]
+  const void *qkv, *qkv_bias;                        // [(heads + 2 kv_heads) * head_dim, hidden]
+  const void *q_norm, *k_norm;                       // [head_dim]
+  const void *output, *output_bias;                  // [hidden, heads * head_dim]
+  const void *mlp_norm, *mlp_norm_bias;              // [hidden]
+  const void *up, *up_bias;                          // gated: gate above up, [2 inner, hidden]; else [inner, hidden]
+  const void *down, *down_bias;                      // [hidden, inner]
+  void *keys, *values;                               // [blocks, block_size, kv_heads, head_dim]
+  int64_t window;                                    // keys that a query sees, itself included; 0: all
+};
+
+struct Model {
+  int32_t is_bf16;
+  int32_t layer_norm;  // 1: mean and variance, 0: root mean square
+  int32_t activation;
+  int32_t gated;
+  int64_t hidden, inner, vocab;
+  int64_t num_layers, heads, kv_heads, head_dim;
+  int64_t rotary_dim;  // first dimensions of each head that turn; 0: none
+  int64_t block_size;
+  float norm_eps;
+  float scale;                               // of scores
+  const void *embedding;                     // [vocab, hidden]
+  const void *position_embedding;            // row 0 belongs to position 0; null: none
+  const void *norm, *norm_bias;              // [hidden], behind the last layer
+  const void *head, *head_bias;              // [vocab, hidden]
+  const void *cos, *sin;                     // [positions, rotary_dim]; sin's first half negated
+  const Layer* layers;
+};
+
+// The rows of one step: row i's tokens are row_tokens[i] consecutive ones of the batch, from row_first[i] on.
+struct Rows {
+  int64_t num_rows, num_tokens;
+  const int32_t *row_first, *row_tokens;  // [num_rows]
+  const int32_t* row_start;               // [num_rows] position of the first token
+  const int32_t* tables;                  // [num_rows, table_stride] block tables
+  int64_t table_stride;
+};
+
+struct Step {
+  Rows rows;
+  int32_t num_threads;
+  int32_t embed;                              // 1: hidden is made from tokens first
+  int64_t first_layer, last_layer;            // layers [first, last)
+  const int64_t *tokens, *positions, *slots;  // [num_tokens]
+  void* hidden;                               // [num_tokens, hidden] in and out
+  void* normed;                               // [num_tokens, hidden] workspace
+  void* heads;                                // [num_tokens, (heads + 2 kv_heads) * head_dim] workspace
+  void* attended;                             // [num_tokens, heads * head_dim] workspace
+  void* inner;                                // [num_tokens, inner] workspace
+};
+
+// Attention by itself, for queries from anywhere.
+struct Attend {
+  Rows rows;
+  int32_t num_threads;
+  int32_t is_bf16;
+  int64_t heads, kv_heads, head_dim, block_size, window;
+  float scale;
+  float reserved;
+  const void *keys, *values;
+  const void* queries;    // [num_tokens, query_stride]
+  int64_t query_stride;   // elements between two tokens
+  void* out;              // [num_tokens, heads * head_dim]
+  float* lse;             // [num_tokens, heads], base 2; null: not wanted
+};
+
+}  // namespace sluice

@@ -1,0 +1,45 @@
+"""What a worker remembers of its last steps: their shapes and durations, for whoever fits a cost model. JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shared.ids import WorkerId
+from shared.messages.base import ControlMessage
+from shared.types import Value
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class StepRecord(Value):
+    """One step that succeeded."""
+
+    step_id: _Count
+    """Grows with every step; those of failed steps are missing."""
+    num_decodes: _Count
+    """Rows that computed one token."""
+    kv_decode_tokens: _Count
+    """KVdec: sum of these rows' context lengths, the new token counted."""
+    chunks: tuple[tuple[_Count, _Count], ...] = ()
+    """Of each prefill chunk of more than one token: tokens before it (p), tokens in it (c)."""
+    duration_s: Annotated[float, Field(ge=0)]
+    """By the executor's own clock."""
+
+    @property
+    def num_tokens(self) -> int:
+        """N: tokens that the step computed."""
+        return self.num_decodes + sum(size for _, size in self.chunks)
+
+
+class StepLogPage(ControlMessage):
+    """Answer to a worker's `steps`: recent steps from an id on, oldest first, as many as fit one message."""
+
+    kind: Literal["step_log"] = "step_log"
+    worker_id: WorkerId
+    max_steps: _Count
+    """Steps that the worker keeps; 0: it keeps none."""
+    next_step_id: _Count
+    """What to ask for next: one more than the last step here, or than the last one done."""
+    steps: tuple[StepRecord, ...] = ()

@@ -1,0 +1,140 @@
+"""`sluice pull` with the real library against a hub on this machine, and without any hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
+
+LIMIT_S = 60.0
+NAME = "owner/tiny"
+WEIGHTS = {"model-00001-of-00002.safetensors": b"\1" * 300_000, "model-00002-of-00002.safetensors": b"\2" * 5}
+NEEDED = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b'{"top_k": 1}',
+    "tokenizer.json": b'{"model": {}}',
+    "tokenizer_config.json": b'{"a": 1}',
+    "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors.index.json": b'{"weight_map": {}}',
+    **WEIGHTS,
+}
+NOT_NEEDED = {
+    "pytorch_model.bin": b"pickle",
+    "model.pt": b"pickle",
+    "modeling_tiny.py": b"import os",
+    "README.md": b"# Tiny",
+    "consolidated.safetensors": b"the weights again",
+    "onnx/config.json": b"{}",
+    "onnx/model.safetensors": b"x",
+}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[FakeHub]:
+    with fake_hub() as running:
+        running.models[NAME] = NEEDED | NOT_NEEDED
+        running.models["owner/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
+        running.models["owner/adapter"] = {"adapter_config.json": b"{}", "model.safetensors": b"x"}
+        running.models["owner/gated"] = NEEDED
+        running.gated.add("owner/gated")
+        yield running
+
+
+def pull(hub: FakeHub, home: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    settings = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", "pull", *argv],
+        env={**os.environ, **settings, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: FakeHub, tmp_path: Path) -> None:
+    hub.fetched.clear()
+    result = pull(hub, tmp_path, NAME, HF_TOKEN="hf_secret")
+    assert result.returncode == 0, result.stderr
+    folder = Path(result.stdout.strip())
+    assert folder.is_relative_to(tmp_path)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == NEEDED
+    assert sorted(hub.fetched) == sorted(NEEDED)
+    assert "Bearer hf_secret" in hub.tokens
+    assert f"{NAME} 100% of 0.3 MB" in result.stderr
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "hf_secret" not in result.stdout + result.stderr
+
+    hub.is_down = True
+    try:
+        again = pull(hub, tmp_path, NAME)
+    finally:
+        hub.is_down = False
+    assert (again.returncode, again.stdout) == (0, result.stdout)
+    assert again.stderr == f"the hub does not answer; {NAME} is in its cache on this machine already\n"
+    assert len(hub.fetched) == len(NEEDED)
+    assert pull(hub, tmp_path, NAME, HF_HUB_OFFLINE="1").stdout == result.stdout
+
+
+def test_a_revision_goes_into_the_folder_that_was_named(hub: FakeHub, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    result = pull(hub, tmp_path / "home", f"{NAME}@{COMMIT}", "--to", str(target))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{target}\n"
+    assert {path.name for path in target.iterdir() if path.is_file()} == set(NEEDED)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (("owner/none",), "the hub has no public model 'owner/none'. Check the id; a private model needs HF_TOKEN"),
+        ((NAME, "--revision", "v9"), f"{NAME} has no revision 'v9'. Name a branch, a tag or a commit"),
+        (("owner/gated",), "owner/gated is gated: its owners ask for terms to be accepted on the hub. Accept them"),
+        (("owner/pickled",), "owner/pickled has no weights as safetensors. Choose one that has them; pickled weights"),
+        (("owner/adapter",), "owner/adapter is not a model that can be served: it has no config.json"),
+        (("no-id",), "'no-id' is no model id. Use owner/name"),
+        ((f"{NAME}@a", "--revision", "b"), f"{NAME}@a and --revision b name two revisions. Name one"),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(hub: FakeHub, tmp_path: Path, argv: tuple[str, ...], line: str) -> None:
+    hub.fetched.clear()
+    result = pull(hub, tmp_path, *argv)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"sluice: {line}")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert hub.fetched == []
+
+
+def test_without_a_network_the_line_says_so(tmp_path: Path) -> None:
+    result = pull(FakeHub(url="http://127.0.0.1:1"), tmp_path, NAME)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"sluice: {NAME} cannot be fetched from the hub (ConnectError). Check the network")
+    assert result.stderr.count("\n") == 1, result.stderr
+    offline = pull(FakeHub(url="http://127.0.0.1:1"), tmp_path, NAME, HF_HUB_OFFLINE="1")
+    assert offline.stderr.startswith(f"sluice: {NAME} is not on this machine, and HF_HUB_OFFLINE forbids")
+
+
+def test_up_takes_an_id_and_asks_the_hub_only_once(hub: FakeHub, tmp_path: Path) -> None:
+    code = "from cli.model import find_model; import sys; m = find_model(sys.argv[1]); print(m.name, m.folder)"
+    env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+
+    def find() -> str:
+        argv = [sys.executable, "-c", code, NAME]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout
+
+    first = find()
+    assert first.startswith(f"{NAME} {tmp_path}")
+    hub.tokens.clear()
+    assert find() == first
+    assert not hub.tokens, "nothing was asked"

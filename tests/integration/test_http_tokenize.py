@@ -1,0 +1,171 @@
+"""Tokenize and detokenize: the ids that the generating endpoints use, under limits, with errors in OpenAI's format."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.dispatcher.build import load_text
+from services.dispatcher.http.tokenize import MAX_CHARS
+from shared.messages.request import MAX_PROMPT_TOKENS
+from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
+from tests.support.text_models import sentencepiece_json, write_model_folder
+
+HELLO = [{"role": "user", "content": "hi <|im_end|> there"}]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    folder = tmp_path_factory.mktemp("model")
+    async with running_dispatcher(load_model(folder), folder, lambda _: [65]) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def with_bos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """A model whose tokenizer puts a BOS (id 1) before every text."""
+    folder = write_model_folder(tmp_path_factory.mktemp("bos"), sentencepiece_json())
+    async with running_dispatcher(load_text(make_settings(folder)), folder) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+@pytest.mark.parametrize("body", [{"prompt": "Once upon <|im_end|> a time"}, {"messages": HELLO}])
+async def test_the_ids_are_those_that_a_worker_gets(served: Running, path: str, body: dict[str, Any]) -> None:
+    status, told = await served.post(path, **body)
+    assert status == 200
+    generating = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    await served.post(generating, **body)
+    assert told["tokens"] == served.worker.submits[-1].prompt_ids().tolist()
+    assert told["count"] == len(told["tokens"])
+    assert told["max_model_len"] == 512
+    assert told["token_strs"] is None
+
+
+async def test_tokens_are_named_as_in_the_vocabulary_if_asked(served: Running) -> None:
+    _, told = await served.post("/tokenize", prompt="the fox", return_token_strs=True)
+    tokenizer = served.dispatcher.front.codec.tokenizer
+    assert told["token_strs"] == [tokenizer.id_to_token(token_id) for token_id in told["tokens"]]
+    assert any(name.startswith("Ġ") for name in told["token_strs"])
+
+
+async def test_a_conversation_may_end_after_its_last_message(served: Running) -> None:
+    _, whole = await served.post("/tokenize", messages=HELLO)
+    _, bare = await served.post("/tokenize", messages=HELLO, add_generation_prompt=False)
+    assert whole["tokens"][: bare["count"]] == bare["tokens"]
+    assert served.dispatcher.front.codec.decode(whole["tokens"][bare["count"] :]) == "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("text", ["the fox", "the <s> fox"])
+async def test_special_tokens_are_added_to_a_text_unless_told_not_to(with_bos: Running, text: str) -> None:
+    _, usual = await with_bos.post("/tokenize", prompt=text)
+    _, bare = await with_bos.post("/tokenize", prompt=text, add_special_tokens=False)
+    assert usual["tokens"] == [1, *bare["tokens"]]
+    assert 1 not in bare["tokens"]
+
+
+async def test_special_tokens_are_not_added_to_a_conversation_unless_told_to(with_bos: Running) -> None:
+    for messages in (HELLO, [{"role": "user", "content": "a <s> b"}]):
+        _, usual = await with_bos.post("/tokenize", messages=messages)
+        _, more = await with_bos.post("/tokenize", messages=messages, add_special_tokens=True)
+        assert more["tokens"] == [1, *usual["tokens"]]
+
+
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/detokenize"])
+async def test_detokenize_undoes_tokenize_control_tokens_included(served: Running, path: str) -> None:
+    _, told = await served.post("/tokenize", messages=HELLO)
+    status, text = await served.post(path, tokens=told["tokens"])
+    assert (status, set(text)) == (200, {"prompt"})
+    assert text["prompt"] == f"<|im_start|>user\n{HELLO[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert (await served.post(path, tokens=[]))[1] == {"prompt": ""}
+
+
+async def test_the_model_need_not_be_named_but_no_other_may_be(served: Running) -> None:
+    async with served.http.post(served.url + "/tokenize", json={"prompt": "a"}) as response:
+        assert response.status == 200
+    status, body = await served.post("/detokenize", model="other", tokens=[1])
+    assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+BAD: list[tuple[str, dict[str, Any], str, str]] = [
+    ("/tokenize", {}, "missing_required_parameter", "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": HELLO}, "invalid_value", "prompt"),
+    ("/tokenize", {"prompt": 3}, "invalid_type", "prompt"),
+    ("/tokenize", {"prompt": ["a"]}, "invalid_type", "prompt"),
+    ("/tokenize", {"messages": []}, "array_below_min_length", "messages"),
+    ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "invalid_type", "add_special_tokens"),
+    ("/tokenize", {"prompt": "a", "return_token_strs": "yes"}, "invalid_type", "return_token_strs"),
+    ("/tokenize", {"messages": HELLO, "add_generation_prompt": 0}, "invalid_type", "add_generation_prompt"),
+    ("/tokenize", {"messages": HELLO, "chat_template": "{{ 1 }}"}, "unsupported_parameter", "chat_template"),
+    ("/tokenize", {"messages": HELLO, "tools": [{}]}, "unsupported_parameter", "tools"),
+    ("/tokenize", {"prompt": "x" * (MAX_CHARS + 1)}, "string_above_max_length", "prompt"),
+    ("/tokenize", {"prompt": "\u0301" * 130_000}, "context_length_exceeded", "prompt"),
+    ("/detokenize", {}, "missing_required_parameter", "tokens"),
+    ("/detokenize", {"tokens": "a"}, "invalid_type", "tokens"),
+    ("/detokenize", {"tokens": [True]}, "invalid_type", "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "integer_below_min_value", "tokens"),
+    ("/detokenize", {"tokens": [10**6]}, "integer_above_max_value", "tokens"),
+    ("/detokenize", {"tokens": [1] * (MAX_PROMPT_TOKENS + 1)}, "array_above_max_length", "tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "code", "param"), BAD)
+async def test_a_bad_parameter_is_named(
+    served: Running, path: str, fields: dict[str, Any], code: str, param: str
+) -> None:
+    data = io.BytesIO(json.dumps({"model": "tiny", **fields}).encode())  # large bodies are sent as files
+    headers = {"Content-Type": "application/json"}
+    async with served.http.post(served.url + path, data=data, headers=headers) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["code"], error["param"]) == (400, code, param)
+
+
+async def test_a_model_without_a_template_says_what_to_use(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, template=None)
+    async with running_dispatcher(load_text(make_settings(folder)), folder) as running:
+        status, body = await running.post("/tokenize", messages=HELLO)
+    assert (status, body["error"]["param"]) == (400, "messages")
+    assert "no chat template" in body["error"]["message"]
+
+
+async def test_a_full_tokenizer_queue_is_a_429(tmp_path: Path) -> None:
+    async with running_dispatcher(load_model(tmp_path), tmp_path, max_tokenizing=1) as running:
+        running.dispatcher.front.pool.num_pending = 1
+        status, body = await running.post("/tokenize", prompt="a")
+        assert (status, body["error"]["code"]) == (429, "queue_full")
+        running.dispatcher.front.pool.num_pending = 0
+
+
+async def test_as_many_tokens_as_a_prompt_may_have_are_listed(served: Running) -> None:
+    """Each mark is two tokens."""
+    _, told = await served.post("/tokenize", prompt="\u0301" * (MAX_PROMPT_TOKENS // 2))
+    assert told["count"] == len(told["tokens"]) == MAX_PROMPT_TOKENS
+
+
+async def test_the_event_loop_goes_on_while_a_text_is_cut(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def slow(*_args: object, **_options: object) -> list[int]:
+        entered.set()
+        leave.wait(5)
+        return [1]
+
+    monkeypatch.setattr(served.dispatcher.front.codec, "encode_text", slow)
+    task = asyncio.create_task(served.post("/tokenize", prompt="a"))
+    async with asyncio.timeout(5):
+        while not entered.is_set():
+            await asyncio.sleep(0.005)
+    async with served.http.get(served.url + "/live") as response:
+        assert response.status == 200
+    leave.set()
+    assert (await task)[1]["tokens"] == [1]

@@ -1,0 +1,81 @@
+"""What `sluice profile` refuses, writes and says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli import main as command
+from cli.profile.command import ProfileSettings, describe_fit, make_profile, out_path
+from shared.cost import CostModel, load_profile, profile_toml
+from shared.cost_fit import Fit
+from shared.ids import WorkerId
+from shared.messages.report import WorkerPhase, WorkerReport
+
+FIT = Fit(CostModel(0.0206, 5.1e-5, 0.01464, 9.75e-5, 1.33e-7, 5.44e-9), 0.024, 0.061, 300, 100)
+REPORT = WorkerReport(
+    worker_id=WorkerId("w0"),
+    sequence_number=0,
+    phase=WorkerPhase.READY,
+    model="Qwen/Qwen2.5 14B",
+    device="cuda:1",
+    system="fcfs",
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NATS_URL", raising=False)
+
+
+def test_a_file_is_named_after_model_and_device() -> None:
+    assert out_path(ProfileSettings(), REPORT.model, REPORT.device) == Path("qwen-qwen2.5-14b-tp1-cuda-1.toml")
+    assert out_path(ProfileSettings(out="a.toml"), REPORT.model, REPORT.device) == Path("a.toml")
+
+
+@pytest.mark.parametrize(
+    ("out", "line"),
+    [
+        ("there.toml", "there.toml exists. Name another file with --out, or write over it with --force"),
+        ("a.txt", "a profile's file ends in .toml, not as a.txt"),
+        ("none/a.toml", "there is no folder none"),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], out: str, line: str
+) -> None:
+    Path("there.toml").touch()
+    assert command.run_command(["profile", "--out", out]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"sluice: {line}")
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+def test_a_file_that_exists_is_written_over_if_told_so() -> None:
+    Path("there.toml").touch()
+    assert out_path(ProfileSettings(out="there.toml", force=True), "", "") == Path("there.toml")
+
+
+def test_a_broker_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run_command(["profile", "--nats-url", "nats://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.startswith("sluice: no NATS server answers at 127.0.0.1:1 (Connection refused)")
+
+
+def test_the_profile_says_where_it_comes_from() -> None:
+    Path("mine.toml").write_text(profile_toml(make_profile(REPORT, FIT, "mine", ", float32, threads 2")))
+    profile = load_profile("mine.toml")
+    assert profile.source.startswith("sluice profile, 2")
+    assert profile.source.endswith(
+        "step log of a live worker (fcfs, float32, threads 2): 300 steps fitted, 100 held out"
+    )
+    assert (profile.model, profile.gpu) == ("Qwen/Qwen2.5 14B", "cuda:1")
+    assert profile.mean_error_ratio == pytest.approx(0.024)
+    assert profile.p95_error_ratio == pytest.approx(0.061)
+
+
+def test_the_error_is_told() -> None:
+    text = describe_fit(FIT)
+    assert "  g0  20.6\n" in text
+    assert text.endswith("error on the 100 of 400 steps held out: mean 2.4%, 95th percentile 6.1%")
