@@ -92,8 +92,9 @@ def test_every_parameter_at_once_says_the_same_after_any_detour(runner: ModelRun
     assert sequence.output[:LENGTH] == expected.output
     if deterministic:
         assert sequence.logprobs == expected.logprobs
+    another = open_runner(SHAPE, deterministic=deterministic)
     for split in (1, 22):
-        continued = alone(made, sampling(**EVERYTHING), expected.output[:split])
+        continued = alone(another, sampling(**EVERYTHING), expected.output[:split])
         assert continued.output == expected.output
 
 
