@@ -38,6 +38,7 @@ class ModelFacts:
     param_bytes: int = 0
     kv_bytes: int = 0
     reserve_bytes: int = 0
+    kernels: str = "modelled"
 
 
 def _max_failures(max_batch_rows: int) -> int:
@@ -104,6 +105,7 @@ def _facts(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts) ->
     return WorkerFacts(
         model=settings.model_name(),
         device=settings.device,
+        kernels=model.kernels,
         system=settings.system,
         max_model_len=min(model.max_model_len, _num_blocks(settings, capacity) * capacity.block_size),
         block_size=capacity.block_size,

@@ -31,6 +31,7 @@ class WorkerFacts:
 
     model: str
     device: str
+    kernels: str
     system: str
     max_model_len: int
     block_size: int

@@ -125,6 +125,8 @@ class Sessions:
             RequestFailedError: no room in time, or no worker can ever take it.
         """
         try:
+            if session.failure is not None:  # while it waited for its turn
+                raise RequestFailedError(session.failure)
             refused: set[WorkerId] = set()
             if parent is None or not await self._submit_fork(session, parent, refused):
                 await self._queue_and_submit(session, refused)

@@ -75,6 +75,7 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     if settings.deterministic:
         progress(0.9, "proving that results do not depend on the batch")
         prove_deterministic(runner, settings.max_batch_tokens)
+    _log_loaded(runner.info)
     progress(1.0, "ready")
     return runner
 
@@ -236,6 +237,18 @@ def _set_threads(settings: RunnerSettings, device: torch.device, kernels: Kernel
     num_threads = settings.num_threads or (1 if settings.deterministic and not kernels.whole else None)
     if device.type == "cpu" and num_threads is not None:
         torch.set_num_threads(num_threads)
+
+
+def _log_loaded(info: ModelInfo) -> None:
+    structlog.get_logger().info(
+        "model loaded",
+        kernels=info.kernels,
+        dtype=info.dtype,
+        param_bytes=info.param_bytes,
+        kv_bytes=info.kv_bytes,
+        reserve_bytes=info.reserve_bytes,
+        max_model_len=info.max_model_len,
+    )
 
 
 def _log_context(settings: RunnerSettings, max_model_len: int, max_positions: int) -> None:

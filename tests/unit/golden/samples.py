@@ -72,6 +72,7 @@ _REPORT = WorkerReport(
     host="a-host",
     model="demo",
     device="cpu",
+    kernels="native avx2",
     system="fcfs-chunked",
     progress_ratio=0.5,
     progress_text="reading weights",
