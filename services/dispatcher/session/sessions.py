@@ -124,9 +124,10 @@ class Sessions:
         Raises:
             RequestFailedError: no room in time, or no worker can ever take it.
         """
+        if session.failure is not None:  # while it waited for its turn
+            self.release(session)
+            raise RequestFailedError(session.failure)
         try:
-            if session.failure is not None:  # while it waited for its turn
-                raise RequestFailedError(session.failure)
             refused: set[WorkerId] = set()
             if parent is None or not await self._submit_fork(session, parent, refused):
                 await self._queue_and_submit(session, refused)
