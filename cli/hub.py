@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.errors import StartupError
 
@@ -90,6 +91,7 @@ def fetch(source: Source, folder: Path | None, progress: Progress) -> Path:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
+    _check_endpoint()
     with _own_errors(source):
         files = snapshot_download(
             source.name,
@@ -105,6 +107,19 @@ def fetch(source: Source, folder: Path | None, progress: Progress) -> Path:
         _check_room(place, missing)
         with _watched(place, missing, progress):
             return Path(_snapshot(snapshot_download, source, local_dir=folder))
+
+
+def _check_endpoint() -> None:
+    """Refuse an `HF_ENDPOINT` that is no URL: the library would fail somewhere inside."""
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        url = urlsplit(ENDPOINT)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise StartupError(f"HF_ENDPOINT is no URL: '{ENDPOINT}'", "Use https://…, or unset it")
 
 
 def _snapshot(download: Callable[..., str], source: Source, **options: object) -> str:

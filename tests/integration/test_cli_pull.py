@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cli.hub import Source, fetch
+from shared.errors import StartupError
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 
 LIMIT_S = 60.0
@@ -73,7 +75,7 @@ def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: 
     assert sorted(hub.fetched) == sorted(NEEDED)
     assert "Bearer hf_secret" in hub.tokens
     assert f"{NAME} 100% of 0.3 MB" in result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
+    assert all(line.startswith(f"{NAME} ") for line in result.stderr.splitlines()), "nothing but progress"
     assert "hf_secret" not in result.stdout + result.stderr
 
     hub.is_down = True
@@ -123,6 +125,13 @@ def test_without_a_network_the_line_says_so(tmp_path: Path) -> None:
     assert result.stderr.count("\n") == 1, result.stderr
     offline = pull(FakeHub(url="http://127.0.0.1:1"), tmp_path, NAME, HF_HUB_OFFLINE="1")
     assert offline.stderr.startswith(f"sluice: {NAME} is not on this machine, and HF_HUB_OFFLINE forbids")
+
+
+@pytest.mark.parametrize("url", ["hub", "ftp://hub", "http://", "http://[::1"])
+def test_a_hub_that_is_no_url_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    with pytest.raises(StartupError, match=r"HF_ENDPOINT is no URL: .*Use https://"):
+        fetch(Source(NAME), tmp_path, lambda _done, _total: None)
 
 
 def test_up_takes_an_id_and_asks_the_hub_only_once(hub: FakeHub, tmp_path: Path) -> None:
