@@ -24,6 +24,7 @@ from cli.bench.workload import Planned, arrive_at, first, fit_context, synthetic
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
 from cli.signals import StopSignals
+from shared.errors import StartupError
 from sluice_client.qoe import QoeTarget
 
 PROGRESS_PERIOD_S = 0.25
@@ -177,8 +178,9 @@ async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str
 
     Raises:
         CommandError: nothing answers there, or it serves no such model.
-        StartupError: the data set cannot be read.
+        StartupError: the data set cannot be read, or the figures have no folder.
     """
+    _check_folder(settings.json_file)
     timeout = aiohttp.ClientTimeout(total=settings.timeout_s, sock_connect=30)
     headers = {"Content-Type": "application/json"}
     if settings.api_key:
@@ -189,6 +191,13 @@ async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str
         bench = Bench(settings, console, session, server)
         is_whole = await _until_stopped(bench)
     return _conclude(settings, server, bench, is_whole=is_whole)
+
+
+def _check_folder(json_file: str) -> None:
+    """Refuse a file that cannot be written before the load, not after it."""
+    folder = Path(json_file).absolute().parent
+    if json_file and not folder.is_dir():
+        raise StartupError(f"there is no folder {folder}", "Name another file with --json")
 
 
 async def _until_stopped(bench: Bench) -> bool:

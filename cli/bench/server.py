@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -10,6 +9,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import numpy as np
 
+from cli.bench.answers import count_of, parse_answer
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 
@@ -61,20 +61,22 @@ class Server:
 
 async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, int]:
     """Return the context of each model by its name; empty if the server has no such list."""
+    url = f"{base_url}/v1/models"
     try:
-        async with session.get(f"{base_url}/v1/models", timeout=CHECK_LIMIT) as response:
-            listed = await response.json(content_type=None) if response.status == 200 else {}
+        async with session.get(url, timeout=CHECK_LIMIT) as response:
+            status, body = response.status, await response.read()
     except aiohttp.InvalidURL as error:
         raise CommandError(f"'{base_url}' is no URL", "Use --url http://127.0.0.1:8000", UNREACHABLE) from error
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "Start a cluster with `sluice up`, or name another with --url"
         raise CommandError(f"nothing answers at {base_url} ({type(error).__name__})", hint, UNREACHABLE) from error
+    if status in (401, 403):
+        said = body.decode(errors="replace")[:200]
+        raise CommandError(f"{url} answers {status}: {said}", "Give a key with --api-key", FAILED)
+    listed = parse_answer(body) if status == 200 else None
     entries = listed.get("data") if isinstance(listed, dict) else None
-    return {
-        str(entry["id"]): int(entry.get("max_model_len") or 0)
-        for entry in entries or ()
-        if isinstance(entry, dict) and "id" in entry
-    }
+    found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return {str(entry["id"]): count_of(entry.get("max_model_len")) or 0 for entry in found if "id" in entry}
 
 
 async def measure_scale(
@@ -107,8 +109,6 @@ async def _count(server: Server, session: aiohttp.ClientSession, text: str) -> i
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "See whether it is well, or allow more with --timeout-s"
         raise CommandError(f"no answer from {server.endpoint_url} ({type(error).__name__})", hint, FAILED) from error
-    try:
-        count = json.loads(body)["usage"]["prompt_tokens"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return count if isinstance(count, int) else None
+    answer = parse_answer(body)
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    return count_of(usage.get("prompt_tokens")) if isinstance(usage, dict) else None

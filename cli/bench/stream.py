@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 
+from cli.bench.answers import MAX_COUNT, count_of
 from sluice_client.errors import ProtocolError
 from sluice_client.sse import SseDecoder, SseEvent
 
@@ -110,17 +111,18 @@ class AnswerReader:
             self._take_choice(choice, chunk, at_s)
 
     def _take_usage(self, usage: dict[str, Any]) -> None:
-        if isinstance(usage.get("prompt_tokens"), int):
-            self._outcome.num_input = usage["prompt_tokens"]
-        if isinstance(usage.get("completion_tokens"), int):
-            self._total = usage["completion_tokens"]
+        num_input, total = count_of(usage.get("prompt_tokens")), count_of(usage.get("completion_tokens"))
+        self._outcome.num_input = self._outcome.num_input if num_input is None else num_input
+        self._total = self._total if total is None else total
 
     def _take_choice(self, choice: dict[str, Any], chunk: dict[str, Any], at_s: float) -> None:
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
         if text:
             own = chunk.get("sluice") or {}  # our server says how many tokens a chunk holds
-            count = int(own.get("n", 1))
+            count = count_of(own.get("n", 1))
+            if count is None or self._outcome.num_output + count > MAX_COUNT:
+                raise ValueError("an event with an impossible number of tokens")
             self._outcome.deliveries.append((at_s, count))
             self._outcome.num_output += count
         if choice.get("finish_reason"):
@@ -150,7 +152,7 @@ async def stream_answer(
     outcome.sent_s = clock()
     try:
         await _exchange(session, url, body, clock, outcome)
-    except (ProtocolError, ValueError, TypeError, AttributeError) as error:
+    except (ProtocolError, ValueError, TypeError, AttributeError, RecursionError) as error:
         outcome.fail("malformed", f"{type(error).__name__}: {error}")
     except TimeoutError:
         outcome.fail("timeout")
@@ -177,5 +179,5 @@ async def _exchange(
 def _message_of(body: bytes) -> str:
     try:
         return _complaint(json.loads(body))[1]
-    except ValueError:
+    except (ValueError, RecursionError):
         return body.decode(errors="replace")

@@ -70,6 +70,13 @@ def test_a_chunk_of_several_tokens_counts_as_many_as_our_server_says() -> None:
     assert (result.num_output, result.is_counted) == (4, False)
 
 
+@pytest.mark.parametrize("count", [10**18, -1, True, 1.5, "6", None])
+def test_an_impossible_count_of_the_server_is_not_believed(count: object) -> None:
+    usage = {"choices": [], "usage": {"prompt_tokens": count, "completion_tokens": count}}
+    result = read(events(delta("a"), delta("b"), FINISH, usage, "[DONE]"))
+    assert (result.num_input, result.num_output, result.is_counted) == (None, 2, False)
+
+
 def test_completions_and_reasoning_are_text_too() -> None:
     text = chunk(choices=[{"index": 0, "text": "x", "finish_reason": None}])
     thought = chunk(choices=[{"index": 0, "delta": {"reasoning_content": "y"}, "finish_reason": "stop"}])
@@ -109,6 +116,11 @@ async def ask(*replies: Any, timeout_s: float = 5.0) -> Outcome:
         (stream(events(delta("a"), "not json")), "malformed", "JSONDecodeError"),
         (stream(b"data: [1]\n\n"), "malformed", "no object"),
         (stream(b"data: \xff\n\n"), "malformed", "UTF-8"),
+        (stream(b"data: " + b"[" * 100_000 + b"\n\n"), "malformed", "RecursionError"),
+        *(
+            (stream(events(delta("a", sluice={"n": number}))), "malformed", "impossible number of tokens")
+            for number in (float("inf"), -1, 10**18, "x", True, None)
+        ),
     ],
 )
 async def test_failures_have_kinds(reply: Any, kind: str, detail: str) -> None:
@@ -291,6 +303,33 @@ async def test_a_server_that_does_not_count_is_measured_by_chunks() -> None:
     assert "the server gives no usage" in text
 
 
+def listing(body: bytes, status: int = 200) -> Server:
+    """A server with a list of models of its own making."""
+
+    class Listing(Server):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            if request.path.endswith("/models"):
+                return web.Response(body=body, status=status)
+            return await super().handle(request)
+
+    return Listing(stream(events(delta("a "), FINISH, "[DONE]")))
+
+
+@pytest.mark.parametrize("length", [b'"abc"', b"[1]", b"Infinity", b"-5", b"true", b"null", b"1" + b"0" * 30])
+async def test_a_context_that_is_no_count_is_as_good_as_none(length: bytes) -> None:
+    server = listing(b'{"data": [5, {"id": "demo", "max_model_len": ' + length + b"}]}")
+    code, text = await bench(server, num_prompts=1, endpoint="completions", vocab=10, input_len=9, output_len=3)
+    assert (code, len(server.posts[0]["prompt"]), server.posts[0]["max_tokens"]) == (DONE, 9, 3), text
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"[" * 100_000, b"5", b'{"data": 5}', b'{"data": {"id": "demo"}}', b"\xff"]
+)
+async def test_what_is_no_list_of_models_is_said_in_one_line(body: bytes) -> None:
+    with pytest.raises(CommandError, match="lists no model"):
+        await bench(listing(body))
+
+
 async def test_what_cannot_be_loaded_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"does not serve 'other'\. It serves: demo, other/model"):
         await bench(counting_server(), model="other")
@@ -298,6 +337,10 @@ async def test_what_cannot_be_loaded_is_refused_first(tmp_path: Path) -> None:
         await bench(Server(refuse(404, "no such path")))
     with pytest.raises(CommandError, match=r"nothing answers at http://127\.0\.0\.1:1 "):
         await run_bench(BenchSettings(url="http://127.0.0.1:1"), Console())
+    with pytest.raises(CommandError, match=r"/v1/models answers 401: .*Give a key with --api-key"):
+        await bench(listing(b'{"error": "no key"}', 401))
+    with pytest.raises(StartupError, match=r"there is no folder .*none\. Name another file with --json"):
+        await bench(counting_server(), json_file=str(tmp_path / "none" / "figures.json"))
     with pytest.raises(StartupError, match=r"the trace .* cannot be read"):
         await bench(counting_server(), dataset=str(tmp_path / "none.csv"))
 
