@@ -61,7 +61,7 @@ class Positive(click.FloatRange):
 @click.option("--prefix-len", metavar="N", type=click.IntRange(min=0), default=0, help="Of these, shared by all. [0]")
 @click.option("--vocab", metavar="N", type=POSITIVE_INT, help="Prompts of random ids below N (completions only).")
 @click.option("--temperature", metavar="T", type=click.FloatRange(0, 2), default=0.0, help="Of every request. [0]")
-@click.option("--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of full length. [on, if synthetic]")
+@click.option("--ignore-eos/--no-ignore-eos", default=True, help="Ask for answers of full length. [on, but for texts]")
 @click.option("--seed", metavar="N", type=click.IntRange(min=0), default=0, help="Of lengths, words, arrivals. [0]")
 @click.option("--timeout-s", metavar="S", type=Positive(), default=600.0, help="Limit of a request. [600]")
 @click.option("--ttft-target-s", metavar="S", type=Positive(), default=1.0, help="QoE: the first token's time. [1]")
