@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.native_paged import rows_args
+from services.worker.engine.types import F64
 from services.worker.executor.inputs import StepInputs
 from services.worker.executor.step import LastHidden, Logits
 from services.worker.memory.kv_cache import KVCache
@@ -72,6 +73,8 @@ class NativeForward:
         )
         self._model = self._model_args()
         self._workspace = _Workspace.make(spec, 1, self._dtype)
+        self.part_seconds: F64 | None = None
+        """[len(PARTS)] seconds that the parts of the steps have taken, added up; None: not timed."""
         self._step = self._step_args()
         self._logits = torch.empty((0, spec.vocab_size))
 
@@ -88,6 +91,7 @@ class NativeForward:
             column.data_ptr() for column in (inputs.tokens, inputs.positions, inputs.slots)
         )
         step.last, step.finite = last.data_ptr(), finite.ctypes.data
+        step.seconds = None if self.part_seconds is None else self.part_seconds.ctypes.data
         self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
         del held  # the arrays that `rows` points into lived until here
         return LastHidden(last, finite)

@@ -1,6 +1,8 @@
 // A model's layers over one step's tokens, in one parallel region.
 #pragma once
 
+#include <omp.h>
+
 #include "attention.h"
 #include "linear.h"
 #include "model.h"
@@ -48,6 +50,25 @@ inline float activate(int32_t activation, float x) {
   }
 }
 
+// Adds up where the time goes, on the first thread of a parallel region.
+class Clock {
+ public:
+  explicit Clock(double* seconds) : seconds_(omp_get_thread_num() == 0 ? seconds : nullptr) {
+    if (seconds_ != nullptr) last_ = omp_get_wtime();
+  }
+
+  void end(Part part) {
+    if (seconds_ == nullptr) return;
+    const double now = omp_get_wtime();
+    seconds_[part] += now - last_;
+    last_ = now;
+  }
+
+ private:
+  double* seconds_;
+  double last_ = 0.0;
+};
+
 template <class T>
 class Forward {
  public:
@@ -57,19 +78,30 @@ class Forward {
   void run() {
 #pragma omp parallel num_threads(step_.num_threads)
     {
+      Clock clock(step_.seconds);
       if (step_.embed) embed();
+      clock.end(kEmbed);
       for (int64_t i = step_.first_layer; i < step_.last_layer; i++) {
         const Layer& layer = model_.layers[i];
         norm(layer.attention_norm, layer.attention_norm_bias);
+        clock.end(kNorms);
         project(layer);
+        clock.end(kQkv);
         turn_and_store(layer);
+        clock.end(kTurn);
         attend(layer);
+        clock.end(kAttention);
         add(as<T>(step_.attended), model_.heads * model_.head_dim, layer.output, layer.output_bias);
+        clock.end(kOutput);
         norm(layer.mlp_norm, layer.mlp_norm_bias);
+        clock.end(kNorms);
         widen(layer);
+        clock.end(kUp);
         add(as<T>(step_.inner), model_.inner, layer.down, layer.down_bias);
+        clock.end(kDown);
       }
       gather();
+      clock.end(kGather);
     }
   }
 

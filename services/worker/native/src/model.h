@@ -5,7 +5,7 @@
 
 namespace sluice {
 
-constexpr int32_t kAbi = 2;  // raise it with every change of a structure or a function's arguments
+constexpr int32_t kAbi = 3;  // raise it with every change of a structure or a function's arguments
 
 enum Activation : int32_t { kSilu = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3 };
 
@@ -50,6 +50,9 @@ struct Rows {
   int64_t table_stride;
 };
 
+// Parts of a step, as they are timed.
+enum Part { kEmbed, kNorms, kQkv, kTurn, kAttention, kOutput, kUp, kDown, kGather, kNumParts };
+
 struct Step {
   Rows rows;
   int32_t num_threads;
@@ -63,6 +66,7 @@ struct Step {
   void* inner;                                // [num_tokens, inner] workspace
   void* last;                                 // [num_rows, hidden] out: each row's last token
   uint8_t* finite;                            // [num_rows] out: 1 if these are numbers
+  double* seconds;                            // [kNumParts] out: added to; null: not timed
 };
 
 // Attention by itself, for queries from anywhere.
