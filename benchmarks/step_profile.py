@@ -1,4 +1,4 @@
-"""Where a step's time goes on the CPU: parts of the forward pass, head, choice of the token, and the rest; as a picture.
+"""Where a step's time goes on the CPU: parts of the forward pass, head, choice of the token, the rest; as a picture.
 
     python -m benchmarks.step_profile --model FOLDER [--dtype bfloat16] [--threads 2] [--svg FILE]
 
