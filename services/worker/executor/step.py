@@ -7,16 +7,12 @@ from typing import Any, Protocol
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.attention.fixed_splits import FixedSplitAttention
-from services.worker.attention.native_paged import NativePagedAttention
-from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.inputs import StepInputs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Angles, Decoder
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
-from services.worker.native.library import NativeLibrary
 
 TILE_ROWS = 32
 """Rows of every product in deterministic mode."""
@@ -44,8 +40,8 @@ class TorchForward:
 
     Args:
         rope: angles of every position that may occur.
-        deterministic: every product and every attention in fixed shapes (see `Decoder`, `FixedSplitAttention`).
-        library: attention by the worker's own kernel; None: by torch's operators.
+        attention: over the same cache.
+        deterministic: every product in fixed shapes (see `Decoder`).
     """
 
     def __init__(
@@ -54,14 +50,14 @@ class TorchForward:
         weights: ModelWeights,
         rope: RopeTable,
         cache: KVCache,
+        attention: Attention[Any],
         *,
         deterministic: bool,
-        library: NativeLibrary | None = None,
     ) -> None:
         self.cache = cache
         self._rope = rope
         self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
-        self._attention = _attention(spec, cache, library, deterministic=deterministic)
+        self._attention = attention
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step, store its keys and values; return the hidden states [n, hidden] of each row's last token."""
@@ -78,11 +74,3 @@ class TorchForward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned."""
         return self._decoder.head(hidden)
-
-
-def _attention(
-    spec: ModelSpec, cache: KVCache, library: NativeLibrary | None, *, deterministic: bool
-) -> Attention[Any]:
-    if library is not None:
-        return NativePagedAttention(library, spec, cache)
-    return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)
