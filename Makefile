@@ -29,7 +29,7 @@ $(VENV)/.dev: $(SOURCES) | $(BIN)/python
 
 # the worker's CPU kernels; without a compiler this says so, and workers run on torch's operators
 $(VENV)/.native: $(wildcard services/worker/native/src/*) services/worker/native/build.py | $(BIN)/python
-	$(BIN)/python -m services.worker.native.build
+	$(BIN)/python -m services.worker.native.build --compiler "$(CXX)"
 	@touch $@
 
 install: $(VENV)/.dev $(VENV)/.native ## make .venv with sluice and its development tools, and compile the CPU kernels

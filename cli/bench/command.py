@@ -27,6 +27,8 @@ from cli.signals import StopSignals
 from sluice_client.qoe import QoeTarget
 
 PROGRESS_PERIOD_S = 0.25
+DEFAULT_OUTPUT = 128
+"""Tokens of an answer whose length nothing states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ class Bench:
         maker = PromptMaker(self._rng, scale, vocab_size=settings.vocab, num_prefix=settings.prefix_len)
         self._bodies = [self._body(request, maker) for request in planned]
         self.load = Load(planned, self._send, settings.concurrency)
-        progress = asyncio.create_task(self._show(self.load, len(planned)), name="progress")
+        progress = asyncio.create_task(self._show(self.load), name="progress")
         try:
             await self.load.run()
         finally:
@@ -132,7 +134,7 @@ class Bench:
         if samples:
             planned = [_planned(sample, scale, output) for sample in samples]
         elif settings.dataset == "synthetic":
-            planned = synthetic(settings.num_prompts, settings.input_len, 128 if output is None else output)
+            planned = synthetic(settings.num_prompts, settings.input_len, output or DEFAULT_OUTPUT)
         else:
             trace = upscale(read_trace(Path(settings.dataset)), settings.scale, self._rng)
             planned = first([_with_output(request, output) for request in trace], settings.num_prompts)
@@ -153,15 +155,9 @@ class Bench:
         assert self.load is not None, "running"
         await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.load.clock, outcome)
 
-    async def _show(self, load: Load, total: int) -> None:
-        while True:
-            done = sum(outcome.end_s is not None for outcome in load.outcomes)
-            failed = sum(bool(outcome.failure) for outcome in load.outcomes)
-            tokens = sum(count for outcome in load.outcomes for _, count in outcome.deliveries)
-            self._console.live(
-                f"{load.clock():5.0f} s  {done}/{total} done, {len(load.outcomes) - done} under way, {failed} failed, "
-                f"{tokens / max(load.clock(), 1e-3):.0f} tokens/s"
-            )
+    async def _show(self, load: Load) -> None:
+        while self._console.is_terminal:  # a pipe gets no progress, and the load no work beside it
+            self._console.live(load.describe())
             await asyncio.sleep(PROGRESS_PERIOD_S)
 
 
@@ -173,7 +169,7 @@ def _planned(sample: Sample, scale: TokenScale, num_output: int | None) -> Plann
     """Return the request of a sample; without a stated length the answer may be as long as the sample's."""
     num_input = round(len(sample.prompt.split()) * scale.tokens_per_word + scale.overhead)
     answer = round(len(sample.answer.split()) * scale.tokens_per_word)
-    return Planned(0.0, num_input, num_output or sample.max_tokens or max(answer, 1) or 128, sample.prompt)
+    return Planned(0.0, num_input, num_output or sample.max_tokens or answer or DEFAULT_OUTPUT, sample.prompt)
 
 
 async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str]:

@@ -28,12 +28,25 @@ class Load:
         self._send = send
         self._room = asyncio.Semaphore(max_in_flight or len(planned) or 1)
         self._began_s = time.perf_counter()
+        self._under_way: dict[int, Outcome] = {}
+        self._num_failed = 0
+        self._num_tokens = 0
         self.outcomes: list[Outcome] = []
         """Of every request that was sent, in order."""
 
     def clock(self) -> float:
         """Return the seconds since the load began."""
         return time.perf_counter() - self._began_s
+
+    def describe(self) -> str:
+        """Return one line about how far it is; costs no more with every answer that is done."""
+        num_done = len(self.outcomes) - len(self._under_way)
+        num_tokens = self._num_tokens + sum(outcome.num_output for outcome in self._under_way.values())
+        elapsed_s = self.clock()
+        return (
+            f"{elapsed_s:5.0f} s  {num_done}/{len(self._planned)} done, {len(self._under_way)} under way, "
+            f"{self._num_failed} failed, {num_tokens / max(elapsed_s, 1e-3):.0f} tokens/s"
+        )
 
     async def run(self) -> None:
         """Return when every request has ended; if cancelled, those under way are given up."""
@@ -46,10 +59,14 @@ class Load:
                 await self._room.acquire()
                 outcome = Outcome(index, due_s=request.arrival_s, sent_s=self.clock())
                 self.outcomes.append(outcome)
+                self._under_way[index] = outcome
                 group.create_task(self._one(index, outcome), name=f"request-{index}")
 
     async def _one(self, index: int, outcome: Outcome) -> None:
         try:
             await self._send(index, outcome)
         finally:
+            del self._under_way[index]
+            self._num_tokens += outcome.num_output
+            self._num_failed += bool(outcome.failure)
             self._room.release()

@@ -30,7 +30,7 @@ class Outcome:
     num_input: int | None = None
     """Tokens of the prompt as the server counted them."""
     num_output: int = 0
-    """Tokens of the answer."""
+    """Tokens of the answer; while it runs, those that arrived."""
     is_counted: bool = False
     """Whether the server counted the tokens (`usage`); else each chunk with text counts as one."""
     finish_reason: str = ""
@@ -86,9 +86,8 @@ class AnswerReader:
         for event in self._decoder.close():
             self._take(event, at_s)
         outcome = self._outcome
-        counted = sum(count for _, count in outcome.deliveries)
         outcome.is_counted = self._total is not None
-        outcome.num_output = counted if self._total is None else self._total
+        outcome.num_output = outcome.num_output if self._total is None else self._total
         outcome.deliveries = spread_tokens(outcome.deliveries, outcome.num_output)
         if not (self._is_done or outcome.finish_reason):
             outcome.fail("broken off", "the stream ended without [DONE]")
@@ -121,7 +120,9 @@ class AnswerReader:
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
         if text:
             own = chunk.get("sluice") or {}  # our server says how many tokens a chunk holds
-            self._outcome.deliveries.append((at_s, int(own.get("n", 1))))
+            count = int(own.get("n", 1))
+            self._outcome.deliveries.append((at_s, count))
+            self._outcome.num_output += count
         if choice.get("finish_reason"):
             self._outcome.finish_reason = str(choice["finish_reason"])
 

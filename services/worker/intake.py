@@ -127,6 +127,5 @@ class Intake:
             finish=finish,
             logprobs=self._engine.logprobs.last((replay.request_id, replay.attempt), len(tokens)),
         )
-        return batch.split(self._emitter.max_payload_bytes)[
-            0
-        ].pack()  # what does not fit one message is asked for again
+        parts = batch.split(self._emitter.max_payload_bytes)
+        return parts[0].pack()  # what does not fit one message is asked for again

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from services.worker.engine.types import EMPTY_I32, Batch, RowInit
+from services.worker.executor.logit_rules import LogitRules
+from services.worker.executor.logprobs import LogprobTable
+from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.selftest import prove_deterministic
 from shared.errors import StartupError
+from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, open_runner
@@ -85,3 +92,43 @@ def test_full_batches_stay_within_the_budget(kernels: str) -> None:
 def test_deterministic_mode_proves_itself_on_the_gpu(dtype: str) -> None:
     runner = open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB, deterministic=True)
     prove_deterministic(runner, 96)
+
+
+def test_sampling_on_the_gpu_chooses_what_the_cpu_chooses_from_the_same_logits() -> None:
+    """Rounding may move a point across a border of the CDF: one draw in a thousand."""
+    logits = torch.randn(64, 20_000, generator=torch.Generator().manual_seed(0)) * 4
+    table, rows, positions = SamplingTable(64), np.arange(64, dtype=np.int32), np.arange(64, dtype=np.int64)
+    rules, asked = LogitRules(64, (1,), 20_000), LogprobTable(64)
+    for row in rows.tolist():
+        sampling = SamplingParams(
+            max_tokens=9,
+            temperature=0.3 * (row % 5),
+            top_k=(0, 40, 3000)[row % 3],
+            top_p=(1.0, 0.9)[row % 2],
+            min_p=(0.0, 0.01)[row % 4 // 2],
+            repetition_penalty=1.3,
+            frequency_penalty=0.2,
+            logit_bias=((row, 4.0),),
+            min_tokens=5,
+            logprobs=4,
+            seed=row,
+        )
+        table.put(row, sampling)
+        init = RowInit(row, sampling, 30, np.arange(50, dtype=np.int32) * 7)
+        rules.take_in(replace(batch_of_nothing(), admits=(init,)))
+        asked.put(init)
+    chosen = []
+    for device in ("cpu", "cuda"):
+        own = logits.to(device, copy=True)
+        put_back = rules.apply(own, rows, positions + 31)
+        chosen.append(Sampler().sample(own, table.take(rows), positions))
+        put_back()
+        assert torch.equal(own.cpu(), logits)
+        said = asked.of_tokens(own, rows, chosen[-1])
+        expected = logits.log_softmax(-1)
+        assert all(abs(said[row].logprob - float(expected[row, token])) < 1e-4 for row, token in enumerate(chosen[-1]))
+    assert np.count_nonzero(chosen[0] != chosen[1]) <= 1
+
+
+def batch_of_nothing() -> Batch:
+    return Batch(0, EMPTY_I32, EMPTY_I32, EMPTY_I32, EMPTY_I32, np.zeros(0, dtype=np.bool_))

@@ -119,6 +119,7 @@ def test_a_prompt_is_cached_for_the_key_and_the_salt_that_sent_it_and_its_text_i
 
 def test_choices_share_their_prompt(served: Served) -> None:
     """Each of the four siblings finds at least five whole blocks of 16, 80 of the 90 tokens."""
+    served.cluster.wait_until_idle()
     before = served.cluster.total("num_prefix_cache_hits_total")
     prompt = [300 - index for index in range(90)]
     answer = served.client.completions.create(model="mine", prompt=prompt, n=NUM_CHOICES, seed=2, max_tokens=8)

@@ -14,7 +14,13 @@ from tests.support.checkpoints import CheckpointShape, greedy_text, stored_check
 from tests.support.cluster import Cluster, cluster
 from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
-NAMES = ("group of 2", "group of 1, tied", "group of 4, wide heads", "group of 8, three layers")
+NAMES = (
+    "group of 2",
+    "group of 1, tied",
+    "group of 4, wide heads",
+    "group of 8, three layers",
+    "phi3, partial rotary, window",
+)
 LENGTHS = (3, 150, 4, 90, 5, 6, 64, 7, 8, 77, 9, 12)
 MAX_BLOCKS = 14
 """The longest sequence needs all of them (150 + 64 tokens in blocks of 16). Three short ones that run together begin

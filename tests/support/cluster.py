@@ -53,12 +53,28 @@ class Cluster:
         """Return the sum of one number over all workers' last reports."""
         return sum(report[name] for report in self.reports())
 
+    def wait_for_reports(self, limit_s: float = 10.0) -> None:
+        """Return when the view has a report of every live worker that was made after the call: the next but one.
+
+        Raises:
+            AssertionError: a worker does not report.
+        """
+        deadline = time.monotonic() + limit_s
+        known = {(report["worker_id"], report["pid"]): report["sequence_number"] for report in self.reports()}
+        while True:
+            live = [worker["report"] for worker in self.get("/v1/cluster")["workers"] if worker["liveness"] == "alive"]
+            if all(new["sequence_number"] >= known.get((new["worker_id"], new["pid"]), -2) + 2 for new in live):
+                return
+            assert time.monotonic() < deadline, "a worker does not report any more"
+            time.sleep(0.05)
+
     def wait_until_idle(self, limit_s: float = 10.0) -> None:
-        """Return when no worker holds a block or a sequence.
+        """Return when no worker holds a block or a sequence, by reports that were made after the call.
 
         Raises:
             AssertionError: something is still held after the limit.
         """
+        self.wait_for_reports(limit_s)
         deadline = time.monotonic() + limit_s
         names = ("num_used_blocks", "num_running", "num_waiting", "num_preempted")
         while any(self.total(name) for name in names):

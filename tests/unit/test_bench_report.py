@@ -243,12 +243,12 @@ async def test_ids_are_sent_to_completions() -> None:
 
 async def test_a_data_set_keeps_its_texts_and_ends_as_the_model_likes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "one two three four", "completion": "a b c"}\n' * 3)
+    path.write_text('{"prompt": "one two three four", "completion": "a b c"}\n{"prompt": "x"}\n')
     server = counting_server()
-    assert (await bench(server, dataset=str(path), num_prompts=2))[0] == DONE
+    assert (await bench(server, dataset=str(path)))[0] == DONE
     sent = [body for body in server.posts if body.get("stream")]
-    assert [body["messages"][0]["content"] for body in sent] == ["one two three four"] * 2
-    assert [body["max_tokens"] for body in sent] == [6, 6], "three words at two tokens each"
+    limits = {body["messages"][0]["content"]: body["max_tokens"] for body in sent}
+    assert limits == {"one two three four": 6, "x": 128}, "three words at two tokens each; what nothing states is 128"
     assert not any("ignore_eos" in body for body in sent)
 
 

@@ -99,6 +99,20 @@ def test_a_sibling_that_cannot_be_placed_leaves_nothing_and_its_parent_runs_on()
     go(main())
 
 
+def test_a_session_that_failed_before_its_turn_reaches_no_worker() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            (session,) = made.sessions.open([made.request()])
+            made.sessions.fail_all(FailureCode.DRAINING)
+            with pytest.raises(RequestFailedError) as failed:
+                await made.sessions.place(session)
+            assert failed.value.code is FailureCode.DRAINING
+            assert worker.submits == []
+
+    go(main())
+
+
 def test_sessions_are_opened_all_together_or_not_at_all() -> None:
     async def main() -> None:
         async with cluster(max_requests=4) as made:

@@ -145,10 +145,12 @@ def test_looking_at_the_largest_weights_first_changes_nothing(
     weights = to_weights(logits, np.ones(len(rows)))
     columns = {name: np.array([row[name] for row in rows]) for name in ("top_p", "top_k", "min_p")}
     sampling = RowSampling(temperature=np.ones(len(rows)), seed=np.zeros(len(rows), np.int64), **columns)
+    expected = filter_weights_by_definition(weights, sampling)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw_module, "CANDIDATES", 8)
-        assert torch.equal(filter_weights(weights, sampling), filter_weights_by_definition(weights, sampling))
-    assert torch.equal(filter_weights(weights, sampling), filter_weights_by_definition(weights, sampling))
+        patch.setattr(draw_module, "_SMALL_VOCABULARY", 100 * (seed % 2))
+        assert torch.equal(filter_weights(weights.clone(), sampling), expected)
+    assert torch.equal(filter_weights(weights.clone(), sampling), expected)
 
 
 def filter_weights_by_definition(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
@@ -162,6 +164,14 @@ def filter_weights_by_definition(weights: torch.Tensor, sampling: RowSampling) -
             row[torch.tensor([float(exact[exact > value].sum()) >= top_p * float(exact.sum()) for value in exact])] = 0
         row[row < np.float32(min_p)] = 0
     return kept
+
+
+@pytest.mark.parametrize("count", [1, 7, 90])
+def test_host_and_device_find_the_same_largest_weights(count: int) -> None:
+    weights = torch.stack([random_logits(90, i).exp().round() for i in range(5)])
+    expected = weights.sort(dim=-1, descending=True).values[:, :count]
+    assert torch.equal(draw_module._largest_on_host(weights, count), expected)
+    assert torch.equal(draw_module._largest_on_device(weights, count), expected)
 
 
 def test_a_flat_row_needs_the_whole_vocabulary_and_takes_nothing_from_its_neighbour() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from services.worker.engine.types import BatchFailedError
+from services.worker.engine.types import I64, BatchFailedError
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.executor.step import ForwardPass
+from services.worker.executor.sampler import Sampler
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driven, Driver
@@ -92,22 +92,24 @@ def test_every_parameter_at_once_says_the_same_after_any_detour(runner: ModelRun
     assert sequence.output[:LENGTH] == expected.output
     if deterministic:
         assert sequence.logprobs == expected.logprobs
+    another = open_runner(SHAPE, deterministic=deterministic)
     for split in (1, 22):
-        continued = alone(made, sampling(**EVERYTHING), expected.output[:split])
+        continued = alone(another, sampling(**EVERYTHING), expected.output[:split])
         assert continued.output == expected.output
 
 
 def test_a_failed_step_counts_its_tokens_once(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     params = sampling(temperature=0, frequency_penalty=1.5, repetition_penalty=1.4)
     expected = alone(runner, params).output
-    honest, rng = ForwardPass.logits, random.Random(2)
+    honest, rng = Sampler.sample, random.Random(2)
 
-    def failing(self: ForwardPass, hidden: torch.Tensor) -> torch.Tensor:
+    def failing(self: Sampler, *arguments: Any) -> I64:
+        chosen = honest(self, *arguments)
         if rng.random() < 0.4:
             raise RuntimeError("out of luck")
-        return honest(self, hidden)
+        return chosen
 
-    monkeypatch.setattr(ForwardPass, "logits", failing)
+    monkeypatch.setattr(Sampler, "sample", failing)
     driver, failures = Driver(runner), 0
     sequence = driver.add(PROMPT, params)
     while len(sequence.output) < LENGTH:

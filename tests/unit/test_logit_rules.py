@@ -174,6 +174,13 @@ def test_repetition_is_transformers_processor_to_the_bit(penalty: float) -> None
     assert torch.equal(changed(*one_row(PROMPT, OUTPUTS, repetition_penalty=penalty), LOGITS), expected)
 
 
+def test_the_smallest_penalty_leaves_numbers_to_draw_from() -> None:
+    got = changed(*one_row(PROMPT, OUTPUTS, repetition_penalty=1e-300, frequency_penalty=-2, min_tokens=9), LOGITS)
+    assert not got.isnan().any()
+    assert torch.isfinite(got.amax())
+    assert int(got.argmax()) in {*PROMPT, *OUTPUTS}
+
+
 def test_bias_is_transformers_processor_and_entries_of_one_id_add_up() -> None:
     expected = SequenceBiasLogitsProcessor([[[4], 7.5], [[9], -100.0]])(KNOWN, LOGITS.unsqueeze(0))[0]
     bias = ((9, -100.0), (4, 5.0), (4, 2.5))

@@ -153,7 +153,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 ) -> None:
     top_k = np.array([(k + row) % 15 for row in range(len(weights))])
     top_k[0] = max(k, 1)
-    kept = filter_weights(torch.from_numpy(weights), replace(sampling(len(weights)), top_k=top_k)).numpy()
+    kept = filter_weights(torch.tensor(weights), replace(sampling(len(weights)), top_k=top_k)).numpy()
     for row, of_row in enumerate(top_k):
         for index, weight in enumerate(weights[row]):
             stays = of_row == 0 or (weights[row] > weight).sum() < of_row
@@ -164,7 +164,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 def test_top_p_keeps_exactly_those_whose_betters_do_not_reach_p(
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]], p: float
 ) -> None:
-    kept = filter_weights(torch.from_numpy(weights), sampling(len(weights), top_p=p)).numpy()
+    kept = filter_weights(torch.tensor(weights), sampling(len(weights), top_p=p)).numpy()
     for row in range(len(weights)):
         for index, weight in enumerate(weights[row].astype(np.float64)):
             betters = weights[row][weights[row] > weight].astype(np.float64).sum()

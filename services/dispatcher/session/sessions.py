@@ -124,6 +124,9 @@ class Sessions:
         Raises:
             RequestFailedError: no room in time, or no worker can ever take it.
         """
+        if session.failure is not None:  # while it waited for its turn
+            self.release(session)
+            raise RequestFailedError(session.failure)
         try:
             refused: set[WorkerId] = set()
             if parent is None or not await self._submit_fork(session, parent, refused):

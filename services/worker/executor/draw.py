@@ -7,6 +7,7 @@ Borders are first looked for among the largest weights of a row, and only if tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Final
@@ -25,6 +26,7 @@ _SMALL_VOCABULARY: Final = 4096
 _FEW_LOGITS: Final = 2**16
 """Below, one argmax costs less than blocks."""
 _BELOW_ONE: Final = 1 - 2**-53
+_LOG2_E: Final = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ def first_largest(logits: torch.Tensor) -> I64:
 
 def to_weights(logits: torch.Tensor, temperature: F64) -> torch.Tensor:
     """Return the weights [n, vocab_size] of logits of the same shape, the largest of each row 1."""
-    # the largest logit becomes 0 before the division, so that no temperature can overflow
-    return (logits - logits.amax(dim=-1, keepdim=True)).div_(_column(np.maximum(temperature, 1e-30), logits)).exp_()
+    slope = _column(_LOG2_E / np.maximum(temperature, 1e-30), logits)
+    # the largest logit becomes 0 before it is scaled, so that no temperature can overflow; 2^x is cheaper than e^x
+    return (logits - logits.amax(dim=-1, keepdim=True)).mul_(slope).exp2_()
 
 
 def draw_at(weights: torch.Tensor, points: F64) -> I64:
@@ -126,27 +129,46 @@ def _open_block(values: torch.Tensor, block: torch.Tensor, filler: float) -> tup
 
 
 def filter_weights(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
-    """Return the weights [n, vocab_size], the largest of each row 1, with those set to 0 that a filter takes away."""
+    """Set those weights [n, vocab_size] to 0, in place, that a filter takes away. The largest of each row is 1."""
     vocab_size, device = weights.shape[1], weights.device
     top_k = torch.from_numpy(np.where(sampling.top_k < vocab_size, sampling.top_k, 0)).to(device).unsqueeze(1)
     top_p = torch.from_numpy(sampling.top_p).to(device).unsqueeze(1)
-    num_largest = min(CANDIDATES, vocab_size)
-    border = _find_border(weights, _largest(weights, num_largest), top_k, top_p)
-    if border is None:
-        border = _find_border(weights, _largest(weights, vocab_size), top_k, top_p)
-        assert border is not None, "the whole row was not enough"
-    border = border.maximum(_column(sampling.min_p, weights))
-    return weights.masked_fill(weights < border, 0.0)
+    border = _column(sampling.min_p, weights)
+    if (top_k > 0).any() or (top_p < 1).any():
+        found = _find_border(weights, _largest(weights, min(CANDIDATES, vocab_size)), top_k, top_p)
+        if found is None:
+            found = _find_border(weights, _largest(weights, vocab_size), top_k, top_p)
+        assert found is not None, "the whole row was not enough"
+        border = border.maximum(found)
+    return _drop_below(weights, border)
+
+
+def _drop_below(weights: torch.Tensor, border: torch.Tensor) -> torch.Tensor:
+    """Set the weights [n, vocab_size] below their row's border [n, 1] to 0, in place."""
+    if weights.device.type != "cpu" or weights.shape[1] < _SMALL_VOCABULARY:
+        return weights.masked_fill_(weights < border, 0.0)
+    highest_dropped = torch.nextafter(border, torch.full_like(border, -1.0)).squeeze(1).tolist()
+    for row, highest in zip(weights, highest_dropped, strict=True):
+        torch.threshold_(row, highest, 0.0)  # one number for a row: ten times as fast as a mask
+    return weights
 
 
 def _largest(weights: torch.Tensor, count: int) -> torch.Tensor:
     """Return the largest weights of each row in descending order, [n, count]."""
-    if weights.device.type != "cpu":
-        return weights.topk(count, dim=-1).values if count < weights.shape[1] else weights.sort(descending=True).values
-    values = weights.numpy()  # numpy sorts with vector instructions, some thirty times as fast
+    return _largest_on_host(weights, count) if weights.device.type == "cpu" else _largest_on_device(weights, count)
+
+
+def _largest_on_host(weights: torch.Tensor, count: int) -> torch.Tensor:
+    values = weights.numpy()  # numpy sorts with vector instructions, some thirty times as fast as torch
     if count < weights.shape[1]:
         values = np.partition(values, -count, axis=-1)[:, -count:]
     return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
+
+
+def _largest_on_device(weights: torch.Tensor, count: int) -> torch.Tensor:
+    if count < weights.shape[1]:
+        return weights.topk(count, dim=-1).values
+    return weights.sort(dim=-1, descending=True).values
 
 
 def _find_border(
@@ -160,17 +182,22 @@ def _find_border(
         top_k: [n, 1] below vocab_size; 0 keeps all.
         top_p: [n, 1] float64; counts within what top-k keeps.
     """
-    border = torch.zeros_like(largest[:, :1])
+    is_part = largest.shape[1] < weights.shape[1]
+    has_k = top_k > 0
     if (top_k > largest.shape[1]).any():
         return None
-    if (top_k > 0).any():
-        border = torch.where(top_k > 0, largest.gather(1, (top_k - 1).clamp_min(0)), border)
-        weights, largest = (values.masked_fill(values < border, 0.0) for values in (weights, largest))
+    border = torch.where(has_k, largest.gather(1, (top_k - 1).clamp_min(0)), 0.0)
     if not (top_p < 1).any():
         return border
+    if is_part and (has_k & (largest[:, -1:] >= border)).any():
+        return None  # some that tie with the border may be missing
+    largest = largest.masked_fill(largest < border, 0.0)
     cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
-    goal = top_p * weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    if largest.shape[1] < weights.shape[1] and ((cumulative[:, -1:] < goal) & (top_p < 1)).any():
+    total = cumulative[:, -1:]
+    if not has_k.all():
+        total = torch.where(has_k, total, weights.sum(dim=-1, keepdim=True, dtype=torch.float64))
+    goal = top_p * total
+    if is_part and (~has_k & (top_p < 1) & (cumulative[:, -1:] < goal)).any():
         return None
     count = (cumulative - largest < goal).sum(dim=-1, keepdim=True).clamp_min(1)
     return torch.where(top_p < 1, largest.gather(1, count - 1), 0.0).maximum(border)

@@ -21,6 +21,8 @@ from shared.types import SamplingParams
 MAX_EDITS: Final = 2**18
 """Logits that are penalised at a time, unless one row has more: bounds the workspace."""
 _EVERYTHING: Final = 2**31 - 1
+_SMALLEST: Final = 1e-30
+"""A smaller repetition penalty counts as this one: a logit divided by it must stay a number."""
 
 
 class _RowRules:
@@ -177,11 +179,11 @@ def _penalise_part(logits: torch.Tensor, part: list[tuple[int, _RowRules, TokenC
         return torch.from_numpy(np.repeat(values, sizes)).to(logits.device)
 
     count = torch.from_numpy(np.concatenate([counts.counts for _, _, counts in part])).to(logits.device)
-    repetition = column("repetition_penalty")
+    repetition = column("repetition_penalty").clamp_min_(_SMALLEST)
     values = torch.where(edit.before > 0, edit.before / repetition, edit.before * repetition)
     values -= column("frequency_penalty") * count
     values -= column("presence_penalty") * (count > 0)
-    return _put(logits, edit, values)
+    return _put(logits, edit, values.clamp_max_(torch.finfo(values.dtype).max))
 
 
 def _edit(logits: torch.Tensor, rows: list[int], ids: list[I64]) -> _Edit:

@@ -131,7 +131,7 @@ class ModelRunner:
         with torch.inference_mode():
             self._apply(batch)
             forward = self._open()
-            return forward.logits(forward.run(self._inputs.fill(batch, self._tables)))
+            return forward.logits(forward.run(self._inputs.fill(batch, self._tables))).clone()
 
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""

@@ -71,6 +71,7 @@ class NativeForward:
         )
         self._model = self._model_args()
         self._workspace = _Workspace.make(spec, 1, self._dtype)
+        self._logits = torch.empty((0, spec.vocab_size))
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
         """Compute a step, store its keys and values; return the hidden states [n, hidden] of each row's last token."""
@@ -98,14 +99,21 @@ class NativeForward:
         return space.hidden.index_select(0, inputs.last)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned."""
+        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned; valid until the next call.
+
+        They lie in a buffer that is kept: fresh memory of this size costs more in page faults than the argmax over it.
+        """
         hidden = hidden.contiguous()
         normed = torch.empty_like(hidden)
-        logits = torch.empty((hidden.shape[0], self._spec.vocab_size), dtype=torch.float32)
+        num_rows = hidden.shape[0]
+        if self._logits.shape[0] < num_rows:
+            self._logits = torch.empty((0, 0))  # the old buffer goes before the new one comes
+            self._logits = torch.empty((num_rows, self._spec.vocab_size), dtype=torch.float32)
+        logits = self._logits[:num_rows]
         self._library.head(
             ctypes.byref(self._model),
             hidden.data_ptr(),
-            hidden.shape[0],
+            num_rows,
             normed.data_ptr(),
             logits.data_ptr(),
             torch.get_num_threads(),

@@ -58,13 +58,13 @@ class Sampler:
             sampling: of the same rows.
             positions: [n] position in the sequence of the token that is chosen.
         """
+        drawn = np.flatnonzero(sampling.temperature)
+        if not len(drawn):
+            return first_largest(logits)
         tokens: I64 = np.empty(len(logits), dtype=np.int64)
-        is_greedy = sampling.temperature == 0
-        greedy, drawn = np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy)
+        greedy = np.flatnonzero(sampling.temperature == 0)
         if len(greedy):
             tokens[greedy] = first_largest(_rows(logits, greedy))
-        if not len(drawn):
-            return tokens
         points = uniforms(sampling.seed, positions)
         for part in self._parts(drawn, sampling, max(DRAW_ELEMENTS // logits.shape[1], 1)):
             tokens[part] = draw(_rows(logits, part), sampling.select(part), points[part])

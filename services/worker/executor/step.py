@@ -31,7 +31,10 @@ class ForwardPass(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned."""
+        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned.
+
+        The caller may change them; they are valid until the next call.
+        """
         ...
 
 

@@ -1,6 +1,6 @@
 """Compiles the kernels, one library per instruction set.
 
-    python -m services.worker.native.build [--only LEVEL]
+    python -m services.worker.native.build [--only LEVEL] [--compiler PROGRAM]
 
 Without a compiler nothing is built and workers run on torch's own operators; this says so and exits with 0, since an
 installation without it is complete, only slower. `--require` makes a missing compiler an error.
@@ -47,10 +47,10 @@ def library_path(level: Level) -> Path:
     return LIBRARIES / f"libsluice-{level.name}-{digest.hexdigest()[:12]}.so"
 
 
-def find_compiler() -> str | None:
-    """Return the C++ compiler: of the variable CXX, else g++, c++ or clang++; None if there is none."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+def find_compiler(wanted: str = "") -> str | None:
+    """Return the C++ compiler's path: of the one that is wanted, else g++, c++ or clang++; None if there is none."""
+    names = (wanted, "g++", "c++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def build(level: Level, compiler: str) -> Path:
@@ -78,8 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="compile the worker's CPU kernels")
     parser.add_argument("--only", choices=[level.name for level in LEVELS], help="one level; default: all")
     parser.add_argument("--require", action="store_true", help="fail without a compiler")
+    parser.add_argument("--compiler", default="", help="C++ compiler; default: g++, c++ or clang++")
     arguments = parser.parse_args()
-    compiler = find_compiler()
+    compiler = find_compiler(arguments.compiler)
     if compiler is None:
         sys.stderr.write("no C++ compiler: workers will run on torch's operators, which is slower (install g++)\n")
         sys.exit(int(arguments.require))

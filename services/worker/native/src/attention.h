@@ -16,6 +16,7 @@ namespace sluice {
 constexpr int kSplit = 256;
 constexpr int kItemRows = 16;   // query rows (tokens times heads of a group) of one work item, unless a group has more
 constexpr int kMaxGroup = 64;   // query heads that may share a key head
+constexpr int kAhead = 48;      // keys between a prefetch and its use
 constexpr int kSpread = 4;      // items per thread below which long contexts are cut by splits
 
 // Tokens of one row that share a key head: the unit of work, times kv_heads.
@@ -167,7 +168,6 @@ class Attention {
         const int64_t end = std::min<int64_t>(to, q.position[r + i] + 1 - base);
         running[r + i] = weigh(weights + i * kSplit, from, first, end, to);
       }
-      for (int i = rows; i < 4; i++) std::fill(weights + i * kSplit + from, weights + i * kSplit + to, 0.0f);
       weighted_values(weights, rows, at, from, to, part + r * args_.head_dim);
     }
   }
@@ -187,12 +187,27 @@ class Attention {
     }
   }
 
+  // Asks for the values of these keys, and for the keys that come kAhead later: a row's blocks lie anywhere.
+  void fetch_ahead(const SplitKeys<T>& at, int64_t from, int64_t count, int64_t to) const {
+    const int64_t bytes = args_.head_dim * static_cast<int64_t>(sizeof(T));
+    const int64_t end = std::min(from + count, to);
+    for (int64_t t = from; t < end; t++) {
+      const char* value = reinterpret_cast<const char*>(at.values[t]);
+      const char* key = reinterpret_cast<const char*>(at.keys[std::min(t + kAhead, to - 1)]);
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
+        __builtin_prefetch(key + byte, 0, 2);
+        __builtin_prefetch(value + byte, 0, 2);
+      }
+    }
+  }
+
   // out[i * 256 + t] = log2(e) * scale * q[i] . key[t] for t in [from, to)
   template <int M>
   void scores(const T* const* q, const SplitKeys<T>& at, int64_t from, int64_t to, float* out) const {
     constexpr int N = kTile / M;
     const float scale = args_.scale * kLog2E;
     for (int64_t t = from; t < to; t += N) {
+      fetch_ahead(at, t, N, to);
       const T* keys[N];
       for (int c = 0; c < N; c++) keys[c] = at.keys[std::min(t + c, to - 1)];
       float tile[kTile];
@@ -265,20 +280,20 @@ class Attention {
 
 #if SLUICE_AVX512
 
-// Adds weights[i][t] * value[t] for 4 rows over 16 dimensions (float32) or 32 (bfloat16).
-template <bool kWhole>
+// Adds weights[i][t] * value[t] for some rows over 16 dimensions (float32) or 32 (bfloat16).
+template <int kRows, bool kWhole>
 inline void add_values(const float* weights, const float* const* values, int64_t offset, int count, int64_t from, int64_t to,
-                       __m512 (&sums)[4][2]) {
+                       __m512 (&sums)[kRows][2]) {
   const auto mask = static_cast<__mmask16>((1u << count) - 1u);
   for (int64_t t = from; t < to; t++) {
     const __m512 value = kWhole ? _mm512_loadu_ps(values[t] + offset) : _mm512_maskz_loadu_ps(mask, values[t] + offset);
-    for (int i = 0; i < 4; i++) sums[i][0] = _mm512_fmadd_ps(_mm512_set1_ps(weights[i * kSplit + t]), value, sums[i][0]);
+    for (int i = 0; i < kRows; i++) sums[i][0] = _mm512_fmadd_ps(_mm512_set1_ps(weights[i * kSplit + t]), value, sums[i][0]);
   }
 }
 
-template <bool kWhole>
+template <int kRows, bool kWhole>
 inline void add_values(const float* weights, const bf16* const* values, int64_t offset, int count, int64_t from, int64_t to,
-                       __m512 (&sums)[4][2]) {
+                       __m512 (&sums)[kRows][2]) {
   const auto mask = static_cast<__mmask32>((1ull << count) - 1ull);
   const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   for (int64_t t = from; t < to; t++) {
@@ -286,7 +301,7 @@ inline void add_values(const float* weights, const bf16* const* values, int64_t 
         kWhole ? _mm512_loadu_si512(values[t] + offset) : _mm512_maskz_loadu_epi16(mask, values[t] + offset);
     const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, high));
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < kRows; i++) {
       const __m512 weight = _mm512_set1_ps(weights[i * kSplit + t]);
       sums[i][0] = _mm512_fmadd_ps(weight, even, sums[i][0]);
       sums[i][1] = _mm512_fmadd_ps(weight, odd, sums[i][1]);
@@ -305,21 +320,34 @@ inline void put_values(const __m512 (&sums)[2], float* out, int count, const bf1
   for (int d = 0; d < count; d++) out[d] = d % 2 ? odd[d / 2] : even[d / 2];
 }
 
+template <class T, int kRows>
+inline void weigh_values(const float* weights, const T* const* values, int64_t width, int64_t from, int64_t to, float* part) {
+  constexpr int kStep = Lanes<T>::kStep;
+  for (int64_t offset = 0; offset < width; offset += kStep) {
+    const int count = static_cast<int>(std::min<int64_t>(kStep, width - offset));
+    __m512 sums[kRows][2];
+    for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
+    if (count == kStep) {
+      add_values<kRows, true>(weights, values, offset, count, from, to, sums);
+    } else {
+      add_values<kRows, false>(weights, values, offset, count, from, to, sums);
+    }
+    for (int i = 0; i < kRows; i++) put_values(sums[i], part + i * width + offset, count, static_cast<const T*>(nullptr));
+  }
+}
+
 template <class T>
 void Attention<T>::weighted_values(const float* weights, int rows, const SplitKeys<T>& at, int64_t from, int64_t to,
                                    float* part) const {
-  constexpr int kStep = Lanes<T>::kStep;
-  const int64_t width = args_.head_dim;
-  for (int64_t offset = 0; offset < width; offset += kStep) {
-    const int count = static_cast<int>(std::min<int64_t>(kStep, width - offset));
-    __m512 sums[4][2];
-    for (auto& row : sums) row[0] = row[1] = _mm512_setzero_ps();
-    if (count == kStep) {
-      add_values<true>(weights, at.values, offset, count, from, to, sums);
-    } else {
-      add_values<false>(weights, at.values, offset, count, from, to, sums);
-    }
-    for (int i = 0; i < rows; i++) put_values(sums[i], part + i * width + offset, count, static_cast<const T*>(nullptr));
+  switch (rows) {
+    case 1:
+      return weigh_values<T, 1>(weights, at.values, args_.head_dim, from, to, part);
+    case 2:
+      return weigh_values<T, 2>(weights, at.values, args_.head_dim, from, to, part);
+    case 3:
+      return weigh_values<T, 3>(weights, at.values, args_.head_dim, from, to, part);
+    default:
+      return weigh_values<T, 4>(weights, at.values, args_.head_dim, from, to, part);
   }
 }
 

@@ -1,0 +1,143 @@
+"""Sampling through engine and runner together: the text does not depend on what happens to a sequence on its way."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.engine.types import BatchFailedError
+from services.worker.executor.model_runner import ModelRunner
+from services.worker.policy.registry import make_scheduler
+from shared.stream_extras import TokenLogprob
+from shared.types import SamplingParams
+from tests.support.checkpoints import CheckpointShape
+from tests.support.engine_builders import new_sequence
+from tests.support.runners import open_runner
+
+SHAPE = CheckpointShape(seed=7)
+LENGTH = 30
+RULES: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "repetition_penalty": 1.3, "min_tokens": 25, "stop_token_ids": (50, 51, 52)},
+    {"temperature": 0.0, "frequency_penalty": 0.9, "presence_penalty": -0.4, "logprobs": 2},
+    {"temperature": 1.4, "top_p": 0.9, "min_p": 0.01, "logit_bias": ((7, 3.0),), "logprobs": 0},
+    {"temperature": 0.8, "top_k": 40, "repetition_penalty": 0.8, "frequency_penalty": 0.3},
+    {"temperature": 1.2},
+)
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return open_runner(SHAPE, deterministic=True, max_rows=16)
+
+
+class Run:
+    """One engine over a runner; a step may be lost after the model has run it."""
+
+    def __init__(self, runner: ModelRunner, num_blocks: int, failures: random.Random | None = None) -> None:
+        info = runner.info
+        config = EngineConfig(
+            max_sequences=16,
+            max_batch_tokens=96,
+            max_batch_rows=8,
+            max_model_len=256,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            block_size=info.capacity.block_size,
+        )
+        self.engine = Engine(config, make_scheduler("chunked"), num_blocks)
+        self.runner = runner
+        self.failures = failures
+        self.texts: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
+
+    def add(self, new: NewSequence) -> None:
+        assert not isinstance(self.engine.add(new), AddRefusal)
+        self.texts[new.stream] = new.generated.tolist()
+        self.logprobs[new.stream] = []
+
+    def go(self, num_steps: int = 100_000) -> None:
+        for _ in range(num_steps):
+            batch = self.engine.next_batch(0.0)
+            if batch is None:
+                assert not self.engine.has_work
+                return
+            output = self.runner.run(batch)
+            if self.failures is not None and len(batch.rows) > 1 and self.failures.random() < 0.15:
+                self.engine.roll_back(batch, BatchFailedError(batch.step_id, "lost on the way back"), 0.0)
+                continue
+            events = self.engine.absorb(batch, output, 0.0)
+            for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+                self.texts[stream].append(token)
+            for extra in events.extras:
+                self.logprobs[int(events.stream[extra.index])] += extra.logprobs
+            self.engine.check_invariants()
+
+
+def sequences() -> list[NewSequence]:
+    return [
+        replace(
+            new_sequence(i, num_prompt=10 + 9 * i, arrival_s=0.0),
+            sampling=SamplingParams(max_tokens=LENGTH, seed=i, **rules),
+        )
+        for i, rules in enumerate(RULES)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: ModelRunner) -> Run:
+    """Every sequence by itself, one after the other."""
+    run = Run(runner, 64)
+    for new in sequences():
+        run.add(new)
+        run.go()
+    return run
+
+
+def test_rules_change_the_texts(runner: ModelRunner, alone: Run) -> None:
+    """Shows that the tests below can tell: without its rules each text is another."""
+    for new in sequences()[:4]:
+        plain = Run(runner, 64)
+        seed, temperature = new.sampling.seed, new.sampling.temperature
+        plain.add(replace(new, sampling=SamplingParams(max_tokens=LENGTH, seed=seed, temperature=temperature)))
+        plain.go()
+        assert plain.texts[new.stream] != alone.texts[new.stream]
+    assert [len(said) for said in alone.logprobs.values()] == [0, LENGTH, LENGTH, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_and_log_probabilities_survive_preemption_and_failed_steps(
+    runner: ModelRunner, alone: Run, seed: int
+) -> None:
+    """14 blocks of 16 hold 224 tokens; the five sequences grow to 140 prompt and 150 output tokens."""
+    run = Run(runner, 14, random.Random(seed))
+    for new in sequences():
+        run.add(new)
+    run.go()
+    assert run.engine.stats.num_preemptions > 0
+    assert run.engine.stats.num_failed_steps > 0
+    assert run.texts == alone.texts
+    assert run.logprobs == alone.logprobs
+
+
+@pytest.mark.parametrize("num_steps", [3, 11, 24])
+def test_another_worker_goes_on_with_the_same_texts(runner: ModelRunner, alone: Run, num_steps: int) -> None:
+    first = Run(runner, 64)
+    for new in sequences():
+        first.add(new)
+    first.go(num_steps)
+    second = Run(open_runner(SHAPE, deterministic=True, max_rows=16), 64)
+    for new in reversed(sequences()):
+        generated = first.texts[new.stream]
+        if generated != alone.texts[new.stream]:  # else it has ended
+            second.add(replace(new, generated=np.array(generated, dtype=np.uint32)))
+    assert second.texts
+    second.go()
+    assert second.texts == {stream: alone.texts[stream] for stream in second.texts}
+    for stream in second.texts:
+        assert first.logprobs[stream] + second.logprobs[stream] == alone.logprobs[stream]
