@@ -2,7 +2,8 @@
 
 The decodes at the head of a batch and the rows behind them are planned apart: FlashInfer fits its tile of queries to
 the mean row, and on Hopper its kernels for long rows (fa3) do not split a context among processors, which decodes need.
-Both parts are calls of the same class, since a decode is a causal row of one query.
+Both parts are calls of the same class, since a decode is a causal row of one query; the non-causal calls by which
+FlashInfer's own decode class computes have been reported to miss windows.
 
 A layer's window is FlashInfer's `window_left`, plus one, since that does not count the query itself. Blocks that lie
 before the window of a row's first query are not named to it at all.

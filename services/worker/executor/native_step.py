@@ -99,7 +99,7 @@ class NativeForward:
         return space.hidden.index_select(0, inputs.last)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned; valid until the next call.
+        """Return the logits [n, vocab_size], float32, behind hidden states of `run`; valid until the next call.
 
         They lie in a buffer that is kept: fresh memory of this size costs more in page faults than the argmax over it.
         """

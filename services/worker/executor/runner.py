@@ -30,7 +30,7 @@ from services.worker.memory.budget import (
     next_context,
 )
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
-from services.worker.memory.measure import peak_bytes
+from services.worker.memory.measure import peak_bytes, release_free_memory
 from services.worker.models.checkpoint import check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.rope import RopeTable
@@ -129,6 +129,7 @@ class _Loader:
         while (shorter := next_context(self._demand, reserve_bytes, context)) is not None:
             context = shorter
             reserve_bytes = self._measure(context)
+        release_free_memory(self._device)  # the last measured cache is smaller than the one to come
         return reserve_bytes, divide(self._demand, reserve_bytes, context)
 
     def _measure(self, context: int) -> int:
