@@ -20,7 +20,7 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
 BLOCK_SIZE = 16
-ROWS = ((3000, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1))
+ROWS = ((1200, 1), (0, 1), (40, 1), (0, 150), (513, 70), (30, 1))
 """Position of the first token and number of tokens: decodes, one of them so long that it is split, and prefills."""
 WINDOW = 100
 """Stands for every window of the model: shorter than some rows, not a multiple of a block."""

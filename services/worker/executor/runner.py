@@ -64,6 +64,7 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
     context = longest_context(demand)
+    progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
     kernels = choose_kernels(settings.kernels, spec, device, dtype, deterministic=settings.deterministic)
     _set_threads(settings, device, kernels)
     weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
