@@ -99,9 +99,9 @@ class NativeForward:
         return space.hidden.index_select(0, inputs.last)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size], float32, behind hidden states of `run`; valid until the next call.
+        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned.
 
-        They lie in a buffer that is kept: fresh memory of this size costs more in page faults than the argmax over it.
+        They lie in a buffer that is kept, and are valid until the next call: fresh memory of this size costs more in page faults than the argmax over it.
         """
         hidden = hidden.contiguous()
         normed = torch.empty_like(hidden)
