@@ -49,7 +49,7 @@ class RunnerSettings:
     num_threads: int | None = None
     """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
     kernels: str = "auto"
-    """`auto`, `native` or `torch`; see `executor/kernels.py`."""
+    """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelInfo:
     device: str
     dtype: str
     kernels: str
-    """What computes the forward pass: `native <instruction set>` or `torch`."""
+    """What computes the forward pass: a `Kernels.name`."""
 
 
 class ModelRunner:

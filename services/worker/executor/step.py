@@ -9,9 +9,6 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.attention.fixed_splits import FixedSplitAttention
-from services.worker.attention.native_paged import NativePagedAttention
-from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.engine.types import I64, Bool
 from services.worker.executor.inputs import StepInputs
 from services.worker.memory.kv_cache import KVCache
@@ -19,7 +16,6 @@ from services.worker.models.decoder import Angles, Decoder
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
-from services.worker.native.library import NativeLibrary
 
 TILE_ROWS = 32
 """Rows of every product in deterministic mode."""
@@ -68,8 +64,8 @@ class TorchForward:
 
     Args:
         rope: angles of every position that may occur.
-        deterministic: every product and every attention in fixed shapes (see `Decoder`, `FixedSplitAttention`).
-        library: attention by the worker's own kernel; None: by torch's operators.
+        attention: over the same cache.
+        deterministic: every product in fixed shapes (see `Decoder`).
     """
 
     def __init__(
@@ -78,14 +74,14 @@ class TorchForward:
         weights: ModelWeights,
         rope: RopeTable,
         cache: KVCache,
+        attention: Attention[Any],
         *,
         deterministic: bool,
-        library: NativeLibrary | None = None,
     ) -> None:
         self.cache = cache
         self._rope = rope
         self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
-        self._attention = _attention(spec, cache, library, deterministic=deterministic)
+        self._attention = attention
 
     def run(self, inputs: StepInputs) -> LastHidden:
         """Compute a step, and store its keys and values."""
@@ -105,11 +101,3 @@ class TorchForward:
     def logits(self, hidden: torch.Tensor) -> Logits:
         """Return the logits behind hidden states [n, hidden] that `run` returned."""
         return Logits(self._decoder.head(hidden))
-
-
-def _attention(
-    spec: ModelSpec, cache: KVCache, library: NativeLibrary | None, *, deterministic: bool
-) -> Attention[Any]:
-    if library is not None:
-        return NativePagedAttention(library, spec, cache)
-    return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)
