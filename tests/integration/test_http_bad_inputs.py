@@ -249,6 +249,11 @@ async def test_a_bad_parameter_of_a_chat_is_named(
     assert served.worker.submits == []
 
 
+async def test_the_roles_that_are_offered_are_those_that_are_taken(served: Running) -> None:
+    _, body = await served.post(CHAT, **message(role="wizard", content="a"))
+    assert "must be one of system, developer, user, assistant." in str(body)
+
+
 COMPLETION_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("47 missing", {}, "missing_required_parameter", "prompt"),
     ("47 1025", {"prompt": ["a"] * 1025}, "array_above_max_length", "prompt"),

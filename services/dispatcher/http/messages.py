@@ -10,7 +10,7 @@ from services.dispatcher.http.fields import type_name
 
 MAX_MESSAGES: Final = 10_000
 MAX_PARTS: Final = 10_000
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+_ROLES: Final = ("system", "developer", "user", "assistant")
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
@@ -41,11 +41,11 @@ def _message(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise invalid("invalid_type", path, f"'{path}' must be an object, not {type_name(value)}.")
     role = value.get("role")
-    if role not in _ROLES:
-        raise invalid("invalid_value", f"{path}.role", f"'{path}.role' must be one of {', '.join(_ROLES)}.")
     if role == "tool":
         reason = "A tool message must answer a tool call of an earlier message; there is none."
         raise invalid("invalid_value", f"{path}.tool_call_id", reason)
+    if role not in _ROLES:
+        raise invalid("invalid_value", f"{path}.role", f"'{path}.role' must be one of {', '.join(_ROLES)}.")
     for field in ("tool_calls", "function_call", "audio"):
         if value.get(field):
             raise unsupported(f"{path}.{field}")
