@@ -29,7 +29,7 @@ async def run_status(url: str, *, as_json: bool) -> str:
             hint = "The monitor has written no view yet; try again in a second"
             raise CommandError(f"{url} does not know its cluster yet", hint, UNREACHABLE)
         view = decode_json(answer.body, ClusterView)
-    except ValueError as error:  # WireError is one too
+    except (ValueError, RecursionError) as error:  # WireError is a ValueError
         hint = "Use the `sluice` of the same version"
         raise CommandError(f"{url} describes its cluster in an unknown way: {error}", hint, FAILED) from error
     return json.dumps(fields) if as_json else render(view, fields.get("age_s"))

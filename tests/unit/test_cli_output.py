@@ -144,6 +144,16 @@ async def test_a_dispatcher_without_a_view_says_so(monkeypatch: pytest.MonkeyPat
         await status.run_status("http://x", as_json=False)
 
 
+@pytest.mark.parametrize("body", [b"<html>", b"[" * 100_000, b"5", b"{}", b"\xff"])
+async def test_a_server_of_another_kind_is_one_line(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    async def answer(url: str) -> Answer:
+        return Answer(200, body)
+
+    monkeypatch.setattr(status, "ask", answer)
+    with pytest.raises(CommandError, match="describes its cluster in an unknown way"):
+        await status.run_status("http://x", as_json=False)
+
+
 def test_an_empty_cluster_is_said_in_words() -> None:
     assert "no worker reports" in render(ClusterView(sequence_number=0))
 
