@@ -141,8 +141,12 @@ def few_long_rows(num_heads: int, head_dim: int, context: int) -> tuple[ModelSpe
     attention = NativePagedAttention(built_library(), spec, cache)
     plan = attention.plan(RaggedRows(np.ones(7, np.int32), np.full(7, context - 1, np.int32), tables))
     queries = torch.ones((7, num_heads, head_dim))
-    attention.attend(plan, 0, queries)  # the threads' stacks come with the first call
-    peak = peak_bytes(torch.device("cpu"), lambda: attention.attend(plan, 0, queries))
+
+    def attend() -> None:
+        attention.attend(plan, 0, queries)
+
+    attend()  # the threads' stacks come with the first call
+    peak = peak_bytes(torch.device("cpu"), attend)
     if peak is None:
         pytest.skip("the system does not let a process reset its peak")
     return spec, peak
