@@ -27,10 +27,11 @@ class Dtype(StrEnum):
 
 
 class KernelKind(StrEnum):
-    """What computes the forward pass on the CPU."""
+    """What computes the forward pass."""
 
-    AUTO = "auto"  # the worker's own kernels where they are built for this processor, else torch's operators
+    AUTO = "auto"  # the worker's own kernels on the CPU, FlashInfer on CUDA, and torch's operators where these cannot
     NATIVE = "native"  # the worker's own, or no start
+    FLASHINFER = "flashinfer"  # FlashInfer's attention, or no start
     TORCH = "torch"  # torch's operators
 
 
@@ -72,7 +73,7 @@ class WorkerSettings(ServiceSettings):
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """Threads of one step on the CPU; 0 leaves the choice to torch."""
     kernels: KernelKind = KernelKind.AUTO
-    """What computes the forward pass on the CPU: `auto`, `native` or `torch`."""
+    """What computes the forward pass: `auto`, `native` (on the CPU), `flashinfer` (on CUDA) or `torch`."""
     report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between two reports to the monitor; a change is reported at once."""
     step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048

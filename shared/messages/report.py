@@ -34,7 +34,8 @@ class WorkerReport(ControlMessage):
     """Name under which the model is served."""
     device: str = ""
     kernels: str = ""
-    """What computes the steps: `native <instruction set>`, `attention <instruction set>`, `torch` or `modelled`."""
+    """What computes the steps: `native <instruction set>`, `attention <instruction set>`, `flashinfer`, `torch` or
+    `modelled`."""
     system: str = ""
     """Name of the selected system (`shared.systems`)."""
     progress_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0

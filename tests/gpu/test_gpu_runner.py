@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from services.worker.executor.logit_rules import LogitRules
 from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.selftest import prove_deterministic
+from shared.errors import StartupError
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.runner_driver import Driver
@@ -22,7 +24,14 @@ from tests.support.runners import MIB, open_runner
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.timeout(900),  # FlashInfer's kernels are compiled when they are first used
+    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
 ]
+
+WITH_FLASHINFER = pytest.param(
+    "flashinfer",
+    marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
+)
 
 SHAPE = CheckpointShape(seed=7)
 WIDE = CheckpointShape(
@@ -45,9 +54,15 @@ def test_greedy_text_on_the_gpu_equals_the_references_on_the_cpu() -> None:
         assert sequence.output == greedy_text(stored_checkpoint(SHAPE)[1], prompt, 64)
 
 
+@pytest.mark.parametrize("kernels", ["torch", WITH_FLASHINFER])
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 5e-2)])
-def test_logits_on_the_gpu_stay_near_the_references(dtype: str, limit: float) -> None:
-    driver = Driver(open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB))
+def test_logits_on_the_gpu_stay_near_the_references(dtype: str, limit: float, kernels: str) -> None:
+    if (dtype, kernels) == ("float32", "flashinfer"):
+        with pytest.raises(StartupError, match="does not compute in float32"):
+            open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB, kernels=kernels)
+        return
+    driver = Driver(open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB, kernels=kernels))
+    assert driver.runner.info.kernels == kernels
     (tokens,) = prompts((300,))
     sequence = driver.add(tokens)
     for count in (90, 77, 1, 90, 41, 1):
@@ -58,12 +73,13 @@ def test_logits_on_the_gpu_stay_near_the_references(dtype: str, limit: float) ->
     assert difference < limit
 
 
-def test_full_batches_stay_within_the_budget() -> None:
+@pytest.mark.parametrize("kernels", ["torch", WITH_FLASHINFER])
+def test_full_batches_stay_within_the_budget(kernels: str) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    runner = open_runner(
-        WIDE, device="cuda", memory_bytes=512 * MIB, max_batch_tokens=2048, max_batch_rows=64, max_rows=64
-    )
+    limits = {"memory_bytes": 512 * MIB, "max_batch_tokens": 2048, "max_batch_rows": 64, "max_rows": 64}
+    runner = open_runner(WIDE, device="cuda", dtype="bfloat16", kernels=kernels, **limits)
+    assert runner.info.kernels == kernels
     torch.cuda.reset_peak_memory_stats()
     driver = Driver(runner)
     for prompt in prompts(tuple(range(100, 420, 5))):

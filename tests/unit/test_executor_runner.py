@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import replace
@@ -272,3 +273,21 @@ def test_written_keys_and_values_are_read_back_from_their_slots() -> None:
     assert torch.equal(cache.keys[1][1, 1], keys[0])
     assert torch.equal(cache.values[1][3, 15], values[1])
     assert not cache.keys[0].any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_runners_that_come_and_go_leave_no_file_and_no_mapping() -> None:
+    def use_and_close() -> tuple[int, int]:
+        opened = open_runner(SHAPE)
+        driver = Driver(opened)
+        driver.add([5, 6, 7])
+        driver.run(3, chunk=8, max_tokens=16)
+        opened.close()
+        del opened, driver
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count(".safetensors")
+        return sum(1 for _ in Path("/proc/self/fd").iterdir()), maps
+
+    first = use_and_close()
+    assert first[1] == 0
+    assert [use_and_close() for _ in range(3)] == [first] * 3

@@ -21,8 +21,6 @@ class StepInputs:
     """[t] int64, place of each token in its sequence"""
     slots: torch.Tensor
     """[t] int64, where its keys and values go"""
-    last: torch.Tensor
-    """[n] int64, index of each row's last token"""
     rows: RaggedRows
     """Of the same step, on the host."""
 
@@ -66,13 +64,16 @@ class InputBuffers:
         rows = RaggedRows(batch.num_tokens, batch.start, tables.of(batch.rows, -(-longest // self._block_size)))
         tokens, positions, slots = self._host[:, :num_tokens]
         tokens[:] = batch.tokens
-        row = np.repeat(np.arange(len(batch.rows)), batch.num_tokens)
-        positions[:] = np.arange(num_tokens) + (batch.start - rows.first_token)[row]
-        slots[:] = rows.tables[row, positions // self._block_size]
-        slots *= self._block_size
-        slots += positions % self._block_size
-        last = torch.from_numpy((rows.first_token + batch.num_tokens - 1).astype(np.int64))
+        row = np.arange(len(batch.rows))
+        if num_tokens == len(row):  # decodes only
+            positions[:] = batch.start
+        else:
+            row = np.repeat(row, batch.num_tokens)
+            positions[:] = np.arange(num_tokens) + (batch.start - rows.first_token)[row]
+        block = positions // self._block_size
+        slots[:] = (rows.tables[row, block] - block) * self._block_size
+        slots += positions
         sent = self._on_device[:, :num_tokens]
         if self._device.type == "cuda":
             sent.copy_(self._columns[:, :num_tokens], non_blocking=True)
-        return StepInputs(sent[0], sent[1], sent[2], last.to(self._device), rows)
+        return StepInputs(sent[0], sent[1], sent[2], rows)

@@ -1,18 +1,26 @@
-"""Chooses what computes the forward pass: the worker's own kernels where they can, else torch's operators.
+"""Chooses what computes the forward pass: the best kernels that this machine has for a model.
 
-native     all layers by the library (`native_step.py`)
-attention  attention by the library, the rest by torch: for models with a layer that the library does not know
-torch      everything by torch: on a GPU, without a library for this processor, or by `--kernels torch`
+native      all layers by the worker's own library (`native_step.py`), on the CPU
+attention   attention by that library, the rest by torch: for models with a layer that the library does not know
+flashinfer  attention by FlashInfer, the rest by torch, on CUDA
+torch       everything by torch: where none of these can, or by `--kernels torch`
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 import torch
 
-from services.worker.attention.native_paged import MAX_GROUP
+from services.worker.attention.base import Attention
+from services.worker.attention.fixed_splits import FixedSplitAttention
+from services.worker.attention.flashinfer_paged import FlashInferAttention, unsupported, workspace_bytes
+from services.worker.attention.native_paged import MAX_GROUP, NativePagedAttention
+from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
 from services.worker.executor.step import ForwardPass, TorchForward
 from services.worker.memory.kv_cache import KVCache
@@ -22,8 +30,10 @@ from services.worker.models.weights import ModelWeights
 from services.worker.native.library import NativeLibrary, open_library
 from shared.errors import StartupError
 
-KINDS = ("auto", "native", "torch")
-"""Values of the setting: `auto` falls back, `native` does not."""
+KINDS = ("auto", "native", "flashinfer", "torch")
+"""Values of the setting: `auto` falls back, `native` and `flashinfer` do not."""
+MIN_CAPABILITY = (8, 0)
+"""CUDA devices below it have no bfloat16 on tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +41,16 @@ class Kernels:
     """What computes a model's forward pass on this machine.
 
     Attributes:
-        name: `native <instruction set>`, `attention <instruction set>` or `torch`.
-        library: None for `torch`.
+        name: `native <instruction set>`, `attention <instruction set>`, `flashinfer` or `torch`.
+        library: of `native` and `attention`.
         whole: the library computes all of the layers.
+        flashinfer: the module, of `flashinfer`.
     """
 
     name: str
     library: NativeLibrary | None = None
     whole: bool = False
+    flashinfer: Any = None
 
     def open(
         self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
@@ -46,19 +58,31 @@ class Kernels:
         """Return the forward pass over a cache."""
         if self.library is not None and self.whole:
             return NativeForward(self.library, spec, weights, rope, cache)
-        return TorchForward(spec, weights, rope, cache, deterministic=deterministic, library=self.library)
+        attention = self._attention(spec, cache, deterministic=deterministic)
+        return TorchForward(spec, weights, rope, cache, attention, deterministic=deterministic)
+
+    def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
+        if self.library is not None:
+            return NativePagedAttention(self.library, spec, cache)
+        if self.flashinfer is not None:
+            return _flashinfer_attention(self.flashinfer, spec, cache)
+        return FixedSplitAttention(spec, cache) if deterministic else TorchPagedAttention(spec, cache)
 
 
-def choose_kernels(wanted: str, spec: ModelSpec, device: torch.device) -> Kernels:
-    """Return the best kernels for a model on a device; the log says why they are not the library's.
+def choose_kernels(
+    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+) -> Kernels:
+    """Return the best kernels for a model on a device; the log says why they are not better ones.
 
     Raises:
-        StartupError: `wanted` is none of `KINDS`, or `native` where that is not possible.
+        StartupError: `wanted` is none of `KINDS`, or `native` or `flashinfer` where that is not possible.
     """
     if wanted not in KINDS:
         raise StartupError(f"kernels {wanted!r} are not known", f"Use one of {', '.join(KINDS)}")
     if wanted == "torch":
         return Kernels("torch")
+    if wanted == "flashinfer" or (wanted == "auto" and device.type == "cuda" and not deterministic):
+        return _flashinfer(wanted, spec, device, dtype, deterministic=deterministic)
     library = open_library() if device.type == "cpu" else None
     if library is None or spec.group_size > MAX_GROUP:
         return _without_library(wanted, spec, device, is_there=library is not None)
@@ -67,6 +91,48 @@ def choose_kernels(wanted: str, spec: ModelSpec, device: torch.device) -> Kernel
         structlog.get_logger().warning("only attention is by native kernels", reason=unknown)
         return Kernels(f"attention {library.level}", library)
     return Kernels(f"native {library.level}", library, whole=True)
+
+
+def _flashinfer(
+    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+) -> Kernels:
+    library, reason = None, _without_flashinfer(spec, device, dtype, deterministic=deterministic)
+    if reason is None:
+        library, reason = _open_flashinfer()
+    if reason is None:
+        reason = attention_fault(lambda small, cache: _flashinfer_attention(library, small, cache), spec, dtype, device)
+    if reason is None:
+        return Kernels("flashinfer", flashinfer=library)
+    if wanted == "flashinfer":
+        raise StartupError(f"FlashInfer's attention is not possible: {reason}", "Use --kernels auto, or torch")
+    structlog.get_logger().warning("attention is torch's, not FlashInfer's, which is slower", reason=reason)
+    return Kernels("torch")
+
+
+def _without_flashinfer(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+) -> str | None:
+    """Return why FlashInfer need not be looked for; None: nothing that is known before speaks against it."""
+    if device.type != "cuda":
+        return f"the device is {device}"
+    if deterministic:
+        return "its results depend on the batch, which deterministic mode excludes"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"the device's compute capability is below {'.'.join(map(str, MIN_CAPABILITY))}"
+    return unsupported(spec, dtype)
+
+
+def _open_flashinfer() -> tuple[Any, str | None]:
+    """Return the module, or None and why it is not there."""
+    try:
+        return importlib.import_module("flashinfer"), None
+    except (ImportError, OSError, RuntimeError) as error:
+        return None, f"it cannot be imported ({error}); pip install 'sluice[gpu]' brings it"
+
+
+def _flashinfer_attention(library: Any, spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
+    processors = torch.cuda.get_device_properties(cache.keys[0].device).multi_processor_count
+    return FlashInferAttention(library, spec, cache, workspace_bytes(spec, processors))
 
 
 def _without_library(wanted: str, spec: ModelSpec, device: torch.device, *, is_there: bool) -> Kernels:

@@ -80,6 +80,10 @@ class LogitRules:
         if self._rules:
             self._count(batch)
 
+    def concern(self, rows: I32) -> bool:
+        """Return whether any of the rows [n] has rules."""
+        return bool(self._rules) and bool(self._has_rules[rows].any())
+
     def apply(self, logits: torch.Tensor, rows: I32, positions: I64) -> Callable[[], None]:
         """Change the logits in place.
 

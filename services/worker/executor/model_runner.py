@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, I64, Batch, BatchFailedError, BatchOutput, KvCapacity
+from services.worker.engine.types import I32, I64, Batch, BatchFailedError, BatchOutput, Bool, KvCapacity
 from services.worker.executor.inputs import BlockTables, InputBuffers
 from services.worker.executor.logit_rules import LogitRules
 from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
-from services.worker.executor.step import ForwardPass
+from services.worker.executor.step import ForwardPass, Logits
 from services.worker.memory.kv_cache import KVCache
 from shared.stream_extras import TokenLogprob
 
@@ -49,7 +49,7 @@ class RunnerSettings:
     num_threads: int | None = None
     """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
     kernels: str = "auto"
-    """`auto`, `native` or `torch`; see `executor/kernels.py`."""
+    """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelInfo:
     device: str
     dtype: str
     kernels: str
-    """What computes the forward pass: `native <instruction set>` or `torch`."""
+    """What computes the forward pass: a `Kernels.name`."""
 
 
 class ModelRunner:
@@ -131,7 +131,8 @@ class ModelRunner:
         with torch.inference_mode():
             self._apply(batch)
             forward = self._open()
-            return forward.logits(forward.run(self._inputs.fill(batch, self._tables))).clone()
+            hidden = forward.run(self._inputs.fill(batch, self._tables)).values
+            return forward.logits(hidden).values.clone()
 
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""
@@ -155,8 +156,9 @@ class ModelRunner:
 
     def _step(self, batch: Batch) -> tuple[I32, dict[int, TokenLogprob] | None]:
         forward = self._open()
-        hidden = forward.run(self._inputs.fill(batch, self._tables))
-        self._check_finite(batch, hidden)
+        last = forward.run(self._inputs.fill(batch, self._tables))
+        _check_finite(batch.step_id, batch.rows, last.finite)
+        hidden = last.values
         tokens = np.full(len(batch.rows), -1, dtype=np.int32)
         sampled: I64 = np.flatnonzero(batch.sample)
         if not len(sampled):
@@ -164,31 +166,36 @@ class ModelRunner:
         if len(sampled) < len(batch.rows):
             hidden = hidden.index_select(0, self._to_device(sampled))
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
-        chosen, logprobs = self._choose(forward.logits(hidden), batch.rows[sampled], position)
+        scores, rows = forward.logits(hidden), batch.rows[sampled]
+        if scores.largest is not None:
+            _check_finite(batch.step_id, rows, scores.largest < self.info.vocab_size)
+        chosen, logprobs = self._choose(scores, rows, position)
         tokens[sampled] = chosen
         return tokens, {int(sampled[i]): said for i, said in logprobs.items()} or None
 
-    def _choose(self, logits: torch.Tensor, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
+    def _choose(self, scores: Logits, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
         """Return the next token of each row [n] and, by place in `rows`, the log-probabilities that are asked for.
 
         Args:
-            logits: [n, vocab_size] float32; may be changed.
+            scores: of the rows; may be changed.
             rows: [n]
             position: [n] of the token that is chosen.
         """
+        logits = scores.values
+        largest = None if self._rules.concern(rows) else scores.largest
         put_back = self._rules.apply(logits, rows, position)
-        chosen = self._sampler.sample(logits, self._sampling.take(rows), position)
+        chosen = self._sampler.sample(logits, self._sampling.take(rows), position, largest)
         if not self._logprobs.asking(rows).any():
             return chosen, {}
         put_back()
         return chosen, self._logprobs.of_tokens(logits, rows, chosen)
 
-    def _check_finite(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """Name the rows whose hidden states [n, hidden] are not numbers: sampled from, they would be nonsense."""
-        finite = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
-        if not finite.all():
-            guilty = tuple(int(row) for row in batch.rows[~finite])
-            raise BatchFailedError(batch.step_id, "the model's numbers are not finite", guilty)
-
     def _to_device(self, values: I32 | I64) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def _check_finite(step_id: int, rows: I32, finite: Bool) -> None:
+    """Name the rows whose hidden states or logits are not numbers: sampled from, they would be nonsense."""
+    if not finite.all():
+        guilty = tuple(int(row) for row in rows[~finite])
+        raise BatchFailedError(step_id, "the model's numbers are not finite", guilty)

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from services.worker.attention.native_paged import rows_args
+from services.worker.engine.types import F64
 from services.worker.executor.inputs import StepInputs
+from services.worker.executor.step import LastHidden, Logits
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
@@ -71,37 +73,33 @@ class NativeForward:
         )
         self._model = self._model_args()
         self._workspace = _Workspace.make(spec, 1, self._dtype)
+        self.part_seconds: F64 | None = None
+        """[len(PARTS)] seconds that the parts of the steps have taken, added up; None: not timed."""
+        self._step = self._step_args()
         self._logits = torch.empty((0, spec.vocab_size))
 
-    def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Compute a step, store its keys and values; return the hidden states [n, hidden] of each row's last token."""
-        num_tokens = inputs.tokens.shape[0]
+    def run(self, inputs: StepInputs) -> LastHidden:
+        """Compute a step, and store its keys and values."""
         self._check(inputs)
-        space = self._space(num_tokens)
         held, rows = rows_args(inputs.rows)
-        step = StepArgs(
-            rows=rows,
-            num_threads=torch.get_num_threads(),
-            embed=1,
-            first_layer=0,
-            last_layer=self._spec.num_layers,
-            tokens=inputs.tokens.data_ptr(),
-            positions=inputs.positions.data_ptr(),
-            slots=inputs.slots.data_ptr(),
-            hidden=space.hidden.data_ptr(),
-            normed=space.normed.data_ptr(),
-            heads=space.heads.data_ptr(),
-            attended=space.attended.data_ptr(),
-            inner=space.inner.data_ptr(),
+        last = torch.empty((rows.num_rows, self._spec.hidden_size), dtype=self._dtype)
+        finite = np.empty(rows.num_rows, dtype=np.bool_)
+        step = self._step_of(rows.num_tokens)
+        step.rows = rows
+        step.num_threads = torch.get_num_threads()
+        step.tokens, step.positions, step.slots = (
+            column.data_ptr() for column in (inputs.tokens, inputs.positions, inputs.slots)
         )
+        step.last, step.finite = last.data_ptr(), finite.ctypes.data
+        step.seconds = None if self.part_seconds is None else self.part_seconds.ctypes.data
         self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
         del held  # the arrays that `rows` points into lived until here
-        return space.hidden.index_select(0, inputs.last)
+        return LastHidden(last, finite)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size], float32, behind hidden states that `run` returned.
+    def logits(self, hidden: torch.Tensor) -> Logits:
+        """Return the logits behind hidden states [n, hidden] that `run` returned.
 
-        They lie in a buffer that is kept, and are valid until the next call: fresh memory of this size costs more in page faults than the argmax over it.
+        They lie in a buffer that is kept: fresh memory of this size costs more in page faults than a look at all of it.
         """
         hidden = hidden.contiguous()
         normed = torch.empty_like(hidden)
@@ -110,15 +108,17 @@ class NativeForward:
             self._logits = torch.empty((0, 0))  # the old buffer goes before the new one comes
             self._logits = torch.empty((num_rows, self._spec.vocab_size), dtype=torch.float32)
         logits = self._logits[:num_rows]
+        largest = np.empty(num_rows, dtype=np.int64)
         self._library.head(
             ctypes.byref(self._model),
             hidden.data_ptr(),
             num_rows,
             normed.data_ptr(),
             logits.data_ptr(),
+            largest.ctypes.data,
             torch.get_num_threads(),
         )
-        return logits
+        return Logits(logits, largest)
 
     def _check(self, inputs: StepInputs) -> None:
         """Refuse what the library would take as an address outside of its tables.
@@ -132,12 +132,26 @@ class NativeForward:
             if values.max() >= limit:
                 raise IndexError(f"a token, position or slot is not below {limit}")
 
-    def _space(self, num_tokens: int) -> _Workspace:
-        """Return buffers that are large enough; before they grow, the old ones go."""
+    def _step_of(self, num_tokens: int) -> StepArgs:
+        """Return the arguments of a step, with workspace that is large enough; before it grows, the old one goes."""
         if self._workspace.num_tokens < num_tokens:
             self._workspace = _Workspace.make(self._spec, 1, self._dtype)
             self._workspace = _Workspace.make(self._spec, -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS, self._dtype)
-        return self._workspace
+            self._step = self._step_args()
+        return self._step
+
+    def _step_args(self) -> StepArgs:
+        space = self._workspace
+        return StepArgs(
+            embed=1,
+            first_layer=0,
+            last_layer=self._spec.num_layers,
+            hidden=space.hidden.data_ptr(),
+            normed=space.normed.data_ptr(),
+            heads=space.heads.data_ptr(),
+            attended=space.attended.data_ptr(),
+            inner=space.inner.data_ptr(),
+        )
 
     def _model_args(self) -> ModelArgs:
         spec, outer = self._spec, self._weights.outer

@@ -31,7 +31,7 @@ from services.worker.memory.budget import (
     next_context,
 )
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
-from services.worker.memory.measure import peak_bytes
+from services.worker.memory.measure import peak_bytes, release_free_memory
 from services.worker.models.checkpoint import check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.rope import RopeTable
@@ -65,7 +65,8 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
     context = longest_context(demand)
-    kernels = choose_kernels(settings.kernels, spec, device)
+    progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
+    kernels = choose_kernels(settings.kernels, spec, device, dtype, deterministic=settings.deterministic)
     _set_threads(settings, device, kernels)
     weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
     loader = _Loader(settings, spec, weights, demand, kernels)
@@ -130,6 +131,7 @@ class _Loader:
         while (shorter := next_context(self._demand, reserve_bytes, context)) is not None:
             context = shorter
             reserve_bytes = self._measure(context)
+        release_free_memory(self._device)  # the last measured cache is smaller than the one to come
         return reserve_bytes, divide(self._demand, reserve_bytes, context)
 
     def _measure(self, context: int) -> int:

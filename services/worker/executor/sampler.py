@@ -50,21 +50,22 @@ class Sampler:
     def __init__(self, *, row_by_row: bool = False) -> None:
         self._row_by_row = row_by_row
 
-    def sample(self, logits: torch.Tensor, sampling: RowSampling, positions: I64) -> I64:
+    def sample(self, logits: torch.Tensor, sampling: RowSampling, positions: I64, largest: I64 | None = None) -> I64:
         """Return the chosen ids [n].
 
         Args:
             logits: [n, vocab_size] float32; unchanged.
             sampling: of the same rows.
             positions: [n] position in the sequence of the token that is chosen.
+            largest: [n] id of the largest logit of each row, if it is known.
         """
         drawn = np.flatnonzero(sampling.temperature)
         if not len(drawn):
-            return first_largest(logits)
+            return first_largest(logits) if largest is None else largest
         tokens: I64 = np.empty(len(logits), dtype=np.int64)
         greedy = np.flatnonzero(sampling.temperature == 0)
         if len(greedy):
-            tokens[greedy] = first_largest(_rows(logits, greedy))
+            tokens[greedy] = first_largest(_rows(logits, greedy)) if largest is None else largest[greedy]
         points = uniforms(sampling.seed, positions)
         for part in self._parts(drawn, sampling, max(DRAW_ELEMENTS // logits.shape[1], 1)):
             tokens[part] = draw(_rows(logits, part), sampling.select(part), points[part])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from services.worker.memory.huge_pages import advise_huge_pages
 from services.worker.models.spec import ModelSpec
 
 
@@ -15,8 +16,9 @@ def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int
 class KVCache:
     """Keys and values of all layers.
 
-    Memory of the CPU is taken when a slot is first written; that of a GPU at once. Slots that were never written hold
-    zeros, those of a freed block what its last owner wrote: readers must not look past the end of a sequence.
+    Memory of the CPU is taken when a slot is first written, in huge pages where there are any; that of a GPU at once.
+    Slots that were never written hold zeros, those of a freed block what its last owner wrote: readers must not look
+    past the end of a sequence.
     """
 
     def __init__(
@@ -29,6 +31,8 @@ class KVCache:
         """By layer: [num_blocks, block_size, num_kv_heads, head_dim]"""
         self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers))
         """By layer: [num_blocks, block_size, num_kv_heads, head_dim]"""
+        for pool in (*self.keys, *self.values):
+            advise_huge_pages(pool)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one layer's keys and values [t, num_kv_heads, head_dim] in slots [t] (block * block_size + offset)."""

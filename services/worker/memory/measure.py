@@ -31,6 +31,13 @@ def peak_bytes(device: torch.device, action: Callable[[], None]) -> int | None:
     return max(_status_bytes("VmHWM") - before, 0)
 
 
+def release_free_memory(device: torch.device) -> None:
+    """Give back what torch's allocator keeps of freed tensors on a GPU, which else counts against the budget."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def _cuda_peak(device: torch.device, action: Callable[[], None]) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

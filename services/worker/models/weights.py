@@ -13,6 +13,7 @@ from math import prod
 
 import torch
 
+from services.worker.memory.huge_pages import advise_huge_pages
 from services.worker.models.families import FAMILIES
 from services.worker.models.spec import ModelSpec
 
@@ -147,6 +148,7 @@ class ParameterBuffer:
         self.parts = parts
         self.storage = torch.empty(buffer_bytes(parts, dtype), dtype=torch.uint8, device=device)
         """[bytes] uint8; owns the memory of all views."""
+        advise_huge_pages(self.storage)
         self._views: dict[str, torch.Tensor] = {}
         offset = 0
         for part in parts:

@@ -31,9 +31,9 @@ class NativeLibrary:
         """(model, step): run the step's layers."""
         pointer = ctypes.c_void_p
         self.head = self._function(
-            "sluice_head", ctypes.POINTER(ModelArgs), pointer, ctypes.c_int64, pointer, pointer, ctypes.c_int32
+            "sluice_head", ctypes.POINTER(ModelArgs), pointer, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int32
         )
-        """(model, hidden, rows, workspace, logits, threads): last norm and head."""
+        """(model, hidden, rows, workspace, logits, largest, threads): last norm and head."""
         self.attend = self._function("sluice_attend", ctypes.POINTER(AttendArgs))
         """(args): attention by itself."""
 

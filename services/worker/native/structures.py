@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-ABI = 1
+ABI = 3
 """`kAbi` of src/model.h."""
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -79,6 +79,10 @@ class RowsArgs(ctypes.Structure):
     ]
 
 
+PARTS = ("embed", "norms", "qkv", "rotate, store", "attention", "output", "mlp up", "mlp down", "gather")
+"""Names of `enum Part`."""
+
+
 class StepArgs(ctypes.Structure):
     """One step through some layers."""
 
@@ -96,6 +100,9 @@ class StepArgs(ctypes.Structure):
         ("heads", _PTR),
         ("attended", _PTR),
         ("inner", _PTR),
+        ("last", _PTR),
+        ("finite", _PTR),
+        ("seconds", _PTR),
     ]
 
 

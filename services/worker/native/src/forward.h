@@ -1,6 +1,8 @@
 // A model's layers over one step's tokens, in one parallel region.
 #pragma once
 
+#include <omp.h>
+
 #include "attention.h"
 #include "linear.h"
 #include "model.h"
@@ -48,6 +50,25 @@ inline float activate(int32_t activation, float x) {
   }
 }
 
+// Adds up where the time goes, on the first thread of a parallel region.
+class Clock {
+ public:
+  explicit Clock(double* seconds) : seconds_(omp_get_thread_num() == 0 ? seconds : nullptr) {
+    if (seconds_ != nullptr) last_ = omp_get_wtime();
+  }
+
+  void end(Part part) {
+    if (seconds_ == nullptr) return;
+    const double now = omp_get_wtime();
+    seconds_[part] += now - last_;
+    last_ = now;
+  }
+
+ private:
+  double* seconds_;
+  double last_ = 0.0;
+};
+
 template <class T>
 class Forward {
  public:
@@ -57,18 +78,30 @@ class Forward {
   void run() {
 #pragma omp parallel num_threads(step_.num_threads)
     {
+      Clock clock(step_.seconds);
       if (step_.embed) embed();
+      clock.end(kEmbed);
       for (int64_t i = step_.first_layer; i < step_.last_layer; i++) {
         const Layer& layer = model_.layers[i];
         norm(layer.attention_norm, layer.attention_norm_bias);
+        clock.end(kNorms);
         project(layer);
+        clock.end(kQkv);
         turn_and_store(layer);
+        clock.end(kTurn);
         attend(layer);
+        clock.end(kAttention);
         add(as<T>(step_.attended), model_.heads * model_.head_dim, layer.output, layer.output_bias);
+        clock.end(kOutput);
         norm(layer.mlp_norm, layer.mlp_norm_bias);
+        clock.end(kNorms);
         widen(layer);
+        clock.end(kUp);
         add(as<T>(step_.inner), model_.inner, layer.down, layer.down_bias);
+        clock.end(kDown);
       }
+      gather();
+      clock.end(kGather);
     }
   }
 
@@ -208,15 +241,38 @@ class Forward {
            });
   }
 
+  // Copies each row's last token out, and says whether it is made of numbers.
+  void gather() const {
+    const int64_t size = model_.hidden;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < step_.rows.num_rows; row++) {
+      const T* from = hidden() + (step_.rows.row_first[row] + step_.rows.row_tokens[row] - 1) * size;
+      std::memcpy(static_cast<T*>(step_.last) + row * size, from, size * sizeof(T));
+      float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < size; i++) sum += to_float(from[i]);
+      step_.finite[row] = std::isfinite(sum);
+    }
+  }
+
   const Model& model_;
   const Step& step_;
   const std::vector<Item> items_;
   std::vector<float> parts_;
 };
 
-// logits [rows, vocab] behind hidden [rows, hidden]; normed is workspace of hidden's size.
+// Returns the place of the largest of some numbers, the first one on a tie.
+inline int64_t place_of_largest(const float* values, int64_t count) {
+  float largest = values[0];
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < count; i++) largest = std::max(largest, values[i]);
+  return std::find(values, values + count, largest) - values;
+}
+
+// logits [rows, vocab] behind hidden [rows, hidden], and the id of the largest of each row; normed is workspace of
+// hidden's size. An id of `vocab` says that a row has no largest: it holds what is not a number.
 template <class T>
-void head(const Model& model, const T* hidden, int64_t rows, T* normed, float* logits, int num_threads) {
+void head(const Model& model, const T* hidden, int64_t rows, T* normed, float* logits, int64_t* largest, int num_threads) {
   const T* bias = as<T>(model.head_bias);
   const int64_t vocab = model.vocab;
 #pragma omp parallel num_threads(num_threads)
@@ -232,6 +288,8 @@ void head(const Model& model, const T* hidden, int64_t rows, T* normed, float* l
                  logits[(row + r) * vocab + column + c] =
                      sums[r * kColumns + c] + (bias == nullptr ? 0.0f : to_float(bias[column + c]));
            });
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) largest[r] = place_of_largest(logits + r * vocab, vocab);
   }
 }
 

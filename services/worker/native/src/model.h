@@ -5,7 +5,7 @@
 
 namespace sluice {
 
-constexpr int32_t kAbi = 1;  // raise it with every change of a structure or a function's arguments
+constexpr int32_t kAbi = 3;  // raise it with every change of a structure or a function's arguments
 
 enum Activation : int32_t { kSilu = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3 };
 
@@ -50,6 +50,9 @@ struct Rows {
   int64_t table_stride;
 };
 
+// Parts of a step, as they are timed.
+enum Part { kEmbed, kNorms, kQkv, kTurn, kAttention, kOutput, kUp, kDown, kGather, kNumParts };
+
 struct Step {
   Rows rows;
   int32_t num_threads;
@@ -61,6 +64,9 @@ struct Step {
   void* heads;                                // [num_tokens, (heads + 2 kv_heads) * head_dim] workspace
   void* attended;                             // [num_tokens, heads * head_dim] workspace
   void* inner;                                // [num_tokens, inner] workspace
+  void* last;                                 // [num_rows, hidden] out: each row's last token
+  uint8_t* finite;                            // [num_rows] out: 1 if these are numbers
+  double* seconds;                            // [kNumParts] out: added to; null: not timed
 };
 
 // Attention by itself, for queries from anywhere.

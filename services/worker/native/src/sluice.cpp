@@ -28,11 +28,12 @@ void sluice_forward(const Model* model, const Step* step) {
   }
 }
 
-void sluice_head(const Model* model, const void* hidden, int64_t rows, void* normed, float* logits, int32_t num_threads) {
+void sluice_head(const Model* model, const void* hidden, int64_t rows, void* normed, float* logits, int64_t* largest,
+                 int32_t num_threads) {
   if (model->is_bf16) {
-    head(*model, as<bf16>(hidden), rows, static_cast<bf16*>(normed), logits, num_threads);
+    head(*model, as<bf16>(hidden), rows, static_cast<bf16*>(normed), logits, largest, num_threads);
   } else {
-    head(*model, as<float>(hidden), rows, static_cast<float*>(normed), logits, num_threads);
+    head(*model, as<float>(hidden), rows, static_cast<float*>(normed), logits, largest, num_threads);
   }
 }
 

@@ -1,0 +1,215 @@
+"""Paged attention by FlashInfer's CUDA kernels, behind the same interface as torch's.
+
+The decodes at the head of a batch and the rows behind them are planned apart: FlashInfer fits its tile of queries to
+the mean row, and on Hopper its kernels for long rows (fa3) do not split a context among processors, which decodes need.
+Both parts are calls of the same class, since a decode is a causal row of one query; the non-causal calls by which
+FlashInfer's own decode class computes have been reported to miss windows.
+
+A layer's window is FlashInfer's `window_left`, plus one, since that does not count the query itself. Blocks that lie
+before the window of a row's first query are not named to it at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import RaggedRows
+from services.worker.attention.torch_paged import first_keys
+from services.worker.engine.types import I32
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.spec import ModelSpec
+
+HEAD_DIMS = (64, 128, 256)
+"""Others are not refused by FlashInfer, but read memory that is not theirs or give wrong numbers."""
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of queries, keys and values: its kernels multiply on tensor cores."""
+RECOMMENDED_WORKSPACE_BYTES = 128 * 2**20
+"""FlashInfer's own advice."""
+MAX_QUERY_TILE = 128
+CTAS_PER_PROCESSOR = 2
+"""FlashInfer splits contexts until there is this much work for each multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """Rows as FlashInfer reads them: lists one behind the other, and where each begins; all on the host."""
+
+    query_starts: I32
+    """[n + 1] first query of each row, then the number of all"""
+    block_starts: I32
+    """[n + 1] the same of `blocks`"""
+    blocks: I32
+    """[block_starts[n]] of the rows' keys, in order"""
+    last_block_tokens: I32
+    """[n] keys in each row's last block, 1 to block_size"""
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferPlan:
+    """A step's parts. What FlashInfer keeps of it lies in its wrappers, so only the newest plan is valid."""
+
+    num_decodes: int
+    """Rows of one token at the head of the batch."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrappers:
+    """FlashInfer's objects for the layers of one window."""
+
+    decodes: Any
+    others: Any
+
+
+class FlashInferAttention:
+    """Attention over a `KVCache` on a CUDA device.
+
+    Args:
+        library: the module `flashinfer`.
+        workspace_bytes: see `workspace_bytes`; taken when the first step is planned, so that the dry step's measurement
+            counts it.
+    """
+
+    def __init__(self, library: Any, spec: ModelSpec, cache: KVCache, workspace_bytes: int) -> None:
+        reason = unsupported(spec, cache.keys[0].dtype)
+        assert reason is None, reason
+        self._library = library
+        self._spec = spec
+        self._cache = cache
+        self._device = cache.keys[0].device
+        self._dtype = cache.keys[0].dtype
+        self._workspace_bytes = workspace_bytes
+        self._wrappers: dict[int | None, _Wrappers] = {}
+        self._newest: FlashInferPlan | None = None
+
+    def plan(self, rows: RaggedRows) -> FlashInferPlan:
+        """Prepare what all layers of a step share; the plan before this one is void."""
+        if not self._wrappers:
+            self._open()
+        if self._device.type == "cuda":
+            # a wrapper copies from one pinned buffer without waiting: an earlier copy must not be under way
+            torch.cuda.current_stream(self._device).synchronize()
+        num_decodes = leading_decodes(rows)
+        for window, wrappers in self._wrappers.items():
+            if num_decodes:
+                self._plan(wrappers.decodes, rows, slice(0, num_decodes), window)
+            if num_decodes < len(rows.num_tokens):
+                self._plan(wrappers.others, rows, slice(num_decodes, None), window)
+        self._newest = FlashInferPlan(num_decodes, int(rows.num_tokens.sum()))
+        return self._newest
+
+    def attend(self, plan: FlashInferPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
+        return self._attend(plan, layer, queries, None)
+
+    def attend_with_lse(
+        self, plan: FlashInferPlan, layer: int, queries: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return also the log-sum-exp [t, num_heads], base 2, float32, for `merge_states`."""
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(plan, layer, queries, lse), lse
+
+    def _attend(
+        self, plan: FlashInferPlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert plan is self._newest, "attention of an old plan: a newer one took its place in the wrappers"
+        wrappers = self._wrappers[self._spec.windows[layer]]
+        pools = (self._cache.keys[layer], self._cache.values[layer])
+        if queries.stride()[1:] != (self._spec.head_dim, 1):
+            queries = queries.contiguous()
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        decodes, others = slice(0, plan.num_decodes), slice(plan.num_decodes, plan.num_tokens)
+        for wrapper, span in ((wrappers.decodes, decodes), (wrappers.others, others)):
+            if span.start == span.stop:
+                continue
+            part = None if lse is None else lse[span]
+            wrapper.run(queries[span], pools, out=out[span], lse=part, return_lse=lse is not None)
+        return out.flatten(1)
+
+    def _open(self) -> None:
+        """Take the workspace. It may be shared by all wrappers: it holds nothing from one call to the next."""
+        workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+        wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
+        for window in dict.fromkeys(self._spec.windows):
+            self._wrappers[window] = _Wrappers(
+                decodes=wrapper(workspace, "NHD", backend="fa2"),
+                others=wrapper(workspace, "NHD", backend="auto"),
+            )
+
+    def _plan(self, wrapper: Any, rows: RaggedRows, part: slice, window: int | None) -> None:
+        """Plan consecutive rows. FlashInfer reads these tensors on the host, and sends them to the device itself."""
+        spec, block_size = self._spec, self._cache.block_size
+        lists = block_lists(rows, part, window, block_size)
+        wrapper.plan(
+            torch.from_numpy(lists.query_starts),
+            torch.from_numpy(lists.block_starts),
+            torch.from_numpy(lists.blocks),
+            torch.from_numpy(lists.last_block_tokens),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            block_size,
+            causal=True,
+            sm_scale=spec.head_dim**-0.5,
+            window_left=-1 if window is None else window - 1,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+        )
+
+
+def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str | None:
+    """Return why FlashInfer cannot compute a model's attention; None: it can."""
+    if dtype not in DTYPES:
+        return f"it does not compute in {str(dtype).removeprefix('torch.')}"
+    if spec.head_dim not in HEAD_DIMS:
+        return f"heads of {spec.head_dim} dimensions are not among its {', '.join(map(str, HEAD_DIMS))}"
+    return None
+
+
+def workspace_bytes(spec: ModelSpec, num_processors: int) -> int:
+    """Return a bound for the partial results that FlashInfer keeps while it splits contexts.
+
+    It splits only as long as the pieces, of all rows and key heads, stay within `CTAS_PER_PROCESSOR` for each of the
+    device's multiprocessors. A piece is at most a tile of queries, each with an output and a log-sum-exp in float32.
+    Older versions reserve a whole tile for every query head, newer ones only for those that share a key head.
+    """
+    num_pieces = CTAS_PER_PROCESSOR * num_processors // spec.num_kv_heads
+    partial_bytes = spec.num_heads * num_pieces * MAX_QUERY_TILE * (spec.head_dim + 1) * 4
+    return max(partial_bytes + 4096, RECOMMENDED_WORKSPACE_BYTES)  # a page for alignment
+
+
+def leading_decodes(rows: RaggedRows) -> int:
+    """Return how many rows of one token stand at the head of the batch."""
+    longer = np.flatnonzero(rows.num_tokens > 1)
+    return int(longer[0]) if len(longer) else len(rows.num_tokens)
+
+
+def block_lists(rows: RaggedRows, part: slice, window: int | None, block_size: int) -> BlockLists:
+    """Return consecutive rows with the blocks that some query of theirs sees.
+
+    Args:
+        rows: of a step.
+        part: the rows that are wanted.
+        window: keys that a query sees at most, itself included; None: all before it.
+        block_size: token slots of a block.
+    """
+    num_keys = rows.num_keys[part]
+    first = first_keys(rows, window)[part] // block_size
+    end = -(-num_keys // block_size)
+    columns = np.arange(rows.tables.shape[1], dtype=np.int32)
+    seen = (columns >= first[:, None]) & (columns < end[:, None])
+    return BlockLists(
+        query_starts=_starts(rows.num_tokens[part]),
+        block_starts=_starts(end - first),
+        blocks=np.ascontiguousarray(rows.tables[part][seen], dtype=np.int32),
+        last_block_tokens=np.asarray((num_keys - 1) % block_size + 1, dtype=np.int32),
+    )
+
+
+def _starts(counts: I32) -> I32:
+    """Return [n + 1] where each of n consecutive lists begins, then the end of the last."""
+    return np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)))

@@ -1,0 +1,152 @@
+"""FlashInfer's kernels on a CUDA device: against attention written out, against torch's, within the workspace."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.attention.base import RaggedRows
+from services.worker.attention.flashinfer_paged import FlashInferAttention, block_lists, workspace_bytes
+from services.worker.attention.merge import merge_states
+from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.engine.types import I32
+from services.worker.executor.kernels import choose_kernels
+from tests.support.attention_cases import AttentionCase, attention_spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
+    pytest.mark.timeout(900),  # its kernels are compiled when they are first used
+    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
+]
+
+CUDA = torch.device("cuda")
+LIMITS = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Absolute and relative; outputs are of the order of 1 and less, and weights are rounded to the type too."""
+HEADS = [(8, 8, 64), (14, 2, 64), (32, 8, 128), (28, 4, 128), (8, 1, 256)]
+"""Heads of Llama 3 8B and Qwen2 0.5B and 7B among them: groups of 1, 7, 4, 7 and 8."""
+MIXED = [(700, 1), (0, 1), (8191, 1), (15, 1), (0, 300), (1000, 129), (37, 2), (511, 1)]
+
+
+def attention_of(case: AttentionCase) -> FlashInferAttention:
+    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
+    library = importlib.import_module("flashinfer")
+    return FlashInferAttention(library, case.spec, case.cache, workspace_bytes(case.spec, processors))
+
+
+def random_lengths(seed: int) -> list[tuple[int, int]]:
+    """Decodes first, as the engine orders them; contexts from nothing to thousands of tokens."""
+    rng = random.Random(seed)
+    decodes = [(rng.choice((0, rng.randrange(64), rng.randrange(5000))), 1) for _ in range(rng.randrange(0, 40))]
+    return decodes + [(rng.randrange(2000), rng.randrange(1, 400)) for _ in range(rng.randrange(1, 4))]
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_mixed_step_equals_attention_written_out(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Three kinds of layer: all keys, a short window, one that a single row has outgrown."""
+    case = AttentionCase(
+        attention_spec(heads, (None, 100, 4096)), MIXED, dtype=dtype, device=CUDA, block_size=16, seed=1
+    )
+    attention = attention_of(case)
+    plan = attention.plan(case.rows)
+    for layer in range(3):
+        out, lse = attention.attend_with_lse(plan, layer, case.queries)
+        expected, expected_lse = case.expected(layer)
+        torch.testing.assert_close(out.cpu().double(), expected, atol=LIMITS[dtype], rtol=LIMITS[dtype])
+        torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=1e-2, rtol=1e-3)
+        assert torch.equal(out, attention.attend(plan, layer, case.queries))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_steps_equal_torchs_attention(seed: int, block_size: int) -> None:
+    case = AttentionCase(
+        attention_spec((32, 8, 128), (None, 333)), random_lengths(seed), device=CUDA, block_size=block_size, seed=seed
+    )
+    own, other = attention_of(case), TorchPagedAttention(case.spec, case.cache)
+    plan, other_plan = own.plan(case.rows), other.plan(case.rows)
+    for layer in range(2):
+        found, expected = own.attend(plan, layer, case.queries), other.attend(other_plan, layer, case.queries)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_steps_one_behind_the_other_do_not_disturb_each_other() -> None:
+    """Plans follow layers that have not been computed yet; each step's result is that of the step by itself."""
+    cases = [
+        AttentionCase(attention_spec((32, 8, 128), (None,)), random_lengths(seed), device=CUDA, block_size=16)
+        for seed in range(3)
+    ]
+    attentions = [attention_of(case) for case in cases]
+    alone = []
+    for attention, case in zip(attentions, cases, strict=True):
+        alone.append(attention.attend(attention.plan(case.rows), 0, case.queries))
+        torch.cuda.synchronize()
+    one = attentions[0]
+    rows = cases[0].rows
+    for _ in range(30):
+        results = [one.attend(one.plan(rows), 0, cases[0].queries) for _ in range(4)]
+        assert all(torch.equal(result, alone[0]) for result in results)
+    for _ in range(10):
+        together = [a.attend(a.plan(c.rows), 0, c.queries) for a, c in zip(attentions, cases, strict=True)]
+        assert all(torch.equal(result, expected) for result, expected in zip(together, alone, strict=True))
+
+
+def test_parts_of_a_context_join_by_their_log_sum_exp() -> None:
+    """A query over 4 000 keys equals the join of itself over the first 1 600 and over the last 2 400 of them."""
+    case = AttentionCase(attention_spec((32, 8, 128), (None,)), [(3999, 1)], device=CUDA, block_size=16)
+    one = np.ones(1, dtype=np.int32)
+    parts = []
+    for first, count in ((0, 1600), (1600, 2400)):
+        rows = RaggedRows(one, one * (count - 1), case.rows.tables[:, first // 16 :])
+        attention = attention_of(case)
+        out, lse = attention.attend_with_lse(attention.plan(rows), 0, case.queries)
+        parts += [out.unflatten(1, (32, 128)).float(), lse]
+    whole, lse = merge_states(*parts)
+    expected, expected_lse = case.expected(0)
+    torch.testing.assert_close(whole.flatten(1).cpu().double(), expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=1e-2, rtol=1e-3)
+
+
+def full_rows(num_rows: int, num_tokens: int, num_keys: int) -> tuple[I32, I32, I32]:
+    counts = np.full(num_rows, num_tokens, dtype=np.int32)
+    return counts, counts * 0 + num_keys - num_tokens, np.zeros((num_rows, -(-num_keys // 16)), dtype=np.int32)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 100_000), (3, 17, 50_000), (1, 128, 100_000), (40, 1, 9_000), (2, 300, 70_000)]
+)
+def test_the_workspace_is_at_least_what_the_library_asks_for(
+    heads: tuple[int, int, int], shape: tuple[int, int, int]
+) -> None:
+    """Rows, tokens and keys that make it split contexts: few pieces, long contexts."""
+    spec = attention_spec(heads, (None,))
+    processors = torch.cuda.get_device_properties(CUDA).multi_processor_count
+    library: Any = importlib.import_module("flashinfer")
+    buffer = torch.zeros(2**20, dtype=torch.uint8, device=CUDA)
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend="fa2")
+    lists = block_lists(RaggedRows(*full_rows(*shape)), slice(None), None, 16)
+    columns = (lists.query_starts, lists.block_starts, lists.blocks, lists.last_block_tokens)
+    float_bytes, _ = wrapper.workspace_size(
+        *(torch.from_numpy(column) for column in columns),
+        *heads,
+        16,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    assert float_bytes <= workspace_bytes(spec, processors)
+
+
+@pytest.mark.parametrize("windows", [(None,), (4096,), (None, 1024)], ids=str)
+def test_the_trial_accepts_it(windows: tuple[int | None, ...]) -> None:
+    spec = attention_spec((32, 8, 128), windows)
+    assert choose_kernels("flashinfer", spec, CUDA, torch.bfloat16, deterministic=False).name == "flashinfer"

@@ -1,0 +1,113 @@
+"""Ragged rows over a paged cache, and their attention written out: the oracle for attentions of any device."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import RaggedRows
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.spec import ModelSpec, RopeSpec
+
+CPU = torch.device("cpu")
+
+
+def attention_spec(heads: tuple[int, int, int], windows: tuple[int | None, ...]) -> ModelSpec:
+    """Return a model of which only the attention matters.
+
+    Args:
+        heads: query heads, key heads, dimensions of a head.
+        windows: one for each layer.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_layers=len(windows),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=10_000,
+        norm_kind="rms",
+        norm_bias=False,
+        norm_eps=1e-6,
+        activation="silu",
+        gated_mlp=True,
+        position_kind="rope",
+        rope=RopeSpec(),
+        rotary_dim=head_dim,
+        windows=windows,
+        tied_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        head_norm=False,
+        eos_token_ids=(),
+    )
+
+
+class AttentionCase:
+    """Rows over a cache that is full of NaN wherever nothing was written, with blocks in a random order.
+
+    Args:
+        lengths: of each row, the position of its first token and its number of tokens.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        lengths: list[tuple[int, int]],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device = CPU,
+        block_size: int = 8,
+        seed: int = 0,
+    ) -> None:
+        self.spec = spec
+        generator = torch.Generator().manual_seed(seed)
+        blocks = [-(-(start + count) // block_size) for start, count in lengths]
+        self.cache = KVCache(spec, sum(blocks) + 1, block_size, dtype, device)
+        for pool in (*self.cache.keys, *self.cache.values):
+            pool.fill_(torch.nan)
+        order = torch.randperm(sum(blocks), generator=generator).to(torch.int32).numpy()
+        tables = np.full((len(lengths), max(blocks)), sum(blocks), dtype=np.int32)
+        self.written: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in spec.windows]
+        """By layer and row: keys and values [num_keys, num_kv_heads, head_dim]"""
+        for row, (start, count) in enumerate(lengths):
+            tables[row, : blocks[row]], order = np.split(order, [blocks[row]])
+            slots = tables[row, : blocks[row], None].astype(np.int64) * block_size + np.arange(block_size)
+            shape = (start + count, spec.num_kv_heads, spec.head_dim)
+            for layer, rows in enumerate(self.written):
+                keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+                rows.append((keys, values))
+                sent = torch.from_numpy(slots.ravel()[: start + count]).to(device)
+                self.cache.write(layer, sent, keys.to(device), values.to(device))
+        starts, counts = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
+        self.rows = RaggedRows(counts, starts, tables)
+        width = spec.q_size + 2 * spec.kv_size
+        fused = torch.randn((int(counts.sum()), width), generator=generator).to(dtype).to(device)
+        self.queries = fused[:, : spec.q_size].unflatten(1, (spec.num_heads, spec.head_dim))
+        """[t, num_heads, head_dim], a view of a wider buffer as the decoder's are"""
+
+    def expected(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """In float64 on the CPU: output [t, num_heads * head_dim] and log-sum-exp [t, num_heads], base 2."""
+        out, lse = [], []
+        window = self.spec.windows[layer]
+        for row, (start, count) in enumerate(zip(self.rows.start, self.rows.num_tokens, strict=True)):
+            parts = self.written[layer][row]
+            keys, values = (part.double().repeat_interleave(self.spec.group_size, dim=1) for part in parts)
+            first = self.rows.first_token[row]
+            queries = self.queries[first : first + count].cpu().double()
+            ends, places = torch.arange(start, start + count)[:, None], torch.arange(start + count)
+            seen = places <= ends
+            if window is not None:
+                seen &= places > ends - window
+            scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(self.spec.head_dim)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            out.append(torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values).flatten(1))
+            lse.append(scores.logsumexp(dim=-1).T / math.log(2))
+        return torch.cat(out), torch.cat(lse)

@@ -1,0 +1,120 @@
+"""Stands in for the module `flashinfer`: computes from exactly the arguments that the real one would get, in float64.
+
+It refuses what the real one refuses or reads wrongly, so that a test on it is one of the bookkeeping.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """As flashinfer-python 0.7.2: `plan` keeps a batch, `run` computes a layer of it."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str) -> None:
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert kv_layout == "NHD"
+        assert backend in ("auto", "fa2", "fa3")
+        self.backend = backend
+        self._plan: dict[str, Any] | None = None
+
+    def plan(  # noqa: PLR0917 - the real one's places
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+    ) -> None:
+        for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+            assert tensor.dtype == torch.int32
+            assert tensor.device.type == "cpu", "the host would wait for the device to read them back"
+            assert tensor.dim() == 1
+            assert tensor.is_contiguous()
+        rows = len(qo_indptr) - 1
+        assert rows > 0
+        assert len(paged_kv_indptr) == rows + 1
+        assert len(paged_kv_last_page_len) == rows
+        assert qo_indptr[0] == paged_kv_indptr[0] == 0
+        assert (qo_indptr.diff() > 0).all()
+        assert (paged_kv_indptr.diff() > 0).all()
+        assert len(paged_kv_indices) == paged_kv_indptr[-1]
+        assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
+        assert num_qo_heads % num_kv_heads == 0
+        assert head_dim_qk in (64, 128, 256)
+        assert causal
+        assert window_left >= -1
+        assert q_data_type in (torch.float16, torch.bfloat16)
+        assert kv_data_type in (None, q_data_type)
+        self._plan = {name: value for name, value in locals().items() if name != "self"}
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        plan = self._plan
+        assert plan is not None, "plan comes first"
+        self._check(plan, q, paged_kv_cache, out)
+        queries, blocks = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
+        scores_lse = torch.empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
+        assert scores_lse.shape == q.shape[:2]
+        for row, last in enumerate(plan["paged_kv_last_page_len"].tolist()):
+            span = slice(queries[row], queries[row + 1])
+            pages = plan["paged_kv_indices"][blocks[row] : blocks[row + 1]].long()
+            num_keys = (len(pages) - 1) * plan["page_size"] + last
+            keys, values = (pool[pages].flatten(0, 1)[:num_keys].double() for pool in paged_kv_cache)
+            self._row(plan, q[span].double(), keys, values, out[span], scores_lse[span])
+        return (out, scores_lse) if return_lse else out
+
+    @staticmethod
+    def _check(
+        plan: dict[str, Any], q: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor
+    ) -> None:
+        assert q.shape == (plan["qo_indptr"][-1], plan["num_qo_heads"], plan["head_dim_qk"])
+        assert q.dtype == plan["q_data_type"]
+        assert q.stride(-1) == 1
+        for pool in pools:
+            assert pool.shape[1:] == (plan["page_size"], plan["num_kv_heads"], plan["head_dim_qk"])
+            assert pool.dtype == plan["q_data_type"]
+        assert pools[0].stride() == pools[1].stride()
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
+        assert out.is_contiguous()
+
+    @staticmethod
+    def _row(
+        plan: dict[str, Any],
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        num_queries, num_keys = len(queries), len(keys)
+        group = plan["num_qo_heads"] // plan["num_kv_heads"]
+        scale = plan["sm_scale"] if plan["sm_scale"] is not None else 1 / math.sqrt(plan["head_dim_qk"])
+        place, key = torch.arange(num_queries)[:, None], torch.arange(num_keys)
+        seen = key + num_queries <= num_keys + place
+        if plan["window_left"] >= 0:
+            seen &= key + num_queries + plan["window_left"] >= num_keys + place
+        scores = torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(group, dim=1)) * scale
+        scores = scores.masked_fill(~seen, -torch.inf)
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values.repeat_interleave(group, dim=1))
+        out.copy_(attended)
+        lse.copy_(scores.logsumexp(dim=-1).T / math.log(2))
