@@ -76,6 +76,7 @@ class ClusterPlan:
         flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
         flags += ["--threads", str(settings.threads_per_worker())]
+        flags += [] if settings.kernels == "auto" else ["--kernels", settings.kernels]
         flags += ["--deterministic"] if settings.deterministic else []
         flags += [] if settings.prefix_caching else ["--no-prefix-caching"]
         return self._service(name, *flags)

@@ -83,6 +83,7 @@ _CLUSTER_OPTIONS = (
     ("port", "P", "Port of the API; 0 picks a free one. [up: 8000, demo: 0]"),
     ("max-model-len", "N", "Most tokens of one request. [what the model and the memory allow]"),
     ("threads", "N", "CPU threads of each worker. [cores / workers]"),
+    ("kernels", "KIND", "What computes the steps: auto, native, flashinfer or torch. [auto]"),
     ("cluster", "NAME", "Name of the cluster on a shared broker. [default]"),
     ("nats-url", "URL", "Broker to use. [NATS_URL, else one is started]"),
     ("log-dir", "DIR", "Keep the logs of every process here. [a temporary folder]"),

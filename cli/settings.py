@@ -44,6 +44,8 @@ class UpSettings(ServiceSettings):
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of each worker; 0 shares this machine's cores out evenly (deterministic: one thread)."""
+    kernels: Literal["auto", "native", "flashinfer", "torch"] = "auto"
+    """What computes the workers' steps; `auto` takes the best that is there."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""
     log_dir: str = ""
