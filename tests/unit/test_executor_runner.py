@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,6 +154,20 @@ def test_any_error_inside_a_step_is_a_failed_batch(runner: ModelRunner) -> None:
     sequence = driver.add([1000])
     with pytest.raises(BatchFailedError, match="IndexError"):
         runner.run(driver.batch([(sequence, 1)]))
+
+
+def test_what_was_taken_in_by_half_fails_every_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does not repeat a copy: a row that went on without it would say something else."""
+    runner = open_runner(SHAPE)
+    driver = Driver(runner)
+    batch = driver.batch([(driver.add(PROMPT), len(PROMPT))])
+    copying = replace(batch, copies=CopyOps(np.array([0], dtype=np.int32), np.array([1], dtype=np.int32)))
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "copy_blocks", Mock(side_effect=MemoryError("no room for a copy")))
+        with pytest.raises(BatchFailedError, match="no room"):
+            runner.run(copying)
+    with pytest.raises(BatchFailedError, match="by half"):
+        runner.run(batch)
 
 
 def test_a_closed_runner_runs_nothing() -> None:

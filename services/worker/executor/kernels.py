@@ -136,7 +136,7 @@ def _flashinfer_attention(library: Any, spec: ModelSpec, cache: KVCache) -> Flas
 
 
 def _without_library(wanted: str, spec: ModelSpec, device: torch.device, *, is_there: bool) -> Kernels:
-    reason = "no library is built for this processor"
+    reason = "no library is built for this processor, or none can be opened"
     if device.type != "cpu":
         reason = f"the device is {device}"
     elif is_there:

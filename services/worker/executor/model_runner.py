@@ -89,6 +89,7 @@ class ModelRunner:
         block_size = info.capacity.block_size
         self.info = info
         self._forward: ForwardPass | None = forward
+        self._is_sound = True
         self._device = forward.cache.keys[0].device
         self._tables = BlockTables(max_rows, -(-info.max_model_len // block_size))
         self._sampling = SamplingTable(max_rows)
@@ -143,7 +144,13 @@ class ModelRunner:
         return self._forward
 
     def _apply(self, batch: Batch) -> None:
-        """Take in what the batch says of rows and blocks. Of a dropped row only its rules take memory."""
+        """Take in what the batch says of rows and blocks. Of a dropped row only its rules take memory.
+
+        The engine says it once. If it cannot be taken in, later steps would compute with blocks that were never copied
+        or with the rules of others, so all of them fail, and the engine gives the executor up.
+        """
+        assert self._is_sound, "an earlier step's rows and blocks were taken in by half; the worker must start anew"
+        self._is_sound = False
         for admitted in batch.admits:
             self._sampling.put(admitted.row, admitted.sampling)
             self._logprobs.put(admitted)
@@ -153,6 +160,7 @@ class ModelRunner:
         if len(batch.copies.source):
             source, target = (self._to_device(blocks) for blocks in (batch.copies.source, batch.copies.target))
             self._open().cache.copy_blocks(source, target)
+        self._is_sound = True
 
     def _step(self, batch: Batch) -> tuple[I32, dict[int, TokenLogprob] | None]:
         forward = self._open()

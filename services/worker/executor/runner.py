@@ -12,6 +12,7 @@ import numpy as np
 import structlog
 import torch
 
+from services.worker.attention.native_paged import split_bytes
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.kernels import Kernels, choose_kernels
@@ -161,6 +162,8 @@ class _Loader:
                 spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
             )
         angle_bytes = 2 * context * spec.rotary_dim * self._dtype.itemsize
+        if self._kernels.library is not None:
+            measured += split_bytes(spec, context, torch.get_num_threads())
         return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
 
 

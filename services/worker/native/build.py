@@ -42,7 +42,7 @@ _TIMEOUT_S = 300
 def library_path(level: Level) -> Path:
     """Return where the library of a level lies once it is built from the sources as they are."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *level.compiler_flags)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return LIBRARIES / f"libsluice-{level.name}-{digest.hexdigest()[:12]}.so"
 
@@ -65,8 +65,11 @@ def build(level: Level, compiler: str) -> Path:
     LIBRARIES.mkdir(exist_ok=True)
     unfinished = target.with_suffix(f".{os.getpid()}.tmp")
     command = [compiler, *_FLAGS, *level.compiler_flags, str(SOURCES / "sluice.cpp"), "-o", str(unfinished)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603 - our own sources
-    unfinished.replace(target)  # a worker that starts meanwhile finds all of it or nothing
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)  # noqa: S603 - our own sources
+        unfinished.replace(target)  # a worker that starts meanwhile finds all of it or nothing
+    finally:
+        unfinished.unlink(missing_ok=True)
     for stale in LIBRARIES.glob(f"libsluice-{level.name}-*.so"):
         if stale != target:
             stale.unlink(missing_ok=True)

@@ -9,6 +9,8 @@ import ctypes
 import functools
 from pathlib import Path
 
+import structlog
+
 from services.worker.native.build import library_path
 from services.worker.native.levels import read_cpu_flags, runnable
 from services.worker.native.structures import ABI, AttendArgs, ModelArgs, StepArgs
@@ -44,8 +46,12 @@ class NativeLibrary:
 
 @functools.cache
 def open_library(level: str = "") -> NativeLibrary | None:
-    """Return the best library that is built and that runs here, or that of one level; None if there is none."""
+    """Return the best library that is built and opens here, or that of one level; None if there is none."""
     for candidate in runnable(read_cpu_flags()):
-        if level in ("", candidate.name) and (path := library_path(candidate)).exists():
+        if level not in ("", candidate.name) or not (path := library_path(candidate)).exists():
+            continue
+        try:
             return NativeLibrary(path, candidate.name)
+        except OSError as error:  # built for another kind of machine, or against libraries that are not here
+            structlog.get_logger().warning("a kernel library cannot be opened", path=str(path), reason=str(error))
     return None

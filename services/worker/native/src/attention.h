@@ -5,7 +5,7 @@
 // depends on its own context alone: not on the batch, on how a prompt was cut, or on the number of threads.
 #pragma once
 
-#include <memory>
+#include <new>
 #include <vector>
 
 #include "dot_tile.h"
@@ -18,6 +18,7 @@ constexpr int kItemRows = 16;   // query rows (tokens times heads of a group) of
 constexpr int kMaxGroup = 64;   // query heads that may share a key head
 constexpr int kAhead = 48;      // keys between a prefetch and its use
 constexpr int kSpread = 4;      // items per thread below which long contexts are cut by splits
+constexpr int64_t kMaxParts = 16 << 20;  // floats of splits that are computed side by side; the reserve counts them
 
 // Tokens of one row that share a key head: the unit of work, times kv_heads.
 struct Item {
@@ -57,7 +58,7 @@ class Attention {
   // Called by all threads of a parallel region; ends with a barrier. `parts` is shared and empty.
   void run(const std::vector<Item>& items, std::vector<float>& parts, int num_threads) const {
     const int64_t units = static_cast<int64_t>(items.size()) * args_.kv_heads;
-    if (units < kSpread * num_threads && longest(items) > 2 * kSplit) {
+    if (units < kSpread * num_threads && longest(items) > 2 * kSplit && take_parts(units, items, parts)) {
       run_by_splits(items, parts);
       return;
     }
@@ -116,14 +117,33 @@ class Attention {
     store(item, kv_head, q.count, running, whole);
   }
 
-  // Few items with long contexts: splits are computed by all threads, then folded in order as `attend` does.
-  void run_by_splits(const std::vector<Item>& items, std::vector<float>& parts) const {
-    const int64_t width = args_.head_dim, splits = (longest(items) + kSplit - 1) / kSplit;
+  int64_t num_splits(const std::vector<Item>& items) const { return (longest(items) + kSplit - 1) / kSplit; }
+
+  int64_t most_rows(const std::vector<Item>& items) const {
     int64_t rows = 0;
     for (const Item& item : items) rows = std::max(rows, item.count * group_);
-    const int64_t slot = rows * (width + 2), units = static_cast<int64_t>(items.size()) * args_.kv_heads;
+    return rows;
+  }
+
+  // Makes room for all splits of all items; false, for all threads alike, if that is too much or there is no memory.
+  bool take_parts(int64_t units, const std::vector<Item>& items, std::vector<float>& parts) const {
+    const int64_t size = units * num_splits(items) * most_rows(items) * (args_.head_dim + 2);
+    if (size > kMaxParts) return false;
 #pragma omp single
-    parts.resize(static_cast<size_t>(units * splits * slot));
+    {
+      try {
+        parts.resize(static_cast<size_t>(size));
+      } catch (const std::bad_alloc&) {  // must not leave the library
+        parts.clear();
+      }
+    }
+    return static_cast<int64_t>(parts.size()) == size;
+  }
+
+  // Few items with long contexts: splits are computed by all threads, then folded in order as `attend` does.
+  void run_by_splits(const std::vector<Item>& items, std::vector<float>& parts) const {
+    const int64_t width = args_.head_dim, splits = num_splits(items), rows = most_rows(items);
+    const int64_t slot = rows * (width + 2), units = static_cast<int64_t>(items.size()) * args_.kv_heads;
 #pragma omp for schedule(dynamic, 1) collapse(2)
     for (int64_t unit = 0; unit < units; unit++)
       for (int64_t split = 0; split < splits; split++) {
