@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,17 +89,19 @@ class EngineProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=file,
                 limit=1 << 20,
+                start_new_session=True,
             )
 
     async def stop(self) -> None:
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None:
             return
-        self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_LIMIT_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        if self._process.returncode is None:
+            self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_LIMIT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it left: some engines' workers outlive them
+        await self._process.wait()
 
     async def read_line(self, limit_s: float) -> dict[str, Any]:
         """Return the next line of its output, as JSON.
