@@ -17,6 +17,8 @@ from benchmarks.harness import ROOT
 START_LIMIT_S = 600.0
 RUN_LIMIT_S = 600.0
 STOP_LIMIT_S = 30.0
+LLAMA_TRIES = 5
+"""`llama-batched-bench` ends without a figure every now and then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,9 @@ class LlamaBench:
             "-ctv",
             kv_type,
         ]
+        for _ in range(LLAMA_TRIES - 1):
+            with contextlib.suppress(RuntimeError):
+                return parse_llama(await self._output(self._program, *flags))
         return parse_llama(await self._output(self._program, *flags))
 
     async def stop(self) -> None:

@@ -46,6 +46,8 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(shape)
     model = (LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM)(config).float()
+    with torch.no_grad():  # tied: no greedy answer ever has a control token, which is no text
+        model.get_input_embeddings().weight[:FIRST_ID] = 0
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
