@@ -207,11 +207,12 @@ class PacedStream:
             await intake.changed.wait()
             return
         wake_s = max(due_s, self._next_frame_s, intake.now_s() + MIN_TIMER_S) + TIMER_SLACK_S
+        # not asyncio.timeout: a Ctrl-C that cancels the task just before one begins is lost when that one expires
+        timer = asyncio.get_running_loop().call_at(intake.started_s + wake_s, intake.changed.set)
         try:
-            async with asyncio.timeout_at(intake.started_s + wake_s):
-                await intake.changed.wait()
-        except TimeoutError:
-            return
+            await intake.changed.wait()
+        finally:
+            timer.cancel()
 
     async def _end_reader(self) -> None:
         """Cancel the reader and wait until it is gone; its error, if any, is dropped with the stream."""

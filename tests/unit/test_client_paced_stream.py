@@ -308,3 +308,31 @@ def test_the_same_input_gives_the_same_output_to_the_last_digit() -> None:
     gaps = [rng.expovariate(30.0) for _ in range(200)]
     traces = {tuple(run(collect(stream_of(Source(gaps), "human")))) for _ in range(3)}
     assert len(traces) == 1
+
+
+async def test_a_cancellation_from_within_a_step_is_not_lost_in_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does it: the signal's handler cancels the task while it runs, just before it waits for the next frame.
+
+    The time of that frame has passed when its timer begins, as on a machine that stalls.
+    """
+    monkeypatch.setattr("sluice_client.paced_stream.TIMER_SLACK_S", -1.0)
+
+    async def source() -> AsyncIterator[str]:
+        for _ in range(10_000):
+            yield "tick "
+            await asyncio.sleep(0.001)
+
+    async def read() -> None:
+        async with PacedStream(source(), make_pacer("human", TARGET)) as stream:
+            count = 0
+            async for _ in stream:
+                count += 1
+                if count == 3:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.cancel()
+
+    reading = asyncio.create_task(read())
+    done, _ = await asyncio.wait({reading}, timeout=5)
+    assert done
+    assert reading.cancelled()

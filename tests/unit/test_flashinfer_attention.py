@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -249,7 +250,7 @@ def test_on_cuda_flashinfer_is_taken_where_it_can_be() -> None:
 @pytest.mark.usefixtures("as_if_on_cuda")
 @pytest.mark.parametrize("cause", ["module", "trial", "capability"])
 def test_without_flashinfer_auto_falls_back_and_flashinfer_is_refused(
-    cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cause == "module":
         monkeypatch.setattr(kernels_module, "_open_flashinfer", lambda: (None, "no module"))
@@ -258,8 +259,9 @@ def test_without_flashinfer_auto_falls_back_and_flashinfer_is_refused(
     else:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
     reason = {"module": "no module", "trial": "no compiler", "capability": "below 8.0"}[cause]
-    assert chosen() == "torch"
-    assert reason in capsys.readouterr().out
+    with structlog.testing.capture_logs() as logs:
+        assert chosen() == "torch"
+    assert any(reason in entry.get("reason", "") for entry in logs)
     with pytest.raises(StartupError, match=reason):
         chosen("flashinfer")
 
