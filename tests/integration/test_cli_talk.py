@@ -125,6 +125,11 @@ def test_ctrl_c_makes_bench_print_what_it_has(server: Server, tmp_path: Path) ->
     assert "stopped by Ctrl-C" in out
 
 
+def heed_ctrl_c() -> None:
+    """Give SIGINT its usual meaning, as it has it in a terminal's foreground: tests may run in a shell's background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A `sluice` command on a pseudo-terminal."""
 
@@ -133,7 +138,13 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
         command = [sys.executable, "-m", "cli.main", *argv]
         self.process = subprocess.Popen(
-            command, stdin=child_fd, stdout=child_fd, stderr=child_fd, env=env, start_new_session=True
+            command,
+            stdin=child_fd,
+            stdout=child_fd,
+            stderr=child_fd,
+            env=env,
+            start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         os.close(child_fd)
         self.text = ""
