@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.attention import torch_paged
-from services.worker.attention.base import RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
 from services.worker.attention.torch_paged import WASTE_KEYS, TorchPagedAttention, group_rows
-from services.worker.memory.kv_cache import KVCache
-from services.worker.models.spec import ModelSpec, RopeSpec
+from tests.support.attention_cases import AttentionCase, attention_spec
 
-BLOCK_SIZE = 8
 MAX_KEYS = 600
 
 
@@ -33,79 +30,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_spec(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> ModelSpec:
-    """Return a model of two layers, the second one with a window."""
-    return ModelSpec(
-        architecture="LlamaForCausalLM",
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_layers=2,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        max_positions=MAX_KEYS,
-        norm_kind="rms",
-        norm_bias=False,
-        norm_eps=1e-6,
-        activation="silu",
-        gated_mlp=True,
-        position_kind="rope",
-        rope=RopeSpec(),
-        rotary_dim=head_dim,
-        windows=(None, window),
-        tied_embeddings=True,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        head_norm=False,
-        eos_token_ids=(),
-    )
+def make_case(
+    lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None = None
+) -> AttentionCase:
+    """Return rows over a cache of two layers, the second one with a window."""
+    return AttentionCase(attention_spec(heads, (None, window)), lengths, dtype=torch.float32, seed=seed)
 
 
-class Case:
-    """Rows of random lengths over a cache that is full of NaN wherever nothing was written."""
-
-    def __init__(
-        self, lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None = None
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.spec = make_spec(*heads, window)
-        blocks = [-(-(start + count) // BLOCK_SIZE) for start, count in lengths]
-        self.cache = KVCache(self.spec, sum(blocks) + 1, BLOCK_SIZE, torch.float32, torch.device("cpu"))
-        for pool in (*self.cache.keys, *self.cache.values):
-            pool.fill_(torch.nan)
-        order = torch.randperm(sum(blocks), generator=generator).to(torch.int32).numpy()
-        tables = np.full((len(lengths), max(blocks)), sum(blocks), dtype=np.int32)
-        self.keys, self.values = [], []
-        for row, (start, count) in enumerate(lengths):
-            tables[row, : blocks[row]], order = np.split(order, [blocks[row]])
-            slots = torch.from_numpy(tables[row, : blocks[row], None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).flatten()
-            shape = (start + count, self.spec.num_kv_heads, self.spec.head_dim)
-            self.keys.append(torch.randn(shape, generator=generator))
-            self.values.append(torch.randn(shape, generator=generator))
-            self.cache.write(1, slots[: start + count].long(), self.keys[-1], self.values[-1])
-        starts, counts = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
-        self.rows = RaggedRows(counts, starts, tables)
-        shape = (int(counts.sum()), self.spec.num_heads, self.spec.head_dim)
-        self.queries = torch.randn(shape, generator=generator)
-
-    def expected(self) -> torch.Tensor:
-        """One query at a time, one head at a time, in float64."""
-        out = []
-        first = self.rows.first_token
-        for row, (start, count) in enumerate(zip(self.rows.start, self.rows.num_tokens, strict=True)):
-            keys = self.keys[row].double().repeat_interleave(self.spec.group_size, dim=1)
-            values = self.values[row].double().repeat_interleave(self.spec.group_size, dim=1)
-            for offset in range(count):
-                query, end = self.queries[first[row] + offset].double(), start + offset + 1
-                seen = slice(max(end - (self.spec.windows[1] or end), 0), end)
-                scores = torch.einsum("hd,khd->hk", query, keys[seen]) / math.sqrt(self.spec.head_dim)
-                out.append(torch.einsum("hk,khd->hd", scores.softmax(dim=-1), values[seen]).flatten())
-        return torch.stack(out)
-
-
-def attend(attention: Any, case: Case) -> torch.Tensor:
+def attend(attention: Any, case: AttentionCase) -> torch.Tensor:
     result: torch.Tensor = attention.attend(attention.plan(case.rows), 1, case.queries)
     return result
 
@@ -127,9 +59,9 @@ HEADS = st.sampled_from([(4, 2, 8), (4, 4, 6), (8, 1, 4), (3, 1, 10)])
 def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
     kind: type[Any], lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None
 ) -> None:
-    case = Case(lengths, heads, seed, window)
+    case = make_case(lengths, heads, seed, window)
     torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
+        attend(kind(case.spec, case.cache), case).double(), case.expected(1)[0], atol=2e-5, rtol=1e-4
     )
 
 
@@ -141,29 +73,29 @@ def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
 def test_border_cases_of_groups_tiles_splits_and_windows(
     kind: type[Any], window: int | None, lengths: list[tuple[int, int]]
 ) -> None:
-    case = Case(lengths, (4, 2, 8), 3, window)
+    case = make_case(lengths, (4, 2, 8), 3, window)
     torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(), atol=2e-5, rtol=1e-4
+        attend(kind(case.spec, case.cache), case).double(), case.expected(1)[0], atol=2e-5, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 200])
 def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     monkeypatch.setattr(torch_paged, "LONG_KEYS", 90)
-    case = Case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
+    case = make_case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
     actual = attend(TorchPagedAttention(case.spec, case.cache), case)
-    torch.testing.assert_close(actual.double(), case.expected(), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual.double(), case.expected(1)[0], atol=2e-5, rtol=1e-4)
 
 
 def test_a_plan_has_no_more_keys_than_the_window_shows() -> None:
     """Window 10: a decode gathers 10 keys, a chunk of 20 gathers 9 + 20. Until outgrown, it costs nothing."""
-    case = Case([(100, 1), (4, 1), (60, 20)], (4, 2, 8), 3, 10)
+    case = make_case([(100, 1), (4, 1), (60, 20)], (4, 2, 8), 3, 10)
     attention = TorchPagedAttention(case.spec, case.cache)
     plan = attention.plan(case.rows)
     assert sum(group.slots.numel() for group in plan[10].groups) == 2 * 10
     assert [row.slots.numel() for row in plan[10].prefills] == [29]
     assert [row.slots.numel() for row in plan[None].prefills] == [80]
-    short = Case([(8, 1), (4, 6)], (4, 2, 8), 3, 10)
+    short = make_case([(8, 1), (4, 6)], (4, 2, 8), 3, 10)
     plan = TorchPagedAttention(short.spec, short.cache).plan(short.rows)
     assert plan[10] is plan[None]
 
