@@ -88,7 +88,8 @@ def assert_disjoint(prompts: Iterable[Prompt], training: Iterable[Conversation])
     asked = {turn.prompt.lower() for prompt in prompts for turn in prompt.turns if _triple(turn) is None}
     combinations = {triple for prompt in prompts for turn in prompt.turns if (triple := _triple(turn))}
     count = 0
-    for count, conversation in enumerate(training, start=1):  # noqa: B007 - the count is the result
+    for conversation in training:
+        count += 1
         for turn in conversation.turns:
             triple = _triple(turn)
             assert triple not in combinations, f"trained on {triple}"

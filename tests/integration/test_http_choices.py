@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.dispatcher.build import ModelText
 from shared.messages.request import RefusalReason, Submit
 from shared.types import MAX_SEED, FinishReason
-from tests.support.dispatchers import Running, load_model, running_dispatcher
+from tests.support.dispatchers import Running, running_dispatcher
 from tests.support.fake_worker import FakeWorker, make_status, publish_view
 
 CHAT = "/v1/chat/completions"
@@ -23,16 +23,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 TEXTS = ["one fox", "two 🦊 foxes", "three foxes went down"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> ModelText:
-    return load_model(folder)
 
 
 def index_of(submit: Submit) -> int:

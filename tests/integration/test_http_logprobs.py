@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import ModelText
-from tests.support.dispatchers import Running, load_model, running_dispatcher
+from tests.support.dispatchers import Running, running_dispatcher
 from tests.support.fake_worker import played_logprob
 
 CHAT = "/v1/chat/completions"
@@ -20,16 +20,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 TEXT = "Hello 🦊 world, 你好!\u2028End."
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> ModelText:
-    return load_model(folder)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

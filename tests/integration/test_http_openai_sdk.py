@@ -13,20 +13,10 @@ import pytest_asyncio
 from services.dispatcher.build import ModelText
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
-from tests.support.dispatchers import Running, load_model, running_dispatcher
+from tests.support.dispatchers import Running, running_dispatcher
 
 TEXT = "Hello 🦊 world"
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> ModelText:
-    return load_model(folder)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -22,16 +22,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> ModelText:
-    return load_model(folder)
-
-
 @pytest_asyncio.fixture(loop_scope="module")
 async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
     async with running_dispatcher(text, folder, lambda _: [65, 66, 67], ready=False) as running:

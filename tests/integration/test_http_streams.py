@@ -17,7 +17,7 @@ from services.dispatcher.build import ModelText
 from shared.messages.report import Liveness, WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason, QoeTarget, RequestClass
-from tests.support.dispatchers import Running, load_model, running_dispatcher
+from tests.support.dispatchers import Running, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
 
 CHAT = "/v1/chat/completions"
@@ -26,16 +26,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 TEXT = "Hello 🦊 world, 你好! The end."
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def text(folder: Path) -> ModelText:
-    return load_model(folder)
 
 
 def end_id(text: ModelText) -> int:

@@ -87,6 +87,8 @@ def choose_kernels(
     if library is None or spec.group_size > MAX_GROUP:
         return _without_library(wanted, spec, device, is_there=library is not None)
     unknown = _unknown_layers(spec)
+    if unknown and wanted == "native":
+        raise StartupError(f"native kernels are not possible: {unknown}", "Use --kernels auto, or torch")
     if unknown:
         structlog.get_logger().warning("only attention is by native kernels", reason=unknown)
         return Kernels(f"attention {library.level}", library)

@@ -123,7 +123,7 @@ class ModelRunner:
                 tokens, logprobs = self._step(batch)
         except BatchFailedError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever torch raises is the batch's failure: the engine finds the guilty row
             raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
         return BatchOutput(batch.step_id, tokens, time.perf_counter() - began, logprobs)
 

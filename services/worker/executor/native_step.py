@@ -31,7 +31,7 @@ ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3}
 
 @dataclass(frozen=True, slots=True)
 class _Workspace:
-    """Buffers for steps of at most `num_tokens` tokens and `num_rows` sampled rows."""
+    """Buffers for steps of at most `num_tokens` tokens."""
 
     num_tokens: int
     hidden: torch.Tensor

@@ -134,15 +134,13 @@ class Forward {
 
   void project(const Layer& layer) const {
     const int64_t width = heads_width();
-    const T* bias = as<T>(layer.qkv_bias);
     T* out = static_cast<T*>(step_.heads);
-    linear(as<T>(step_.normed), model_.hidden, tokens(), as<T>(layer.qkv), width, model_.hidden,
-           [=](int64_t row, int rows, int64_t column, int columns, const float* sums) {
-             for (int r = 0; r < rows; r++)
-               for (int c = 0; c < columns; c++)
-                 out[(row + r) * width + column + c] =
-                     from_float<T>(sums[r * kColumns + c] + (bias == nullptr ? 0.0f : to_float(bias[column + c])));
-           });
+    linear<1>(as<T>(step_.normed), tokens(), as<T>(layer.qkv), as<T>(layer.qkv_bias), width, model_.hidden,
+              [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
+                for (int r = 0; r < rows; r++)
+                  for (int c = 0; c < columns; c++)
+                    out[(row + r) * width + column + c] = from_float<T>(sums[0][r * kColumns + c]);
+              });
   }
 
   // Normalises and turns queries and keys where they stand, and puts keys and values into the cache.
@@ -191,54 +189,47 @@ class Forward {
   }
 
   // hidden += in * weight^T + bias
-  void add(const T* in, int64_t k, const void* weight, const void* bias_pointer) const {
+  void add(const T* in, int64_t k, const void* weight, const void* bias) const {
     const int64_t size = model_.hidden;
-    const T* bias = as<T>(bias_pointer);
     T* out = hidden();
-    linear(in, k, tokens(), as<T>(weight), size, k, [=](int64_t row, int rows, int64_t column, int columns, const float* sums) {
-      for (int r = 0; r < rows; r++)
-        for (int c = 0; c < columns; c++) {
-          T& value = out[(row + r) * size + column + c];
-          const float sum = sums[r * kColumns + c] + (bias == nullptr ? 0.0f : to_float(bias[column + c]));
-          value = from_float<T>(to_float(value) + sum);
-        }
-    });
+    linear<1>(in, tokens(), as<T>(weight), as<T>(bias), size, k,
+              [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
+                for (int r = 0; r < rows; r++)
+                  for (int c = 0; c < columns; c++) {
+                    T& value = out[(row + r) * size + column + c];
+                    value = from_float<T>(to_float(value) + sums[0][r * kColumns + c]);
+                  }
+              });
   }
 
   void widen(const Layer& layer) const {
     const int64_t size = model_.inner;
     const int32_t activation = model_.activation;
-    const T* bias = as<T>(layer.up_bias);
+    const T *in = as<T>(step_.normed), *weight = as<T>(layer.up), *bias = as<T>(layer.up_bias);
     T* out = static_cast<T*>(step_.inner);
-    const T* in = as<T>(step_.normed);
-    if (model_.gated) {
-      linear_pair(in, model_.hidden, tokens(), as<T>(layer.up), size, model_.hidden,
-                  [=](int64_t row, int rows, int64_t column, int columns, float* gates, const float* sums) {
-                    for (int r = 0; r < rows; r++) {
-                      float* gate = gates + r * kColumns;
-                      for (int c = 0; c < columns && bias != nullptr; c++) gate[c] += to_float(bias[column + c]);
-                      if (activation == kSilu) {
-#pragma omp simd
-                        for (int c = 0; c < kColumns; c++) gate[c] = silu(gate[c]);
-                      } else {
-                        for (int c = 0; c < columns; c++) gate[c] = activate(activation, gate[c]);
-                      }
-                      for (int c = 0; c < columns; c++) {
-                        const float up = sums[r * kColumns + c] + (bias == nullptr ? 0.0f : to_float(bias[size + column + c]));
-                        out[(row + r) * size + column + c] = from_float<T>(gate[c] * up);
-                      }
-                    }
-                  });
+    if (!model_.gated) {
+      linear<1>(in, tokens(), weight, bias, size, model_.hidden,
+                [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
+                  for (int r = 0; r < rows; r++)
+                    for (int c = 0; c < columns; c++)
+                      out[(row + r) * size + column + c] = from_float<T>(activate(activation, sums[0][r * kColumns + c]));
+                });
       return;
     }
-    linear(in, model_.hidden, tokens(), as<T>(layer.up), size, model_.hidden,
-           [=](int64_t row, int rows, int64_t column, int columns, const float* sums) {
-             for (int r = 0; r < rows; r++)
-               for (int c = 0; c < columns; c++) {
-                 const float sum = sums[r * kColumns + c] + (bias == nullptr ? 0.0f : to_float(bias[column + c]));
-                 out[(row + r) * size + column + c] = from_float<T>(activate(activation, sum));
-               }
-           });
+    linear<2>(in, tokens(), weight, bias, size, model_.hidden,
+              [=](int64_t row, int rows, int64_t column, int columns, Sums* sums) {
+                for (int r = 0; r < rows; r++) {
+                  float* gate = sums[0] + r * kColumns;
+                  if (activation == kSilu) {
+#pragma omp simd
+                    for (int c = 0; c < kColumns; c++) gate[c] = silu(gate[c]);
+                  } else {
+                    for (int c = 0; c < columns; c++) gate[c] = activate(activation, gate[c]);
+                  }
+                  for (int c = 0; c < columns; c++)
+                    out[(row + r) * size + column + c] = from_float<T>(gate[c] * sums[1][r * kColumns + c]);
+                }
+              });
   }
 
   // Copies each row's last token out, and says whether it is made of numbers.
@@ -273,7 +264,6 @@ inline int64_t place_of_largest(const float* values, int64_t count) {
 // hidden's size. An id of `vocab` says that a row has no largest: it holds what is not a number.
 template <class T>
 void head(const Model& model, const T* hidden, int64_t rows, T* normed, float* logits, int64_t* largest, int num_threads) {
-  const T* bias = as<T>(model.head_bias);
   const int64_t vocab = model.vocab;
 #pragma omp parallel num_threads(num_threads)
   {
@@ -281,13 +271,12 @@ void head(const Model& model, const T* hidden, int64_t rows, T* normed, float* l
     for (int64_t r = 0; r < rows; r++)
       norm_row(hidden + r * model.hidden, as<T>(model.norm), as<T>(model.norm_bias), model.hidden, model.norm_eps,
                model.layer_norm != 0, normed + r * model.hidden);
-    linear(normed, model.hidden, rows, as<T>(model.head), vocab, model.hidden,
-           [=](int64_t row, int count, int64_t column, int columns, const float* sums) {
-             for (int r = 0; r < count; r++)
-               for (int c = 0; c < columns; c++)
-                 logits[(row + r) * vocab + column + c] =
-                     sums[r * kColumns + c] + (bias == nullptr ? 0.0f : to_float(bias[column + c]));
-           });
+    linear<1>(normed, rows, as<T>(model.head), as<T>(model.head_bias), vocab, model.hidden,
+              [=](int64_t row, int count, int64_t column, int columns, const Sums* sums) {
+                for (int r = 0; r < count; r++)
+                  for (int c = 0; c < columns; c++)
+                    logits[(row + r) * vocab + column + c] = sums[0][r * kColumns + c];
+              });
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < rows; r++) largest[r] = place_of_largest(logits + r * vocab, vocab);
   }

@@ -71,26 +71,13 @@ inline int block_rows(int64_t k, size_t item_bytes) {
   return static_cast<int>(std::clamp<int64_t>(fitting / 4 * 4, 16, kMaxBlockRows));
 }
 
-// Calls finish(first_row, num_rows, first_column, num_columns, sums) for each tile of in [m, k] times W [n, k]
-// transposed; sums is [num_rows, 16].
-template <class T, class Finish>
-void linear(const T* in, int64_t in_stride, int64_t m, const T* weight, int64_t n, int64_t k, Finish finish) {
-  const int64_t rows = block_rows(k, sizeof(T));
-  const int64_t num_blocks = (m + rows - 1) / rows, num_units = (n + kColumns - 1) / kColumns;
-#pragma omp for schedule(dynamic, 2)
-  for (int64_t unit = 0; unit < num_blocks * num_units; unit++) {
-    const int64_t row = unit / num_units * rows, column = unit % num_units * kColumns;
-    const int num_rows = static_cast<int>(std::min(rows, m - row));
-    const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));
-    alignas(64) float sums[kMaxBlockRows * kColumns];
-    product(in + row * in_stride, in_stride, num_rows, weight + column * k, k, n - column, sums);
-    finish(row, num_rows, column, num_columns, sums);
-  }
-}
+using Sums = float[kMaxBlockRows * kColumns];
 
-// As linear, for two matrices [n, k] one after the other: finish gets the sums of both.
-template <class T, class Finish>
-void linear_pair(const T* in, int64_t in_stride, int64_t m, const T* weight, int64_t n, int64_t k, Finish finish) {
+// Multiplies in [m, k] with kMatrices matrices [n, k], transposed, that lie one behind the other in `weight`, and adds
+// their biases [kMatrices, n]; null: none. Calls finish(first_row, num_rows, first_column, num_columns, sums) for each
+// tile; sums[i] is that of matrix i, [num_rows, 16].
+template <int kMatrices, class T, class Finish>
+void linear(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, int64_t k, Finish finish) {
   const int64_t rows = block_rows(k, sizeof(T));
   const int64_t num_blocks = (m + rows - 1) / rows, num_units = (n + kColumns - 1) / kColumns;
 #pragma omp for schedule(dynamic, 1)
@@ -98,10 +85,13 @@ void linear_pair(const T* in, int64_t in_stride, int64_t m, const T* weight, int
     const int64_t row = unit / num_units * rows, column = unit % num_units * kColumns;
     const int num_rows = static_cast<int>(std::min(rows, m - row));
     const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));
-    alignas(64) float first[kMaxBlockRows * kColumns], second[kMaxBlockRows * kColumns];
-    product(in + row * in_stride, in_stride, num_rows, weight + column * k, k, n - column, first);
-    product(in + row * in_stride, in_stride, num_rows, weight + (n + column) * k, k, n - column, second);
-    finish(row, num_rows, column, num_columns, first, second);
+    alignas(64) Sums sums[kMatrices];
+    for (int i = 0; i < kMatrices; i++) {
+      product(in + row * k, k, num_rows, weight + (i * n + column) * k, k, n - column, sums[i]);
+      for (int r = 0; r < num_rows && bias != nullptr; r++)
+        for (int c = 0; c < num_columns; c++) sums[i][r * kColumns + c] += to_float(bias[i * n + column + c]);
+    }
+    finish(row, num_rows, column, num_columns, sums);
   }
 }
 
