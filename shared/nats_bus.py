@@ -60,15 +60,24 @@ class NoBrokerError(BusClosedError, StartupError):
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = without_credentials(url)
+        if "authorization" in reason:
+            what = f"the nats-server at {self.url} lets nobody in without the right password ({reason})"
+            hint = "Set SLUICE_NATS_USER and SLUICE_NATS_PASSWORD, or write them into NATS_URL"
+        else:
+            what = f"no nats-server answers at {self.url} ({reason})"
+            hint = "Start one there, or set NATS_URL to where one runs"
+        StartupError.__init__(self, what, hint)
+
+
+class NotPermittedError(BusError, StartupError):
+    """The broker refuses a subject to this user. Nothing else tells the caller: see `on_fatal`."""
+
+    def __init__(self, reason: str) -> None:
         StartupError.__init__(
             self,
-            f"no nats-server answers at {self.url} ({reason})",
-            "Start one there, or set NATS_URL to where one runs",
+            f"the broker refuses this process a subject: {reason}",
+            "Give it the user of its own role, or make users and permissions anew with `sluice nats-config`",
         )
-
-
-class NotPermittedError(BusError):
-    """The broker refuses a subject to this user. Nothing else tells the caller: see `on_fatal`."""
 
 
 class NatsBus:
@@ -78,12 +87,14 @@ class NatsBus:
         name: of the connection, as `nats server report connections` shows it.
         stats: what went wrong so far.
         last_error: the newest error of the connection itself.
+        kv_replicas: copies of each bucket that this bus creates; more than 1 needs a cluster of servers.
     """
 
     def __init__(self, name: str, on_fatal: Callable[[BusError], None] | None) -> None:
         self.name = name
         self.stats = BusStats()
         self.last_error: Exception | None = None
+        self.kv_replicas = 1
         self._client = Client()
         self._on_fatal = on_fatal
         self._was_connected = False
@@ -107,7 +118,7 @@ class NatsBus:
         """Return a bus that is connected.
 
         Args:
-            url: `nats://host:port`, or with `user:password@` in front of the host.
+            url: `nats://host:port`, or with `user:password@` in front of the host; several servers with commas.
             name: of the connection, for operators.
             inbox_prefix: where answers arrive; needed where users may only read inboxes of their own.
             credentials: user and password, if they are not in the url.
@@ -132,7 +143,7 @@ class NatsBus:
     ) -> None:
         """Connect; called once, by `connect`."""
         await self._client.connect(
-            servers=[url],
+            servers=url.split(","),
             name=self.name,
             user=credentials[0],
             password=credentials[1],
@@ -211,7 +222,7 @@ class NatsBus:
     async def key_value(self, bucket: str, *, history: int = 1) -> KeyValue:
         """See `Bus.key_value`."""
         self._check_open()
-        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), history, self.stats)
+        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), history, self.stats, self.kv_replicas)
         self._buckets.append(opened)
         return opened
 
@@ -287,8 +298,7 @@ class NatsBus:
             self.stats.note_dropped(error.subject)
         elif "permissions violation" in str(error):
             self.stats.refused += 1
-            get_logger().error("the broker refuses a subject to this user", error=str(error))
-            self._report_fatal(NotPermittedError(str(error)))
+            self._report_fatal(NotPermittedError(_reason(error)))
         elif self._was_connected and not self._closing:
             self.stats.other_errors += 1
             if is_power_of_two(self.stats.other_errors):
@@ -313,12 +323,14 @@ class NatsBus:
     def _report_fatal(self, error: BusError) -> None:
         if self._on_fatal is not None:
             self._on_fatal(error)
+        else:
+            get_logger().error("the bus failed, and nobody is told", bus=self.name, error=str(error))
 
 
 def without_credentials(url: str) -> str:
-    """Return the url as it may be shown."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    """Return the url, or the urls with commas, as it may be shown."""
+    parts = [urlsplit(one) for one in url.split(",")]
+    return ",".join(one._replace(netloc=one.netloc.rpartition("@")[2]).geturl() for one in parts)
 
 
 def _is_refusal(error: Exception | None) -> bool:

@@ -19,6 +19,7 @@ from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.service import WorkerService
 from services.worker.step_log import StepLog
 from shared.bus import Bus, ServiceInfo
+from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.subjects import Subjects
 from shared.systems import find_system
@@ -142,6 +143,7 @@ def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:
             "model": facts.model,
             "device": facts.device,
             "system": facts.system,
+            **process_facts(),
         },
         instance_id=settings.instance_id,
     )

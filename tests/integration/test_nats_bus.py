@@ -217,11 +217,10 @@ authorization {
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A broker with one user who may do little."""
-    from shared import nats_server
+    from shared import nats_config
 
-    monkeypatch.setattr(
-        nats_server, "_CONFIG", nats_server._CONFIG + AUTHORIZATION.replace("{", "{{").replace("}", "}}")
-    )
+    more = AUTHORIZATION.replace("{", "{{").replace("}", "}}")
+    monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD + more)
     with EmbeddedNats() as server:
         yield server.start(tmp_path)
 
@@ -258,9 +257,9 @@ async def test_a_refused_subject_is_reported_as_fatal(guarded: str) -> None:
 
 
 async def test_a_broker_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared import nats_server
+    from shared import nats_config
 
-    monkeypatch.setattr(nats_server, "_CONFIG", nats_server._CONFIG.partition("jetstream")[0])
+    monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD.partition("jetstream")[0])
     with EmbeddedNats() as server:
         bus = await NatsBus.connect(server.start(tmp_path), name="b")
         with pytest.raises(BusError, match="without JetStream"):

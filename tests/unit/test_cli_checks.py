@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli import checks, model
+from cli.broker import BrokerAccess
 from cli.children import ClusterPlan, device_of, num_devices
 from cli.model import Model, find_model
 from cli.settings import UpSettings, load_up_settings
@@ -219,7 +220,7 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     plan = ClusterPlan(
         settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3, prefix_caching=False),
         Model(tmp_path, "owner/name"),
-        "nats://127.0.0.1:9",
+        BrokerAccess("nats://127.0.0.1:9"),
         8123,
     )
     specs = {spec.name: spec.argv for spec in plan.specs()}
@@ -244,7 +245,7 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
 
 def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_path: Path) -> None:
     chosen = settings(served_model_name="mine,org/other", generation_config="none", max_model_len=128)
-    plan = ClusterPlan(chosen, Model(tmp_path, "m"), "nats://x", 80)
+    plan = ClusterPlan(chosen, Model(tmp_path, "m"), BrokerAccess("nats://x"), 80)
     specs = {spec.name: spec.argv for spec in plan.specs()}
     assert plan.model_name == flag(specs["worker-0"], "--served-model-name") == "mine"
     assert flag(specs["worker-0"], "--max-model-len") == "128"
@@ -262,4 +263,4 @@ def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_pat
     ],
 )
 def test_the_url_can_be_opened_from_this_machine(tmp_path: Path, host: str, url: str) -> None:
-    assert ClusterPlan(settings(host=host), Model(tmp_path, "m"), "nats://x", 80).url == url
+    assert ClusterPlan(settings(host=host), Model(tmp_path, "m"), BrokerAccess("nats://x"), 80).url == url
