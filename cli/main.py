@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
+from cli.bus_options import nats_config, tap
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
@@ -26,6 +27,7 @@ Examples:
   sluice status                                what the workers do
   sluice pull owner/name                       fetch a model from the hub
   sluice bench --request-rate 4                put a load on a server and measure it
+  sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
 
 \b
@@ -226,6 +228,8 @@ def version() -> int:
 
 
 cli.add_command(bench)
+cli.add_command(tap)
+cli.add_command(nats_config)
 
 
 def run_command(argv: list[str] | None = None) -> int:
