@@ -91,14 +91,14 @@ def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
-    view, owners = subjects.view_bucket(), f"sluice_{subjects.cluster}_owners"
+    view, owners = subjects.view_bucket(), subjects.owners_bucket()
     publish = [*_requests(subjects), *_open(view), *_read(view), *_open(owners), *_read(owners), *_write(owners)]
     heard = [subjects.tokens(_DISPATCHERS), subjects.admin(Role.DISPATCHER, ANY, "dump")]
     return publish, [*heard, _inboxes(Role.DISPATCHER)]
 
 
 def _operator(subjects: Subjects) -> Permissions:
-    buckets = (subjects.view_bucket(), subjects.plan_bucket(), f"sluice_{subjects.cluster}_owners")
+    buckets = (subjects.view_bucket(), subjects.plan_bucket(), subjects.owners_bucket())
     asked = [
         subjects.admin(Role.MONITOR, ANY, "view"),
         subjects.admin(Role.MONITOR, ANY, "counters"),
@@ -127,8 +127,8 @@ _SERVICES: Final = {
 
 def _requests(subjects: Subjects) -> list[str]:
     """Return what dispatchers ask workers."""
-    verbs = ("submit", "cancel", "replay", "renew")
-    return [subjects.admin(Role.WORKER, ANY, verb) for verb in verbs]
+    asked = (subjects.submit, subjects.cancel, subjects.replay, subjects.renew)
+    return [subject(_WORKERS) for subject in asked]
 
 
 def _asked_of_workers(subjects: Subjects) -> list[str]:

@@ -203,7 +203,7 @@ def test_a_worker_cannot_write_views_or_plans_nor_read_what_others_are_answered(
         for subject in (
             f"$KV.{SUBJECTS.plan_bucket()}.plan",
             f"$KV.{SUBJECTS.view_bucket()}.cluster",
-            "$KV.sluice_default_owners.r-1",
+            f"$KV.{SUBJECTS.owners_bucket()}.r-1",
             SUBJECTS.submit(WorkerId("worker-0")),
             SUBJECTS.event("monitor", "monitor"),
             f"$JS.API.STREAM.DELETE.KV_{SUBJECTS.plan_bucket()}",
