@@ -33,7 +33,7 @@ from shared.bus_rules import BusStats, check_bucket, check_pattern, check_size, 
 from shared.errors import StartupError
 from shared.log import get_logger
 from shared.nats_client import NatsSubscription, cancellable, disconnect, drain, round_trip
-from shared.nats_kv import NatsKeyValue
+from shared.nats_kv import BucketShape, NatsKeyValue
 from shared.nats_service import (
     ERROR_CODE_HEADER,
     ERROR_HEADER,
@@ -219,10 +219,11 @@ class NatsBus:
         self._services.append(service)
         return service
 
-    async def key_value(self, bucket: str, *, history: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
         """See `Bus.key_value`."""
         self._check_open()
-        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), history, self.stats, self.kv_replicas)
+        shape = BucketShape(history, max_age_s, self.kv_replicas)
+        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), shape, self.stats)
         self._buckets.append(opened)
         return opened
 
