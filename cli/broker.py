@@ -34,7 +34,9 @@ class BrokerAccess:
     passwords: Mapping[Role, str] = field(default_factory=dict)
     """Of each role's user; empty for a broker that is not ours."""
     login: tuple[str, str] | None = None
-    """User and password for every process, if the person gave them for a broker that is not ours."""
+    """User and password for this process, at a broker that is not ours."""
+    is_in_url: bool = False
+    """Whether `login` was taken from the URL; otherwise children find theirs where this process did."""
 
     @property
     def operator(self) -> tuple[str, str] | None:
@@ -53,7 +55,7 @@ class BrokerAccess:
         """Return the variables from which a child of this role takes its user and password."""
         if self.passwords:  # the strongest variables: a cluster's own broker knows no other users
             prefix, login = f"SLUICE_{role.upper()}_", (role.value, self.passwords[role])
-        elif self.login is not None:
+        elif self.login is not None and self.is_in_url:
             prefix, login = "SLUICE_", self.login
         else:
             return {}
@@ -68,9 +70,12 @@ def named_broker(settings: UpSettings) -> BrokerAccess:
     """
     parts = urlsplit(settings.nats_url.split(",")[0])
     login = settings.nats_credentials()
-    if login is None and parts.username and parts.password is not None:
-        login = (unquote(parts.username), unquote(parts.password))
-    return BrokerAccess(without_credentials(settings.nats_url) if login else settings.nats_url, login=login)
+    if login is not None:
+        return BrokerAccess(settings.nats_url, login=login)
+    if parts.username is None or parts.password is None:
+        return BrokerAccess(settings.nats_url)
+    login = (unquote(parts.username), unquote(parts.password))
+    return BrokerAccess(without_credentials(settings.nats_url), login=login, is_in_url=True)
 
 
 class Broker:

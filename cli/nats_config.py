@@ -1,6 +1,7 @@
 """`sluice nats-config`: users, permissions and passwords for a broker, as files that its hosts and services read.
 
-    DIR/nats/nats.conf            for nats-server -c; with --server one file per server, `<name>.conf`
+    DIR/nats/nats.conf            for nats-server -c; with --server one file per server, `<name>.conf`, which listens
+                                  on that server's own address only
     DIR/<role>/password           for SLUICE_NATS_PASSWORD_FILE of that role's processes
 
 Passwords that are there already are kept, so that the command can be run again after an update.
@@ -8,7 +9,7 @@ Passwords that are there already are kept, so that the command can be run again 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.errors import StartupError
@@ -25,6 +26,7 @@ class NatsConfigOptions:
     out: Path
     clusters: tuple[str, ...]
     listen: str
+    """`host:port` for clients; with servers, only its port counts."""
     store_dir: str
     http: str
     servers: tuple[tuple[str, str], ...] = ()
@@ -70,7 +72,8 @@ def _texts(options: NatsConfigOptions, passwords: dict[Role, str]) -> list[tuple
     for name, host in options.servers:
         others = tuple(f"{other}:{ROUTE_PORT}" for other_name, other in options.servers if other_name != name)
         cluster = ServerCluster(f"{host}:{ROUTE_PORT}", others, route_password)
-        texts.append((name, config_text(_config(options, passwords, name, cluster))))
+        own = replace(options, listen=f"{host}:{options.listen.rpartition(':')[2]}")
+        texts.append((name, config_text(_config(own, passwords, name, cluster))))
     return texts
 
 

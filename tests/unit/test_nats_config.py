@@ -60,6 +60,8 @@ def test_three_servers_know_each_other_and_share_the_users(tmp_path: Path) -> No
         text = path.read_text()
         assert f'server_name: "{path.stem}"' in text
         routes = {host for host in ("10.0.0.1", "10.0.0.2", "10.0.0.3") if f"@{host}:6222" in text}
+        assert f'listen: "{own}:4222"' in text
+        assert f'listen: "{own}:6222"' in text
         assert routes == {"10.0.0.1", "10.0.0.2", "10.0.0.3"} - {own}
         assert all(password in text for password in passwords(tmp_path).values())
 
