@@ -97,3 +97,16 @@ def test_a_cluster_whose_name_is_a_wildcard_is_refused() -> None:
     for name in ("*", ">", "a.b", ""):
         with pytest.raises(ValueError, match="cannot be part of a subject"):
             permissions(Role.WORKER, name)
+
+
+def test_every_question_to_workers_may_be_asked_by_dispatchers_and_heard_by_workers() -> None:
+    """So that a new verb is not forgotten: the subjects say of themselves who talks."""
+    asked = {
+        getattr(SUBJECTS, name)(W0)
+        for name, method in vars(Subjects).items()
+        if (method.__doc__ or "").startswith("Request-reply, msgpack")
+    }
+    assert len(asked) >= 4
+    for subject in asked:
+        assert allows(permissions(Role.DISPATCHER).publish, subject)
+        assert allows(permissions(Role.WORKER).subscribe, subject)
