@@ -53,6 +53,7 @@ CLOSE_TIMEOUT_S = 5.0
 PENDING_BYTES = 2 * 1024 * 1024
 """Buffered for the broker; above it `publish` waits a moment, or drops while the connection is broken."""
 _BACKPRESSURE_S = 0.25
+_LATE_ANSWER = 'permissions violation for publish to "_inbox.'
 
 
 class NoBrokerError(BusClosedError, StartupError):
@@ -297,6 +298,8 @@ class NatsBus:
             self.last_error = error
         if isinstance(error, nats.errors.SlowConsumerError):
             self.stats.note_dropped(error.subject)
+        elif _LATE_ANSWER in str(error).lower():
+            self._note_late_answer()
         elif "permissions violation" in str(error):
             self.stats.refused += 1
             self._report_fatal(NotPermittedError(_reason(error)))
@@ -304,6 +307,12 @@ class NatsBus:
             self.stats.other_errors += 1
             if is_power_of_two(self.stats.other_errors):
                 get_logger().warning("bus error", error=_reason(error), errors=self.stats.other_errors)
+
+    def _note_late_answer(self) -> None:
+        """A broker with users permits answers on the connection that brought the request; who asked will ask again."""
+        self.stats.late_answers += 1
+        if is_power_of_two(self.stats.late_answers):
+            get_logger().warning("answers came too late to be permitted", answers=self.stats.late_answers)
 
     async def _on_disconnected(self) -> None:
         if self._was_connected and not self._closing:
