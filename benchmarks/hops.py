@@ -131,7 +131,18 @@ async def main() -> None:
             async with (
                 service("monitor", "--nats-url", url, "--instance-id", "monitor"),
                 service(
-                    "worker", "--instance-id", WORKER, *common, "--executor", "modelled", "--profile", str(profile)
+                    "worker",
+                    "--instance-id",
+                    WORKER,
+                    "--lease-s",
+                    "3600",
+                    "--orphan-s",
+                    "7200",
+                    *common,
+                    "--executor",
+                    "modelled",
+                    "--profile",
+                    str(profile),
                 ),
                 service("dispatcher", "--instance-id", "dispatcher", *common, "--port", str(port)),
             ):
