@@ -34,22 +34,7 @@ from benchmarks.harness import (
 
 SAMPLE_S = 5.0
 WARMUP_S = 60.0
-WORDS = "fox river quiet sea dream small once upon time light house wind stone bread".split()  # noqa: SIM905
-    "fox",
-    "river",
-    "quiet",
-    "sea",
-    "dream",
-    "small",
-    "once",
-    "upon",
-    "time",
-    "light",
-    "house",
-    "wind",
-    "stone",
-    "bread",
-]
+TEXT = "fox river quiet sea dream small once upon time light house wind stone bread"
 
 
 @dataclass
@@ -87,7 +72,7 @@ class Samples:
 async def client(port: int, rng: random.Random, load: Load, until_s: float) -> None:
     """Ask again and again; every tenth answer is left in the middle."""
     while time.monotonic() < until_s:
-        prompt = " ".join(rng.choices(WORDS, k=rng.randrange(1, 60)))
+        prompt = " ".join(rng.choices(TEXT.split(), k=rng.randrange(1, 60)))
         tokens = rng.randrange(1, 40)
         body: dict[str, object] = {"model": "model", "prompt": prompt, "max_tokens": tokens, "stream": True}
         body |= {"ignore_eos": True, "temperature": rng.choice([0.0, 0.8]), "user": f"user-{rng.randrange(10**6)}"}

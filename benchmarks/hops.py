@@ -78,8 +78,10 @@ async def worker_hops(url: str, rounds: int) -> tuple[list[float], list[float], 
     ended = asyncio.Event()
 
     def on_tokens(message: Message) -> None:
-        arrivals.append(time.perf_counter())
-        if TokenBatch.unpack(message.data).finish.any():
+        now_s, batch = time.perf_counter(), TokenBatch.unpack(message.data)
+        if len(batch.tokens):  # not the news that the request has been begun
+            arrivals.append(now_s)
+        if batch.finish.any():
             ended.set()
 
     await bus.subscribe(subjects.tokens(ME), on_tokens)
