@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_one_of_three_servers_dies_and_comes_back_and_no_reader_notices(servers:
         urls = [first.url, stack.enter_context(second_dispatcher(servers, first))]
         expected = texts_of(read_all(urls))
         for name in HOSTS:
-            assert texts_of(read_all(urls, lambda name=name: servers.kill(name))) == expected, f"without {name}"
+            assert texts_of(read_all(urls, partial(servers.kill, name))) == expected, f"without {name}"
             servers.start(name)
         wait_until(lambda: _is_ready(first), "the first dispatcher is ready", 30)
         assert texts_of(read_all(urls)) == expected
