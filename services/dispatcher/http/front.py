@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
+from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
@@ -47,6 +49,8 @@ class Front:
     pool: TextPool
     sessions: Sessions
     streams: EventStreams
+    sockets: Sockets
+    live: LiveCalls
     metrics: DispatcherMetrics
     max_model_len: int
     """The checkpoint's own context, in tokens; workers may take less."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from aiohttp import web
@@ -12,7 +13,9 @@ from services.dispatcher.http.answers import collect_answer, stream_answer
 from services.dispatcher.http.call import Call, Choice, Prompt
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.live import Start
 from services.dispatcher.http.records import make_record, report_record
+from services.dispatcher.http.sse import HttpOutlet, Outlet
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError
@@ -26,21 +29,38 @@ MAX_COPIED_TOKENS: Final = 4_000_000
 """Tokens of all prompts times `n`: each choice's submission carries its prompt."""
 
 
-async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
-    """Answer the request.
+_CANCELLED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
+"""Ends that the client wanted: in records, the same as leaving."""
+
+
+async def respond(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
+    """Answer a request that came over HTTP; raises as `generate`."""
+    outlet = HttpOutlet(front.streams, request)
+    whole = await generate(front, call, outlet)
+    return outlet.response if whole is None else whole
+
+
+async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | None:
+    """Answer the request: return the whole answer, or None if it was streamed.
+
+    Args:
+        front: the parts to work with.
+        call: what is asked.
+        outlet: where a stream goes.
 
     Raises:
         ApiError: it was refused, or it failed and nothing has been sent yet.
     """
     choices = _make_choices(front, call)
+    starts = front.live.enter(call, choices)
     finish = "cancelled"  # unless something better happens: the client may leave at any await
-    response: web.StreamResponse
+    whole: web.Response | None = None
     try:
-        await _admit(front, call, choices)
+        await _admit(front, call, choices, starts)
         if call.params.stream:
-            response = await stream_answer(front, call, choices, request)
+            await stream_answer(front, call, choices, outlet)
         else:
-            response = await collect_answer(front, call, choices)
+            whole = await collect_answer(front, call, choices)
         finish = _finish_of(choices)
     except ApiError as error:
         finish = error.code or "error"
@@ -49,8 +69,9 @@ async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.St
         for choice in choices:
             if choice.session is not None:
                 front.sessions.release(choice.session)
-        report_record(front, make_record(front, call, choices, finish))
-    return response
+        front.live.leave(call)
+        report_record(front, make_record(front, call, choices, "cancelled" if finish in _CANCELLED else finish))
+    return whole
 
 
 def _make_choices(front: Front, call: Call) -> list[Choice]:
@@ -82,17 +103,18 @@ def _finish_of(choices: Sequence[Choice]) -> str:
     return (choices[0].failure or FailureCode.INTERNAL).value
 
 
-async def _admit(front: Front, call: Call, choices: Sequence[Choice]) -> None:
+async def _admit(front: Front, call: Call, choices: Sequence[Choice], starts: Sequence[Start]) -> None:
     """Give every choice a session, and the first one a worker."""
     try:
-        front.sessions.check_admission(len(choices))
-        prompts = await _encode(front, call)
-        sessions = front.sessions.open(_new_requests(front, call, prompts))
-        for choice, session in zip(choices, sessions, strict=True):
-            choice.session = session
-            choice.echo = prompts[choice.index // call.params.num_choices].echo
-        await front.sessions.place(sessions[0])
-        choices[0].placed.set()
+        async with call.stopper.waiting():
+            front.sessions.check_admission(len(choices))
+            prompts = await _encode(front, call)
+            sessions = front.sessions.open(_new_requests(front, call, prompts, starts))
+            for choice, session in zip(choices, sessions, strict=True):
+                choice.session = session
+                choice.echo = prompts[choice.index // call.params.num_choices].echo
+            await front.sessions.place(sessions[0])
+            choices[0].placed.set()
     except TextPoolFullError:
         code = FailureCode.QUEUE_FULL
     except RequestFailedError as error:
@@ -138,12 +160,21 @@ def _too_long(call: Call, limit: int, found: str) -> ApiError:
     return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
 
 
-def _new_requests(front: Front, call: Call, prompts: Sequence[Prompt]) -> list[NewRequest]:
+def _new_requests(front: Front, call: Call, prompts: Sequence[Prompt], starts: Sequence[Start]) -> list[NewRequest]:
     """Return each choice's request in tokens, prompt by prompt."""
     found: list[NewRequest] = []
     for prompt in prompts:
         found += _of_prompt(front, call, prompt.token_ids, len(found))
-    return found
+    return [_go_on(request, start) for request, start in zip(found, starts, strict=True)]
+
+
+def _go_on(request: NewRequest, start: Start) -> NewRequest:
+    """Return the request as one that goes on after what an earlier connection got."""
+    if not start.num_attempts:
+        return request
+    # what lies beyond the limit now is no part of the answer: the context of the workers may have become smaller
+    tokens = tuple(start.tokens[: request.sampling.max_tokens])
+    return replace(request, generated=tokens, num_attempts=start.num_attempts)
 
 
 def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) -> list[NewRequest]:
@@ -152,6 +183,7 @@ def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) ->
     room = front.max_request_tokens - len(prompt)
     wanted = params.max_tokens or call.default_max_tokens or room
     packed = pack_token_ids(prompt)
+    seed = front.draw_seed() if call.retry is None else call.retry.seed
     return [
         NewRequest(
             request_id=RequestId(f"{call.request_id}-{index}") if index else call.request_id,
@@ -162,8 +194,9 @@ def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) ->
             request_class=params.request_class,
             qoe=params.qoe,
             cache_salt=call.cache_salt,
+            resumable=call.retry is not None,
         )
         for index, sampling in enumerate(
-            params.sampling.choices(params.num_choices, min(wanted, room), front.draw_seed()), start=first_index
+            params.sampling.choices(params.num_choices, min(wanted, room), seed), start=first_index
         )
     ]

@@ -30,6 +30,11 @@ def parse_salt(fields: Fields) -> str:
     return salt
 
 
+def caller_of(headers: Mapping[str, str]) -> str:
+    """Return what tells callers apart: nobody reads or cancels another's request."""
+    return headers.get("Authorization", "")
+
+
 def cache_salt(headers: Mapping[str, str], own_salt: str) -> str:
     """Return `Submit.cache_salt`: the same in every dispatcher; "" for a request without key and salt.
 
@@ -37,7 +42,7 @@ def cache_salt(headers: Mapping[str, str], own_salt: str) -> str:
         headers: of the request; the key is what `Authorization` holds.
         own_salt: from `parse_salt`.
     """
-    key = headers.get("Authorization", "")
+    key = caller_of(headers)
     if not key and not own_salt:
         return ""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"sluice-salt")

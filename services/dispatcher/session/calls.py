@@ -52,8 +52,9 @@ _REFUSALS = {
     RefusalReason.DRAINING: SubmitOutcome.ELSEWHERE,
     RefusalReason.TOO_LONG: SubmitOutcome.TOO_LONG,
     RefusalReason.INVALID: SubmitOutcome.FAILED,
-    RefusalReason.DUPLICATE: SubmitOutcome.FAILED,
-    RefusalReason.CANCELLED: SubmitOutcome.FAILED,
+    # a request that was sent again under the same id, by way of another dispatcher: the next attempt has another number
+    RefusalReason.DUPLICATE: SubmitOutcome.UNKNOWN,
+    RefusalReason.CANCELLED: SubmitOutcome.ELSEWHERE,
 }
 
 

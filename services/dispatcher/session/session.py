@@ -42,6 +42,13 @@ class NewRequest:
     qoe: QoeTarget | None = None
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
+    resumable: bool = False
+    """Its id comes from the client's Idempotency-Key: whoever opens a session with the same id asks for the same
+    answer."""
+    generated: tuple[int, ...] = ()
+    """Output tokens that an earlier connection got already; generation goes on after them."""
+    num_attempts: int = 0
+    """Submissions that were made under the same id before, as far as this dispatcher knows."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -65,6 +72,9 @@ class FailureCode(StrEnum):
     WORKER_LOST = "worker_lost"
     REQUEST_FAILED = "request_failed"
     TIMED_OUT = "request_timeout"
+    CANCELLED = "request_cancelled"
+    SUPERSEDED = "request_superseded"
+    RESUME_MISMATCH = "resume_mismatch"
     INTERNAL = "internal_error"
 
 
@@ -128,14 +138,14 @@ class Session:
     def __init__(self, request: NewRequest, stream: StreamId, gaps: GapHistogram) -> None:
         self.request = request
         self.stream = stream
-        self.attempt = 0
+        self.attempt = request.num_attempts
         """Number of submissions so far; tokens of any other attempt are ignored."""
         self.worker_id: WorkerId | None = None
-        self.tokens: list[int] = []
+        self.tokens: list[int] = list(request.generated)
         """Every output token, in order, from all attempts."""
         self.num_delivered = 0
         """How many of them the reader has taken."""
-        self.logprobs: list[TokenLogprob | None] | None = [] if request.sampling.logprobs is not None else None
+        self.logprobs: list[TokenLogprob | None] | None = None
         """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
         self.cached_tokens: int | None = None
         """Tokens of the prompt whose KV the worker had already; None until it says so."""
@@ -165,6 +175,8 @@ class Session:
         self.qoe: QoeState | None = None
         if request.qoe is not None:
             self.qoe = QoeState(ReaderTarget(request.qoe.ttft_s, request.qoe.speed_tokens_per_s))
+        if request.sampling.logprobs is not None:
+            self.logprobs = [None] * len(self.tokens)
         self._gaps = gaps
 
     @property
