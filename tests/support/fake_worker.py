@@ -131,8 +131,9 @@ class FakeWorker:
 
     async def _stream(self, running: Running) -> None:
         assert self.script is not None
-        tokens = list(self.script(running.submit))[: running.submit.sampling.max_tokens]
-        last = FinishReason.LENGTH if len(tokens) == running.submit.sampling.max_tokens else self.finish
+        room = running.submit.sampling.max_tokens - len(running.tokens)
+        tokens = list(self.script(running.submit))[:room]
+        last = FinishReason.LENGTH if len(tokens) == room else self.finish
         for index, token in enumerate(tokens):
             await asyncio.sleep(self.step_s)
             if (running.submit.request_id, running.submit.attempt) not in self.running:
