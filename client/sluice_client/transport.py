@@ -122,8 +122,8 @@ class Transport:
             if not isinstance(outcome, Failure):
                 return outcome
             num_untried -= 1
-            is_servers_own = outcome.is_unreachable or _status(outcome) == 503
-            if is_servers_own and outcome.may_retry:
+            is_servers_own = outcome.may_retry and _status(outcome) in (None, 503)
+            if is_servers_own:
                 self._servers.leave(url)
             setback = Setback(
                 may_retry=outcome.may_retry,

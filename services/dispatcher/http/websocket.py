@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 from aiohttp import WSCloseCode, WSMsgType, web
@@ -42,6 +42,9 @@ MAX_IN_FLIGHT: Final = 16
 """Answers at a time over one connection."""
 HEARTBEAT_S: Final = 15.0
 """Silence after which a ping is sent; half as long later without an answer, the connection is closed."""
+LINGER_S: Final = 1.0
+"""Seconds for which the rest of a message that is too long is thrown away."""
+_POLL_S: Final = 0.02
 ENVELOPE_BYTES: Final = 4096
 """What a message may hold besides a body of the size that HTTP allows."""
 _CALLS: Final = {"chat": chat_call, "completions": completion_call}
@@ -60,7 +63,7 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     _check_origin(request.headers)
     if request.headers.get("Upgrade", "").strip().lower() != "websocket":
         raise ApiError(426, "upgrade_required", "Speak WebSocket here.", headers={"Upgrade": "websocket"})
-    socket: web.WebSocketResponse[Any] = web.WebSocketResponse(
+    socket = _Socket(
         timeout=CLOSE_LIMIT_S / 2,
         heartbeat=HEARTBEAT_S,
         max_msg_size=front.settings.body_limit + ENVELOPE_BYTES,
@@ -98,6 +101,15 @@ def _check_origin(headers: Mapping[str, str]) -> None:
         raise ApiError(403, "foreign_origin", "Pages of other origins cannot connect here.")
 
 
+class _Socket(web.WebSocketResponse):
+    """aiohttp's WebSocket, which at first only stops sending: a client that is still sending gets the reason."""
+
+    def _close_transport(self) -> None:
+        transport = self._req.transport if self._req is not None else None
+        if transport is not None and not transport.is_closing():
+            transport.write_eof()
+
+
 class Connection:
     """One client's WebSocket.
 
@@ -111,7 +123,7 @@ class Connection:
     def __init__(
         self,
         front: Front,
-        socket: web.WebSocketResponse[Any],
+        socket: web.WebSocketResponse,
         transport: asyncio.Transport,
         headers: Mapping[str, str],
     ) -> None:
@@ -124,6 +136,7 @@ class Connection:
         self._budget = MessageBudget(front.now())
         self._verdict: Verdict | None = None
         self._reading: asyncio.Timeout | None = None
+        self._is_broken = False  # the client broke the protocol, and has been told
         self.full_since_s: float | None = None
 
     @property
@@ -152,9 +165,11 @@ class Connection:
             if self._verdict is not None:
                 _log.info("socket_closed", code=int(self._verdict.code), reason=self._verdict.reason)
                 await self._socket.close(code=self._verdict.code, message=self._verdict.reason.encode(), drain=False)
+            elif self._is_broken:
+                await self._linger()
         finally:
             await self._tasks.close()
-            # closing an orderly way waits for a client that may never read: then this is what ends it
+            # closing in an orderly way waits for a client that may never read: then this is what ends it
             asyncio.get_running_loop().call_later(CLOSE_LIMIT_S, self._transport.abort)
 
     async def _read_one(self) -> bool:
@@ -169,12 +184,19 @@ class Connection:
         if message.type is WSMsgType.BINARY:
             self.close(_BINARY)
         elif message.type is not WSMsgType.TEXT:
-            return False  # the connection has ended, or broke the protocol
+            self._is_broken = message.type is WSMsgType.ERROR
+            return False
         elif not self._budget.take(self._front.now()):
             self.close(_TOO_MANY_MESSAGES)
         else:
             self._take(message.data)
         return True
+
+    async def _linger(self) -> None:
+        """Throw away what still comes; a connection that is closed before loses its client the reason."""
+        until_s = self._front.now() + LINGER_S
+        while not self._transport.is_closing() and self._front.now() < until_s:
+            await asyncio.sleep(_POLL_S)
 
     def _take(self, data: bytes) -> None:
         try:
