@@ -14,7 +14,7 @@ from sluice_client.pacer import Piece
 from sluice_client.protocol import AnswerRecord
 from sluice_client.retry import Resumes
 
-RESUMED_CODES = frozenset({"draining", "worker_lost", "no_capacity"})
+RESUMED_CODES = frozenset({"draining", "no_capacity"})
 """Errors in a stream that say that this server cannot go on, not that nobody can."""
 _INCOMPLETE = "the stream ended without a finish reason; the text is not the whole answer"
 

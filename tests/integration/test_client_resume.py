@@ -47,7 +47,7 @@ async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
     ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
 
     def script(submit: Submit) -> Sequence[int]:
-        return ids[len(submit.generated_ids()) :]
+        return ids
 
     async with running_dispatcher(text, folder, script) as running:
         running.worker.step_s = 0.001  # so that events come one by one

@@ -38,7 +38,7 @@ async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
 
     def script(submit: Submit) -> Sequence[int]:
         ids = text.codec.tokenizer.encode("x" * index_of(submit) + TEXT, add_special_tokens=False).ids
-        return [*ids, end_id(text)][len(submit.generated_ids()) :]
+        return [*ids, end_id(text)]
 
     async with running_dispatcher(text, folder, script) as running:
         yield running

@@ -99,11 +99,10 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.NO_CAPACITY: (503, "No worker can take the request now. Try again soon.", 5.0),
     FailureCode.QUEUE_FULL: (429, "Too many requests are waiting. Try again soon.", 2.0),
     FailureCode.TOO_LONG: (400, "The prompt and max_tokens together are longer than the model can hold.", None),
-    FailureCode.WORKER_LOST: (503, "The worker that generated the answer was lost. Try again.", 1.0),
+    FailureCode.SUPERSEDED: (409, "The same request, by its idempotency key, goes on over a newer connection.", None),
     FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),
     FailureCode.TIMED_OUT: (504, "The request took longer than the server allows.", None),
     FailureCode.CANCELLED: (409, "The request was cancelled.", None),
-    FailureCode.SUPERSEDED: (409, "Another connection asked for this answer with the same Idempotency-Key.", None),
     FailureCode.RESUME_MISMATCH: (
         409,
         "The answer, made anew, does not continue what was sent of it. Ask again, with another Idempotency-Key.",

@@ -216,5 +216,5 @@ def _starts(live: _Live) -> list[Start]:
         if session is None:
             starts.append(before)
         else:
-            starts.append(Start(() if has_logprobs else array("I", session.tokens), session.attempt))
+            starts.append(Start(() if has_logprobs else array("I", session.tokens), session.history.num_attempts))
     return starts
