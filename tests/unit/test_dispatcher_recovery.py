@@ -330,8 +330,7 @@ def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() ->
     async def main() -> None:
         async with cluster() as made:
             worker = await made.add()
-            fields = {"generated": tuple(ANSWER[:7]), "num_attempts": 3, "resumable": True}
-            session, taker = await made.serve(**fields)
+            session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
             assert taker.tokens == session.tokens == ANSWER
             (submit,) = worker.submits
             assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
