@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
+
+from shared.api_keys import Tier
+
+FLEX_QUEUE_RATIO: Final = 0.5
+"""Share of the queue up to which flexible requests may join it: under load they are refused first."""
 
 
 class Admission(StrEnum):
@@ -31,6 +37,8 @@ class AdmissionInput:
     num_loading_workers: int
     num_new: int = 1
     """Sequences that the request needs (`n` choices)."""
+    tier: Tier = Tier.DEFAULT
+    """Of the request."""
 
 
 def decide_admission(state: AdmissionInput) -> Admission:
@@ -39,6 +47,7 @@ def decide_admission(state: AdmissionInput) -> Admission:
         return Admission.DRAINING
     if state.num_ready_workers == 0:
         return Admission.LOADING if state.num_loading_workers else Admission.NO_WORKER
-    if state.num_requests + state.num_new > state.max_requests or state.num_queued >= state.max_queued:
+    max_queued = state.max_queued * (FLEX_QUEUE_RATIO if state.tier is Tier.FLEX else 1.0)
+    if state.num_requests + state.num_new > state.max_requests or state.num_queued >= max_queued:
         return Admission.TOO_MANY
     return Admission.ADMIT

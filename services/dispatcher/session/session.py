@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.dispatcher.session.gaps import GapHistogram
+from shared.api_keys import Tier
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import TokenLogprob
@@ -42,6 +43,12 @@ class NewRequest:
     qoe: QoeTarget | None = None
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
+    tier: Tier = Tier.DEFAULT
+    """Its place in the queue: more urgent ones first."""
+    tenant: str = ""
+    """Whose it is."""
+    max_tenant_queued: int | None = None
+    """Requests of this tenant that may wait for room, this one included; None: as many as of all."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -22,6 +22,7 @@ from services.dispatcher.session.replays import Replays
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
 from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
+from shared.api_keys import Tier
 from shared.ids import DispatcherId, RequestId, WorkerId
 from shared.log import get_logger
 from shared.messages.report import ClusterView
@@ -40,7 +41,6 @@ _REFUSED = {
     Admission.DRAINING: FailureCode.DRAINING,
     Admission.LOADING: FailureCode.MODEL_LOADING,
     Admission.NO_WORKER: FailureCode.NO_CAPACITY,
-    Admission.TOO_MANY: FailureCode.QUEUE_FULL,
 }
 _ENDED_BY_WORKER = {FinishReason.CANCELLED: FailureCode.TIMED_OUT, FinishReason.ERROR: FailureCode.REQUEST_FAILED}
 
@@ -111,7 +111,7 @@ class Sessions:
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
         """
-        self.check_admission(len(requests))
+        self.check_admission(len(requests), requests[0].tier)
         return [self.table.open(request) for request in requests]
 
     async def place(self, session: Session, parent: Session | None = None) -> None:
@@ -135,11 +135,12 @@ class Sessions:
             self.release(session)
             raise
 
-    def check_admission(self, num_new: int = 1) -> None:
+    def check_admission(self, num_new: int = 1, tier: Tier = Tier.DEFAULT) -> None:
         """Refuse early what has no chance now; also worth a call before work is put into a request.
 
         Args:
             num_new: sessions that it needs.
+            tier: of the request.
 
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
@@ -148,6 +149,7 @@ class Sessions:
             AdmissionInput(
                 draining=self.draining,
                 num_new=num_new,
+                tier=tier,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
                 num_queued=len(self._waiting),
@@ -157,24 +159,34 @@ class Sessions:
             )
         )
         if decision is not Admission.ADMIT:
-            raise RequestFailedError(_REFUSED[decision])
+            raise RequestFailedError(_REFUSED.get(decision) or self._crowded())
+
+    def _crowded(self) -> FailureCode:
+        """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
+        return FailureCode.QUEUE_FULL if self._calls.connected else FailureCode.NO_CAPACITY
 
     async def _queue_and_submit(self, session: Session, refused: set[WorkerId]) -> None:
         if not len(self._waiting) and await self._submit_somewhere(session, refused):
             return
-        if len(self._waiting) >= self._limits.max_queued:  # they came while this one asked the workers
-            raise RequestFailedError(FailureCode.QUEUE_FULL)
         request = session.request
+        if self._is_queue_full(request):
+            raise RequestFailedError(self._crowded())
         until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self._waiting.enter()
+        ticket = self._waiting.enter(request.tier, request.tenant)
         try:
             while await self._waiting.turn(ticket, until_s):
                 if await self._submit_somewhere(session, set()):
                     return
         finally:
             self._waiting.leave(ticket)
-        has_worker = self.cluster.num_ready > 0
-        raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
+        raise RequestFailedError(self._crowded() if self.cluster.num_ready else FailureCode.NO_CAPACITY)
+
+    def _is_queue_full(self, request: NewRequest) -> bool:
+        """Return whether one more may not wait: others may have come while this one asked the workers."""
+        most = request.max_tenant_queued
+        if most is not None and self._waiting.num_of(request.tenant) >= most:
+            return True
+        return len(self._waiting) >= self._limits.max_queued
 
     async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
         """Offer the request to one worker after the other but those that refused it; return whether one has it.
@@ -182,13 +194,14 @@ class Sessions:
         Raises:
             RequestFailedError: no worker can ever take it.
         """
-        while True:
+        while self._calls.connected:  # while the broker is away nobody can be asked, and nobody has refused
             placed = self._place(self.cluster.loads(), session.request.num_tokens, refused)
             if placed is None:
                 return False
             if await self._submit(session, placed.worker_id):
                 return True
             refused.add(placed.worker_id)
+        return False
 
     async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
         """Offer the request to its parent's worker, which has its prompt; return whether that one takes it."""
