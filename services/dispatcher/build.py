@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.dispatcher.access.access import Access
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
 from services.dispatcher.http.sse import EventStreams
+from services.dispatcher.http.unsent import ReaderLimits
+from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.text.generation_config import SamplingDefaults, read_sampling_defaults
@@ -58,6 +61,9 @@ class Dispatcher:
         bus: connected; the caller closes it.
         text: from `load_text`.
         on_failure: called when a task of it dies.
+
+    Raises:
+        ConfigError: the file of keys cannot be used.
     """
 
     def __init__(
@@ -77,14 +83,16 @@ class Dispatcher:
             codec=text.codec,
             pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
             sessions=self.service.sessions,
-            streams=EventStreams(settings.keep_alive_s, settings.write_limit_s, now),
+            streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
             metrics=DispatcherMetrics(settings.model_name()),
             max_model_len=text.folder.max_model_len or 2**31 - 1,
             created_unix_s=int(time.time()),
             now=now,
             unix_now=time.time,
             draw_seed=lambda: secrets.randbits(63),
-            rules=ParamRules(text.codec.vocab_size, text.defaults, settings.max_requests),
+            rules=ParamRules(text.codec.vocab_size, text.defaults, min(settings.max_choices, settings.max_requests)),
+            access=Access(settings.api_key, settings.api_keys_file, now),
+            tenants=Tenants(),
         )
         self.server = HttpServer(self.front)
 
@@ -97,6 +105,7 @@ class Dispatcher:
         port = await self.server.start(self._settings.host, self._settings.port)
         await self.service.start()
         self._tasks.start(self.front.streams.sweep_forever(), name="streams")
+        self._tasks.start(self.front.access.reload_forever(), name="keys")
         return port
 
     async def drain(self) -> None:

@@ -14,6 +14,7 @@ from services.dispatcher.http.front import Front
 from services.dispatcher.http.logprobs import LogprobWriter
 from services.dispatcher.http.readers import Collector, Streamer
 from services.dispatcher.http.shapes import DONE, ChoiceShape, Shape, Usage
+from services.dispatcher.http.sse import WholeAnswer
 from services.dispatcher.session.session import Reader, RequestFailedError
 from shared.log import get_logger
 
@@ -37,7 +38,7 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) ->
         collector.as_json(shape, error_content(error) if error is not None else None)
         for collector, error in zip(collectors, errors, strict=True)
     ]
-    return web.Response(body=shape.whole(content, usage_of(choices)), content_type="application/json")
+    return WholeAnswer(front.streams, shape.whole(content, usage_of(choices)), call.headers)
 
 
 async def stream_answer(
@@ -45,7 +46,8 @@ async def stream_answer(
 ) -> web.StreamResponse:
     """Stream the answer; an error of a choice comes when all others have ended."""
     shape, logprobs = _shape(front, call), _logprob_writer(front, call)
-    stream = await front.streams.open(request, {"x-request-id": call.public_id, "Server": "sluice"})
+    headers = {"x-request-id": call.public_id, "Server": "sluice", **call.headers}
+    stream = await front.streams.open(request, headers)
     try:
         streamers = [Streamer(choice, ChoiceShape(shape, choice.index), stream, logprobs) for choice in choices]
         for streamer in streamers:
@@ -60,6 +62,8 @@ async def stream_answer(
         await stream.end()
     finally:
         front.streams.close(stream)
+        if stream.was_cut:
+            call.fate.finish = "slow_reader"
     return stream.response
 
 

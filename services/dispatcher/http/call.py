@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.http.answer_text import AnswerText
 from services.dispatcher.http.params import Params
 from services.dispatcher.session.session import FailureCode, Session
@@ -19,6 +20,14 @@ class Prompt:
     token_ids: list[int]
     echo: str = ""
     """Text that stands before that of each of its choices (`echo`)."""
+
+
+@dataclass(slots=True)
+class Fate:
+    """How a request ends, for metrics and the log."""
+
+    finish: str = "cancelled"
+    """See `RequestRecord.finish`; until something else is known: the client may leave at any await."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +49,18 @@ class Call:
     default_max_tokens: int | None
     """None: as many as the context holds."""
     cache_salt: str
+    grant: Grant
+    """Of who asks."""
     arrival_s: float
     created_unix_s: int
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the answer, besides the usual ones; known once the request is admitted."""
+    fate: Fate = field(default_factory=Fate)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all, over all prompts."""
+        return self.num_prompts * self.params.num_choices
 
     @property
     def endpoint(self) -> str:

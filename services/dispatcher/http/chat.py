@@ -9,6 +9,7 @@ from services.dispatcher.http.call import Call, Prompt
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import generate
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.params import parse_params
 from services.dispatcher.http.salt import cache_salt
@@ -29,13 +30,13 @@ _KNOWN = frozenset(
 
 async def chat_completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
     """Answer a conversation."""
-    arrival = note_arrival(front)
+    arrival, grant = note_arrival(front), grant_of(request)
     body = await arrival.body(request)
     fields = Fields(body)
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
-    params = parse_params(fields, front.rules, chat_logprobs(fields))
+    params = parse_params(fields, front.rules_for(grant), chat_logprobs(fields))
     front.unknown_names.note(body, _KNOWN)
     call = Call(
         request_id=arrival.request_id,
@@ -47,7 +48,8 @@ async def chat_completions(front: Front, request: web.BaseRequest, public_id: st
         num_chars=count_chars(messages),
         prompt_param="messages",
         default_max_tokens=None,
-        cache_salt=cache_salt(request.headers, params.salt),
+        cache_salt=cache_salt(grant.identity, params.salt),
+        grant=grant,
         arrival_s=arrival.arrival_s,
         created_unix_s=arrival.created_unix_s,
     )

@@ -8,6 +8,7 @@ Messages name parameters and limits, never paths, subjects, hosts or the text of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -51,8 +52,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.close = close
         if retry_after_s is not None:
-            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
-            self.headers["Retry-After-Ms"] = str(round(retry_after_s * 1000))
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+            self.headers["Retry-After-Ms"] = str(max(1, math.ceil(retry_after_s * 1000)))
 
     @property
     def type(self) -> str:
@@ -114,5 +115,7 @@ def failure_error(code: FailureCode, prefix: str = "") -> ApiError:
     """Return the error of a request that has no (whole) answer; `prefix` says what part of it failed."""
     status, message, retry_after_s = _FAILURES[code]
     message = prefix + message
-    headers = {"x-should-retry": "false"} if code in _NOT_TO_RETRY else {}
+    headers = {} if retry_after_s is None else {"x-should-retry": "true"}
+    if code in _NOT_TO_RETRY:
+        headers["x-should-retry"] = "false"
     return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)

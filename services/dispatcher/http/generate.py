@@ -7,12 +7,14 @@ from typing import Final
 
 from aiohttp import web
 
+from services.dispatcher.http import quota
 from services.dispatcher.http.answer_text import AnswerText
 from services.dispatcher.http.answers import collect_answer, stream_answer
 from services.dispatcher.http.call import Call, Choice, Prompt
 from services.dispatcher.http.errors import ApiError, failure_error, invalid
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.records import make_record, report_record
+from services.dispatcher.limits.tenants import Permit
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError
@@ -33,23 +35,28 @@ async def generate(front: Front, call: Call, request: web.BaseRequest) -> web.St
         ApiError: it was refused, or it failed and nothing has been sent yet.
     """
     choices = _make_choices(front, call)
-    finish = "cancelled"  # unless something better happens: the client may leave at any await
+    permit: Permit | None = None
     response: web.StreamResponse
     try:
-        await _admit(front, call, choices)
+        permit = quota.enter(front, call)
+        await _admit(front, call, choices, permit)
+        call.headers.update(quota.rate_headers(front, call.grant.tenant))
         if call.params.stream:
             response = await stream_answer(front, call, choices, request)
         else:
             response = await collect_answer(front, call, choices)
-        finish = _finish_of(choices)
+        call.fate.finish = _finish_of(choices)
     except ApiError as error:
-        finish = error.code or "error"
+        call.fate.finish = error.code or "error"
         raise
     finally:
         for choice in choices:
             if choice.session is not None:
                 front.sessions.release(choice.session)
-        report_record(front, make_record(front, call, choices, finish))
+        record = make_record(front, call, choices)
+        if permit is not None:
+            permit.close(record.num_prompt_tokens + record.num_output_tokens, front.now())
+        report_record(front, record)
     return response
 
 
@@ -82,12 +89,14 @@ def _finish_of(choices: Sequence[Choice]) -> str:
     return (choices[0].failure or FailureCode.INTERNAL).value
 
 
-async def _admit(front: Front, call: Call, choices: Sequence[Choice]) -> None:
+async def _admit(front: Front, call: Call, choices: Sequence[Choice], permit: Permit) -> None:
     """Give every choice a session, and the first one a worker."""
     try:
-        front.sessions.check_admission(len(choices))
+        front.sessions.check_admission(len(choices), call.params.tier)
         prompts = await _encode(front, call)
-        sessions = front.sessions.open(_new_requests(front, call, prompts))
+        requests = _new_requests(front, call, prompts)
+        quota.charge(front, call, permit, _most_tokens(prompts, requests))
+        sessions = front.sessions.open(requests)
         for choice, session in zip(choices, sessions, strict=True):
             choice.session = session
             choice.echo = prompts[choice.index // call.params.num_choices].echo
@@ -102,7 +111,15 @@ async def _admit(front: Front, call: Call, choices: Sequence[Choice]) -> None:
     front.metrics.refused(code.value, call.params.service_tier)
     if code is FailureCode.TOO_LONG:
         raise invalid(code.value, call.prompt_param, failure_error(code).message)
-    raise failure_error(code)
+    refusal = failure_error(code)
+    refusal.headers |= quota.rate_headers(front, call.grant.tenant)
+    raise refusal
+
+
+def _most_tokens(prompts: Sequence[Prompt], requests: Sequence[NewRequest]) -> int:
+    """Return what the request costs if every answer becomes as long as it may; each prompt counts once."""
+    answers = sum(request.sampling.max_tokens for request in requests)
+    return sum(len(prompt.token_ids) for prompt in prompts) + answers
 
 
 async def _encode(front: Front, call: Call) -> list[Prompt]:
@@ -160,6 +177,9 @@ def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) ->
             arrival_s=call.arrival_s,
             limit_s=front.settings.request_limit_s,
             request_class=params.request_class,
+            tier=params.tier,
+            tenant=call.grant.tenant.name,
+            max_tenant_queued=call.grant.tenant.limits.max_queued,
             qoe=params.qoe,
             cache_salt=call.cache_salt,
         )

@@ -22,6 +22,7 @@ from services.dispatcher.http.chat import chat_completions
 from services.dispatcher.http.completions import completions
 from services.dispatcher.http.errors import ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import authorise
 from services.dispatcher.http.tokenize import detokenize, tokenize
 from services.dispatcher.session.session import FailureCode
 from shared.errors import StartupError
@@ -128,6 +129,7 @@ class HttpServer:
         """Answer one request; every failure becomes an error in OpenAI's format."""
         public_id = _public_id(request)
         try:
+            authorise(self._front, request)
             response = await _find(request.method, request.path)(self._front, request, public_id)
         except ApiError as error:
             _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
