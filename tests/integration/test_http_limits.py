@@ -321,6 +321,23 @@ async def test_a_reader_for_whom_too_much_waits_is_cut_at_once_and_counted_and_n
         assert await samples(running, "sluice:requests_total") == {("chat", "slow_reader"): 1, ("chat", "stop"): 1}
 
 
+async def test_a_stream_that_nobody_reads_is_noticed_within_a_megabyte(text: ModelText, folder: Path) -> None:
+    """The kernel would take 2.8 MB of it, so that most answers would never be seen to be unread."""
+    async with running_dispatcher(text, folder, write_limit_s=1.0) as running:
+        sock = await stuck_reader(running, stream=True)
+        await until(lambda: len(running.worker.running) == 1)
+        (item,) = running.worker.running.values()
+        words = running.encode("The quick brown fox jumps over the lazy dog. ")
+        (stream,) = running.dispatcher.front.streams._open
+        while not stream.num_unsent_bytes and stream.num_written < 1_000_000:
+            await running.worker.emit(item, words)
+            await asyncio.sleep(0)
+        assert stream.num_written < 1_000_000
+        await running.worker.wait_cancelled(limit_s=5.0)
+        assert running.dispatcher.front.streams.num_cut == 1
+        sock.close()
+
+
 async def test_a_reader_of_a_whole_answer_that_does_not_read_is_cut_too(text: ModelText, folder: Path) -> None:
     async with running_dispatcher(text, folder, write_limit_s=1.0) as running:
         sock = await stuck_reader(running, stream=False)
