@@ -157,7 +157,7 @@ def demo(*, prompt: str | None, **flags: Any) -> int:
 _api_key = click.option(
     "--api-key",
     metavar="KEY",
-    envvar=["SLUICE_API_KEY", "OPENAI_API_KEY"],
+    envvar="SLUICE_API_KEY",
     default="",
     help="Sent along. [SLUICE_API_KEY]",
 )
