@@ -37,6 +37,9 @@ class RequestRecord:
     """`stop`, `length`, `cancelled` (by the client), `slow_reader` (it did not read), or the code of an error."""
     worker: str
     attempts: int
+    """Submissions to workers of its first choice, those that were refused included."""
+    num_recoveries: int
+    """How often it went on at another worker, all choices together."""
     num_choices: int
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -74,6 +77,7 @@ class DispatcherMetrics:
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens of answers", model)
         self._requests = counter("sluice:requests", "Requests by endpoint and result", (*model, "endpoint", "finish"))
         self._tenant = counter("sluice:tenant_tokens", "Tokens by tenant", (*model, "tenant", "kind"))
+        self._recoveries = counter("sluice:recoveries", "Times that a request went on at another worker", model)
         self._misses = counter(
             "sluice:deadline_miss", "Streams that began after their reader's ttft_s", (*model, "tier")
         )
@@ -138,6 +142,8 @@ class DispatcherMetrics:
                 sizes.observe(getattr(record, name), model_name=model)
         elif record.finish == "cancelled":
             self._success.inc(model_name=model, finished_reason="abort")
+        if record.num_recoveries:
+            self._recoveries.inc(record.num_recoveries, model_name=model)
         if record.is_late:
             self._misses.inc(model_name=model, tier=record.tier)
         if record.qoe is not None:

@@ -328,13 +328,15 @@ async def test_a_stream_that_nobody_reads_is_noticed_within_a_megabyte(text: Mod
         await until(lambda: len(running.worker.running) == 1)
         (item,) = running.worker.running.values()
         words = running.encode("The quick brown fox jumps over the lazy dog. ")
-        (stream,) = running.dispatcher.front.streams._open
+        streams = running.dispatcher.front.streams
+        await until(lambda: len(streams) == 1)
+        (stream,) = streams._open
         while not stream.num_unsent_bytes and stream.num_written < 1_000_000:
             await running.worker.emit(item, words)
             await asyncio.sleep(0)
         assert stream.num_written < 1_000_000
         await running.worker.wait_cancelled(limit_s=5.0)
-        assert running.dispatcher.front.streams.num_cut == 1
+        assert streams.num_cut == 1
         sock.close()
 
 
@@ -367,7 +369,8 @@ async def test_the_access_line_says_whose_request_it_was_and_how_it_went(
     async with limited(text, folder, tmp_path, "requests_per_min = 1") as running:
         await ask(running, stream=True, service_tier="flex")
         await ask(running)
-    first, second = lines
+        await ask(running, "b", stop="A")
+    first, second, third = lines
     assert (first["event"], first["tenant"], first["tier"], first["finish"]) == ("request", "a", "flex", "stop")
     assert (first["attempts"], first["num_prompt_tokens"], first["num_output_tokens"]) == (1, NUM_PROMPT, 2)
     assert first["is_late"] is False
@@ -375,3 +378,4 @@ async def test_the_access_line_says_whose_request_it_was_and_how_it_went(
         assert first[name] >= 0
     assert (second["finish"], second["attempts"]) == ("rate_limit_exceeded", 0)
     assert "ttft_s" not in second
+    assert (third["finish"], third["worker"], third["attempts"], third["num_recoveries"]) == ("stop", "w0", 1, 0)

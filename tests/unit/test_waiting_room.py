@@ -30,6 +30,20 @@ def test_the_order_is_by_tier_and_then_by_arrival(tiers: list[Tier]) -> None:
     assert [room.num_of(f"t{index}") for index in range(3)] == [0, 0, 0]
 
 
+def test_what_has_begun_goes_before_the_most_urgent_and_in_its_own_order() -> None:
+    room = WaitingRoom()
+    tickets = [room.enter(Tier.PRIORITY), room.enter(Tier.FLEX, first=True), room.enter(Tier.DEFAULT, first=True)]
+    order = []
+    while len(room):
+        room.signal()
+        (first,) = [ticket for ticket in tickets if ticket.event.is_set()]
+        order.append(tickets.index(first))
+        room.leave(first)
+        for ticket in tickets:
+            ticket.event.clear()
+    assert order == [1, 2, 0]
+
+
 def test_one_that_overtakes_while_the_first_tries_is_called_when_that_one_leaves() -> None:
     async def main() -> None:
         room = WaitingRoom()

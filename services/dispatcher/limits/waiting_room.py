@@ -1,4 +1,4 @@
-"""Requests for which no worker has room: a bounded queue, more urgent tiers first, with a time limit for each.
+"""Requests for which no worker has room: a bounded queue, more urgent ones first, with a time limit for each.
 
 Within a tier the order is that of arrival.
 """
@@ -8,18 +8,23 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections import Counter
+from typing import Final
 
 from shared.api_keys import Tier
+
+_BEGUN: Final = -max(Tier) - 1
+"""Rank of requests that have begun, before that of the most urgent tier."""
 
 
 class Ticket:
     """A place in the queue."""
 
-    __slots__ = ("event", "tenant", "tier")
+    __slots__ = ("event", "rank", "tenant")
 
-    def __init__(self, tier: Tier, tenant: str) -> None:
+    def __init__(self, rank: int, tenant: str) -> None:
         self.event = asyncio.Event()
-        self.tier = tier
+        self.rank = rank
+        """Smaller ones go first."""
         self.tenant = tenant
 
 
@@ -37,10 +42,16 @@ class WaitingRoom:
         """Return how many requests of a tenant wait."""
         return self._num_of[tenant]
 
-    def enter(self, tier: Tier = Tier.DEFAULT, tenant: str = "") -> Ticket:
-        """Join the queue behind everything as urgent. The caller keeps the limits, and must `leave`."""
-        ticket = Ticket(tier, tenant)
-        insort(self._tickets, ticket, key=lambda waiting: -waiting.tier)
+    def enter(self, tier: Tier = Tier.DEFAULT, tenant: str = "", *, first: bool = False) -> Ticket:
+        """Join the queue behind everything as urgent. The caller keeps the limits, and must `leave`.
+
+        Args:
+            tier: of the request.
+            tenant: whose it is.
+            first: it has begun already, so it goes before every request that has not.
+        """
+        ticket = Ticket(_BEGUN if first else -tier, tenant)
+        insort(self._tickets, ticket, key=lambda waiting: waiting.rank)
         self._num_of[tenant] += 1
         return ticket
 
