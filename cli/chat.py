@@ -13,7 +13,7 @@ from cli.answer import describe_answer, show_answer, start_answer
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
 from sluice_client.client import SluiceClient
-from sluice_client.errors import SluiceClientError
+from sluice_client.errors import APIStatusError, SluiceClientError
 
 MAX_MESSAGES = 100
 """Messages of the conversation that are sent along; older ones are left out."""
@@ -84,6 +84,9 @@ class Chat:
         await self._client.__aenter__()
         try:
             models = await self._client.models()
+        except APIStatusError as error:
+            hint = "Give a key with --api-key, or set SLUICE_API_KEY" if error.status in (401, 403) else ""
+            raise CommandError(f"{self._url} refuses to talk: {error}", hint, FAILED) from error
         except SluiceClientError as error:
             hint = "Start a cluster with `sluice up`, or name another with --url"
             raise CommandError(f"nothing to talk to at {self._url}: {error}", hint, UNREACHABLE) from error

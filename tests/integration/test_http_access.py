@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
 
+from services.dispatcher.__main__ import serve
 from services.dispatcher.access.throttle import BURST
 from services.dispatcher.build import ModelText
 from shared.api_keys import hash_key
-from tests.support.dispatchers import Running, running_dispatcher
+from shared.errors import StartupError
+from tests.support.dispatchers import Running, make_settings, running_dispatcher
 
 HELLO = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -148,6 +150,14 @@ async def test_a_key_that_is_added_while_the_dispatcher_runs_is_let_in(served: R
         file.write(f'\n[[keys]]\nsha256 = "{hash_key("sk-new")}"\ntenant = "acme"\nscopes = ["infer"]\n')
     assert await served.dispatcher.front.access.reload()
     assert (await ask(served, "/v1/models", "sk-new"))[0] == 200
+
+
+async def test_a_dispatcher_that_others_reach_does_not_start_without_keys_or_somebodys_word(folder: Path) -> None:
+    """It is refused before anything is read or connected: there is no process here to connect with."""
+    with pytest.raises(StartupError, match=r"--api-keys-file.*--allow-no-key"):
+        await serve(make_settings(folder, host="0.0.0.0"), cast("Any", None))
+    with pytest.raises(StartupError, match="there is no model folder"):
+        await serve(make_settings(folder / "nowhere", host="0.0.0.0", allow_no_key=True), cast("Any", None))
 
 
 async def test_one_key_of_the_settings_opens_what_a_user_needs(text: ModelText, folder: Path) -> None:

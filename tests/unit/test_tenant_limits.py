@@ -116,6 +116,14 @@ def test_a_refused_request_takes_no_tokens_and_no_place() -> None:
     ]
 
 
+def test_a_tenant_that_gets_its_first_limit_has_all_of_it() -> None:
+    tenants = Tenants()
+    enter(tenants, Tenant("a"))
+    limited = Tenant("a", limits=TenantLimits(requests_per_min=5, tokens_per_min=7))
+    assert [rate.remaining for rate in tenants.rates(limited, 0.1)] == [5, 7]
+    enter(tenants, limited, 5, 0.1)
+
+
 def test_a_limit_that_is_changed_holds_for_the_next_request() -> None:
     tenants = Tenants()
     enter(tenants, Tenant("a"))

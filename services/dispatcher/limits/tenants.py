@@ -7,6 +7,7 @@ Whoever was given a permit must close it. Several dispatchers count apart from e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -140,7 +141,6 @@ class Tenants:
         if usage is None:
             if len(self._usage) >= MAX_TENANTS:
                 self._usage = {name: known for name, known in self._usage.items() if known.num_open}
-            limits = tenant.limits
-            full = (Bucket(limits.requests_per_min or 0, now_s), Bucket(limits.tokens_per_min or 0, now_s))
-            usage = self._usage[tenant.name] = _Usage(*full)
+            full = Bucket(math.inf, now_s)  # whatever the limit is, now or after the file has changed
+            usage = self._usage[tenant.name] = _Usage(full, full)
         return usage
