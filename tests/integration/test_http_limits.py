@@ -209,25 +209,26 @@ async def test_a_tier_above_the_keys_is_served_as_the_keys_and_the_answer_says_s
 async def test_under_load_flexible_requests_are_refused_first_and_urgent_ones_served_first(
     text: ModelText, folder: Path, tmp_path: Path
 ) -> None:
-    """Four may wait, of them two flexible ones; when there is room, they go by tier and then by arrival."""
+    """Four may wait. Who is more urgent takes the last one's place; when there is room, they go by tier and arrival."""
     async with limited(text, folder, tmp_path, 'tier = "priority"', max_queued=4) as running:
         running.worker.refuse = RefusalReason.FULL
         sessions = running.dispatcher.service.sessions
         tasks = []
-        for number, tier in enumerate(("flex", "flex", "default", "priority"), start=1):
+        for number, tier in enumerate(("flex", "flex", "default", "flex"), start=1):
             tasks.append(asyncio.create_task(ask(running, service_tier=tier, seed=number)))
             await until(lambda number=number: sessions.num_queued == number)
-            if number >= 2:
-                status, _, body = await ask(running, service_tier="flex")
-                assert (status, body["error"]["code"]) == (429, "queue_full")
-        status, _, body = await ask(running, service_tier="priority")
+        status, _, body = await ask(running, service_tier="flex")
         assert (status, body["error"]["code"]) == (429, "queue_full")
+        tasks.append(asyncio.create_task(ask(running, service_tier="priority", seed=5)))
+        status, headers, body = await tasks.pop(3)
+        assert (status, body["error"]["code"], headers["retry-after"]) == (429, "queue_full", "2")
+        assert sessions.num_queued == 4
         running.worker.refuse = None
         running.worker.submits.clear()
         await publish_view(running.bus, make_status(), number=2)
         assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200] * 4
-        assert [submit.sampling.seed for submit in running.worker.submits] == [4, 3, 1, 2]
-        assert await samples(running, "sluice:shed_total") == {("queue_full", "flex"): 3, ("queue_full", "priority"): 1}
+        assert [submit.sampling.seed for submit in running.worker.submits] == [5, 3, 1, 2]
+        assert await samples(running, "sluice:shed_total") == {("queue_full", "flex"): 2}
 
 
 async def test_one_request_may_not_take_the_whole_dispatcher(text: ModelText, folder: Path) -> None:

@@ -44,6 +44,40 @@ def test_what_has_begun_goes_before_the_most_urgent_and_in_its_own_order() -> No
     assert order == [1, 2, 0]
 
 
+@given(st.lists(st.tuples(st.sampled_from(Tier), st.booleans()), max_size=30), st.integers(1, 8))
+def test_a_full_queue_sends_away_the_last_of_the_least_urgent(entries: list[tuple[Tier, bool]], most: int) -> None:
+    """What is left is what would be first in a queue without a limit; only what has begun may exceed it."""
+    room = WaitingRoom()
+    tickets = []
+    for tier, has_begun in entries:
+        tickets.append(room.enter(tier, first=has_begun))
+        room.shrink(most)
+    num_begun = sum(has_begun for _, has_begun in entries)
+    order = sorted(range(len(entries)), key=lambda index: (not entries[index][1], -entries[index][0], index))
+    left = set(order[: max(most, num_begun)])
+    assert {index for index, ticket in enumerate(tickets) if not ticket.was_sent_away} == left
+    assert len(room) == len(left)
+    for tier in Tier:
+        before = [index for index in left if entries[index][1] or entries[index][0] >= tier]
+        assert room.num_before(tier) == len(before)
+
+
+def test_one_that_is_sent_away_is_told_at_once() -> None:
+    async def main() -> None:
+        room = WaitingRoom()
+        flex = room.enter(Tier.FLEX, "a")
+        waiting = asyncio.create_task(room.turn(flex, 100.0))
+        await asyncio.sleep(1.0)
+        room.enter(Tier.DEFAULT)
+        room.shrink(1)
+        assert not await waiting
+        assert asyncio.get_running_loop().time() == 1.0
+        assert room.num_of("a") == 0
+        room.leave(flex)
+
+    run(main())
+
+
 def test_one_that_overtakes_while_the_first_tries_is_called_when_that_one_leaves() -> None:
     async def main() -> None:
         room = WaitingRoom()

@@ -1,12 +1,12 @@
 """Requests for which no worker has room: a bounded queue, more urgent ones first, with a time limit for each.
 
-Within a tier the order is that of arrival.
+Within a tier the order is that of arrival. Where the queue is full, who is more urgent takes the place of the last one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import Counter
 from typing import Final
 
@@ -19,13 +19,14 @@ _BEGUN: Final = -max(Tier) - 1
 class Ticket:
     """A place in the queue."""
 
-    __slots__ = ("event", "rank", "tenant")
+    __slots__ = ("event", "rank", "tenant", "was_sent_away")
 
     def __init__(self, rank: int, tenant: str) -> None:
         self.event = asyncio.Event()
         self.rank = rank
         """Smaller ones go first."""
         self.tenant = tenant
+        self.was_sent_away = False
 
 
 class WaitingRoom:
@@ -42,6 +43,18 @@ class WaitingRoom:
         """Return how many requests of a tenant wait."""
         return self._num_of[tenant]
 
+    def num_before(self, tier: Tier) -> int:
+        """Return how many requests a new one would wait behind."""
+        return bisect_right(self._tickets, -tier, key=lambda waiting: waiting.rank)
+
+    def shrink(self, most: int) -> None:
+        """Send the last ones away until so many are left: who is more urgent took their place. What has begun stays."""
+        while len(self._tickets) > most and self._tickets[-1].rank != _BEGUN:
+            last = self._tickets[-1]
+            last.was_sent_away = True
+            self.leave(last)
+            last.event.set()
+
     def enter(self, tier: Tier = Tier.DEFAULT, tenant: str = "", *, first: bool = False) -> Ticket:
         """Join the queue behind everything as urgent. The caller keeps the limits, and must `leave`.
 
@@ -56,14 +69,17 @@ class WaitingRoom:
         return ticket
 
     async def turn(self, ticket: Ticket, until_s: float) -> bool:
-        """Return True when it is this one's turn to try (again), False when the time (of the event loop) is over."""
+        """Return True when it is this one's turn to try (again).
+
+        False: the time (of the event loop) is over, or it was sent away.
+        """
         try:
             async with asyncio.timeout_at(until_s):
                 await ticket.event.wait()
         except TimeoutError:
             return False
         ticket.event.clear()
-        return True
+        return not ticket.was_sent_away
 
     def leave(self, ticket: Ticket) -> None:
         """Give up the place; idempotent."""

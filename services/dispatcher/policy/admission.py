@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
-
-from shared.api_keys import Tier
-
-FLEX_QUEUE_RATIO: Final = 0.5
-"""Share of the queue up to which flexible requests may join it: under load they are refused first."""
 
 
 class Admission(StrEnum):
@@ -31,14 +25,12 @@ class AdmissionInput:
     """Requests of this dispatcher that run or wait."""
     max_requests: int
     num_queued: int
-    """Of these, the ones for which no worker had room yet."""
+    """Of these, the ones for which no worker had room yet and behind which this one would wait."""
     max_queued: int
     num_ready_workers: int
     num_loading_workers: int
     num_new: int = 1
     """Sequences that the request needs (`n` choices)."""
-    tier: Tier = Tier.DEFAULT
-    """Of the request."""
 
 
 def decide_admission(state: AdmissionInput) -> Admission:
@@ -47,7 +39,6 @@ def decide_admission(state: AdmissionInput) -> Admission:
         return Admission.DRAINING
     if state.num_ready_workers == 0:
         return Admission.LOADING if state.num_loading_workers else Admission.NO_WORKER
-    max_queued = state.max_queued * (FLEX_QUEUE_RATIO if state.tier is Tier.FLEX else 1.0)
-    if state.num_requests + state.num_new > state.max_requests or state.num_queued >= max_queued:
+    if state.num_requests + state.num_new > state.max_requests or state.num_queued >= state.max_queued:
         return Admission.TOO_MANY
     return Admission.ADMIT

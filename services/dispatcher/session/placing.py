@@ -79,7 +79,7 @@ class Placing:
         most = request.max_tenant_queued
         if most is not None and self.waiting.num_of(request.tenant) >= most:
             return True
-        return len(self.waiting) >= self._limits.max_queued
+        return self.waiting.num_before(request.tier) >= self._limits.max_queued
 
     def crowded(self) -> FailureCode:
         """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
@@ -154,6 +154,7 @@ class Placing:
         request = session.request
         until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
         ticket = self.waiting.enter(request.tier, request.tenant, first=first)
+        self.waiting.shrink(self._limits.max_queued)
         try:
             while await self.waiting.turn(ticket, until_s):
                 if session.ended.is_set() or await self._submit_somewhere(session, set()):

@@ -173,10 +173,9 @@ class Sessions:
             AdmissionInput(
                 draining=self.draining,
                 num_new=num_new,
-                tier=tier,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
-                num_queued=self.num_queued,
+                num_queued=self._placing.waiting.num_before(tier),
                 max_queued=self._limits.max_queued,
                 num_ready_workers=self.cluster.num_ready,
                 num_loading_workers=self.cluster.num_loading,
