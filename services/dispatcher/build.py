@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from services.dispatcher.access.access import Access
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
+from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.http.unsent import ReaderLimits
 from services.dispatcher.limits.tenants import Tenants
@@ -85,6 +87,8 @@ class Dispatcher:
             pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
             sessions=self.service.sessions,
             streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
+            sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),
+            live=LiveCalls(self.service.sessions, now),
             metrics=DispatcherMetrics(settings.model_name()),
             max_model_len=text.folder.max_model_len or 2**31 - 1,
             created_unix_s=int(time.time()),
@@ -107,6 +111,7 @@ class Dispatcher:
         await self.service.start()
         self._tasks.start(self.front.streams.sweep_forever(), name="streams")
         self._tasks.start(self.front.access.reload_forever(), name="keys")
+        self._tasks.start(self.front.sockets.sweep_forever(), name="sockets")
         return port
 
     async def drain(self) -> None:
@@ -116,6 +121,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End everything; requests that still run are cancelled at their workers."""
         self.service.sessions.draining = True
+        await self.front.sockets.close()
         await self.server.close()
         await self._tasks.close()
         await self.service.stop()

@@ -103,12 +103,24 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.SUPERSEDED: (409, "The same request, by its idempotency key, goes on over a newer connection.", None),
     FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),
     FailureCode.TIMED_OUT: (504, "The request took longer than the server allows.", None),
+    FailureCode.CANCELLED: (409, "The request was cancelled.", None),
+    FailureCode.RESUME_MISMATCH: (
+        409,
+        "The answer, made anew, does not continue what was sent of it. Ask again, with another Idempotency-Key.",
+        None,
+    ),
     FailureCode.INTERNAL: (500, "The server failed to handle the request.", None),
 }
 
 
-_NOT_TO_RETRY: Final = (FailureCode.REQUEST_FAILED, FailureCode.TIMED_OUT, FailureCode.SUPERSEDED)
-"""It would cost as much again and end alike, or take the answer from a connection that is newer."""
+_NOT_TO_RETRY: Final = (
+    FailureCode.REQUEST_FAILED,
+    FailureCode.TIMED_OUT,
+    FailureCode.CANCELLED,
+    FailureCode.SUPERSEDED,
+    FailureCode.RESUME_MISMATCH,
+)
+"""It would cost as much again and end alike, or undo what somebody wants."""
 
 
 def failure_error(code: FailureCode, prefix: str = "") -> ApiError:

@@ -9,7 +9,9 @@ from typing import Final
 from services.dispatcher.access.access import Access
 from services.dispatcher.access.grants import Grant
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
+from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
@@ -50,6 +52,8 @@ class Front:
     pool: TextPool
     sessions: Sessions
     streams: EventStreams
+    sockets: Sockets
+    live: LiveCalls
     metrics: DispatcherMetrics
     max_model_len: int
     """The checkpoint's own context, in tokens; workers may take less."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Final
 
 from services.dispatcher.http.answers import usage_of
 from services.dispatcher.http.call import Call, Choice
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.shapes import Usage
 from services.dispatcher.metrics import WHOLE, RequestRecord
-from services.dispatcher.session.session import Session
+from services.dispatcher.session.session import FailureCode, Session
 from shared.log import get_logger
 
 _log = get_logger()
+
+_WANTED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
+"""Ends that the client wanted: in records, the same as leaving."""
 
 
 def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestRecord:
@@ -27,7 +31,7 @@ def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestR
     sessions = [choice.session for choice in choices if choice.session is not None]
     first = sessions[0] if sessions else None
     usage = usage_of(choices) if sessions else Usage(0, 0)
-    finish = call.fate.finish
+    finish = "cancelled" if call.fate.finish in _WANTED else call.fate.finish
     return RequestRecord(
         request_id=call.request_id,
         public_id=call.public_id,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -24,6 +26,47 @@ SEND_BUFFER_BYTES = 128 * 1024
 """Asked of the kernel for a stream's socket: left to itself it hides some 2.8 MB that nobody has read."""
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_LINE = b": keep-alive\n"
+"""Where events have ids: some SDKs take a blank line after a comment for an event once they have seen an id."""
+_ABORT: Final = struct.pack("ii", 1, 0)
+_FINISH: Final = struct.pack("ii", 0, 0)
+
+
+class EventWriter(Protocol):
+    """Takes the events of an answer."""
+
+    def write(self, data: bytes, now_s: float) -> None:
+        """Send one or more whole events now, as server-sent events have them."""
+        ...
+
+
+class Outlet(Protocol):
+    """Where a streamed answer goes. Opened once; whoever opened it must close it."""
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the connection was broken because its client did not read."""
+        ...
+
+    async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> EventWriter:
+        """Begin the answer.
+
+        Args:
+            headers: what is said of it before the first event.
+            has_ids: events say how far the answer has come.
+
+        Raises:
+            ConnectionError: the client is gone.
+        """
+        ...
+
+    async def end(self) -> None:
+        """Finish the answer in an orderly way."""
+        ...
+
+    def close(self) -> None:
+        """Forget the answer, finished or not."""
+        ...
 
 
 class Outgoing:
@@ -51,7 +94,7 @@ class Outgoing:
 class EventStream(Outgoing):
     """One client's stream. Made by `EventStreams.open`."""
 
-    __slots__ = ("_is_chunked", "_max_bytes", "_on_flood", "_response", "last_write_s")
+    __slots__ = ("_is_chunked", "_max_bytes", "_on_flood", "_response", "keep_alive", "last_write_s")
 
     def __init__(
         self,
@@ -66,6 +109,7 @@ class EventStream(Outgoing):
         self._is_chunked = is_chunked
         self._max_bytes = streams.limits.max_bytes
         self._on_flood = streams.cut
+        self.keep_alive = KEEP_ALIVE
         self.last_write_s = streams.now()
 
     @property
@@ -88,6 +132,60 @@ class EventStream(Outgoing):
     async def end(self) -> None:
         """Finish the response in an orderly way."""
         await self._response.write_eof()
+        self.set_linger(_FINISH)
+
+    def set_linger(self, linger: bytes) -> None:
+        """Say how the system closes the connection if this process does not: reset, or an orderly end.
+
+        An answer without chunks (HTTP/1.0, as some proxies speak it) ends with its connection: if the process is
+        killed, only a reset tells the client that the answer is not whole.
+        """
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and not self._transport.is_closing():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+
+
+class HttpOutlet:
+    """An answer as the body of an HTTP response.
+
+    Args:
+        streams: of this process.
+        request: to be answered.
+    """
+
+    def __init__(self, streams: EventStreams, request: web.BaseRequest) -> None:
+        self._streams = streams
+        self._request = request
+        self._stream: EventStream | None = None
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What the handler returns, once the stream was opened."""
+        assert self._stream is not None, "the stream was opened"
+        return self._stream.response
+
+    async def open(self, headers: Mapping[str, str], *, has_ids: bool) -> EventWriter:
+        """Send the headers."""
+        self._stream = await self._streams.open(self._request, headers)
+        if has_ids:
+            self._stream.keep_alive = KEEP_ALIVE_LINE
+        self._stream.set_linger(_ABORT)
+        return self._stream
+
+    async def end(self) -> None:
+        """Finish the response."""
+        assert self._stream is not None, "the stream was opened"
+        await self._stream.end()
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the connection was broken because its client did not read."""
+        return self._stream is not None and self._stream.was_cut
+
+    def close(self) -> None:
+        """Forget the stream."""
+        if self._stream is not None:
+            self._streams.close(self._stream)
 
 
 class EventStreams:
@@ -110,7 +208,7 @@ class EventStreams:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, request: web.BaseRequest, headers: dict[str, str]) -> EventStream:
+    async def open(self, request: web.BaseRequest, headers: Mapping[str, str]) -> EventStream:
         """Send the headers and return the stream; the caller must `close` it.
 
         Raises:
@@ -160,7 +258,7 @@ class EventStreams:
             if outgoing.reading.is_stalled(outgoing.num_written, num_unsent, now_s, self.limits):
                 self.cut(outgoing)
             elif isinstance(outgoing, EventStream) and now_s - outgoing.last_write_s >= self._keep_alive_s:
-                outgoing.write(KEEP_ALIVE, now_s)
+                outgoing.write(outgoing.keep_alive, now_s)
 
 
 class WholeAnswer(web.Response):

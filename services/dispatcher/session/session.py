@@ -51,6 +51,10 @@ class NewRequest:
     """Requests of this tenant that may wait for room, this one included; None: as many as of all."""
     resumable: bool = False
     """Its name comes from the client: if this dispatcher dies, another one may be asked for the same request."""
+    generated: tuple[int, ...] = ()
+    """Output tokens that an earlier connection got already; generation goes on after them."""
+    num_attempts: int = 0
+    """Submissions that were made under the same id before, as far as this dispatcher knows."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -74,6 +78,8 @@ class FailureCode(StrEnum):
     SUPERSEDED = "request_superseded"
     REQUEST_FAILED = "request_failed"
     TIMED_OUT = "request_timeout"
+    CANCELLED = "request_cancelled"
+    RESUME_MISMATCH = "resume_mismatch"
     INTERNAL = "internal_error"
 
 
@@ -166,18 +172,18 @@ class Session:
         self.stream = stream
         self.attempt = 0
         """The present one; tokens of any other attempt are ignored."""
-        self.history = History()
+        self.history = History(num_attempts=request.num_attempts)
         self.is_placing = False
         """A worker has been asked whether it takes the present attempt, and has not answered."""
         self.worker_id: WorkerId | None = None
         """Where the present attempt runs; None while it runs nowhere."""
         self.started_s: float | None = None
         """When a worker first computed something for it."""
-        self.tokens: list[int] = []
+        self.tokens: list[int] = list(request.generated)
         """Every output token, in order, from all attempts."""
         self.num_delivered = 0
         """How many of them the reader has taken."""
-        self.logprobs: list[TokenLogprob | None] | None = [] if request.sampling.logprobs is not None else None
+        self.logprobs: list[TokenLogprob | None] | None = None
         """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
         self.cached_tokens: int | None = None
         """Tokens of the prompt whose KV the worker had already; None until it says so."""
@@ -207,6 +213,8 @@ class Session:
         self.qoe: QoeState | None = None
         if request.qoe is not None:
             self.qoe = QoeState(ReaderTarget(request.qoe.ttft_s, request.qoe.speed_tokens_per_s))
+        if request.sampling.logprobs is not None:
+            self.logprobs = [None] * len(self.tokens)
         self._gaps = gaps
 
     @property
