@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, Final
 
 from aiohttp import web
@@ -15,6 +16,9 @@ from services.dispatcher.http.errors import ApiError, invalid
 
 MAX_TOP_LEVEL_NAMES: Final = 1000
 """Parameters of one request."""
+MAX_PARTS: Final = 200_000
+"""Arrays, objects and names in one body. Each costs an allocation while the event loop stands still."""
+_STRING: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 async def read_json(request: web.BaseRequest, max_bytes: int, limit_s: float) -> dict[str, Any]:
@@ -75,8 +79,10 @@ def parse_object(data: bytes) -> dict[str, Any]:
     Raises:
         ApiError: 400.
     """
+    if _count_parts(data) > MAX_PARTS and _count_parts(_STRING.sub(b"", data)) > MAX_PARTS:
+        raise invalid("request_too_large", None, f"The request has more than {MAX_PARTS} arrays, objects and names.")
     try:
-        value = from_json(data, allow_inf_nan=False)
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")
     except (ValueError, RecursionError) as error:
         raise _parse_error(data, str(error)) from None
     if not isinstance(value, dict):
@@ -85,6 +91,11 @@ def parse_object(data: bytes) -> dict[str, Any]:
         message = f"The request has more than {MAX_TOP_LEVEL_NAMES} parameters."
         raise invalid("request_too_large", None, message)
     return value
+
+
+def _count_parts(data: bytes) -> int:
+    """Return how many arrays, objects and names there are, or characters in strings that look like them."""
+    return data.count(b"[") + data.count(b"{") + data.count(b":")
 
 
 def _parse_error(data: bytes, reason: str) -> ApiError:
