@@ -19,10 +19,15 @@ from services.dispatcher.text.generation_config import SamplingDefaults, read_sa
 from services.dispatcher.text.model_folder import ModelFolder, read_model_folder
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
+from services.dispatcher.text.template_trial import find_max_messages
 from shared.bus import Bus
 from shared.errors import StartupError
+from shared.log import get_logger
 from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,19 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     folder = read_model_folder(settings.model)
     from_model = settings.generation_config == "auto"
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
-    return ModelText(folder, PromptCodec(folder), defaults)
+    return ModelText(folder, PromptCodec(folder, _load_template(folder)), defaults)
+
+
+def _load_template(folder: ModelFolder) -> ChatTemplate | None:
+    """Return the template, tried before it is compiled here."""
+    if folder.template is None:
+        return None
+    max_messages = find_max_messages(
+        folder.template, tuple(sorted(folder.special_tokens.items())), str(folder.template_path)
+    )
+    if max_messages < MAX_MESSAGES:
+        _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
+    return ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
 
 
 class Dispatcher:

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from services.dispatcher.http.errors import ApiError, invalid, unsupported
 from services.dispatcher.http.fields import type_name
+from services.dispatcher.text.template import MAX_MESSAGES
 
-MAX_MESSAGES: Final = 10_000
 MAX_PARTS: Final = 10_000
 _ROLES: Final = ("system", "developer", "user", "assistant")
 
