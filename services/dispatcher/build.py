@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import Doorway, affordable_connections
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
@@ -67,6 +68,14 @@ def _load_template(folder: ModelFolder) -> ChatTemplate | None:
     return ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
 
 
+def _doorway(settings: DispatcherSettings) -> Doorway:
+    wanted = settings.max_connections
+    affordable = affordable_connections(wanted)
+    if affordable < wanted:
+        _log.warning("few_connections", wanted=wanted, possible=affordable, limited_by="ulimit -n")
+    return Doorway(affordable, settings.max_connections_per_address)
+
+
 class Dispatcher:
     """A whole dispatcher: the service on the bus, and HTTP in front of it.
 
@@ -102,6 +111,7 @@ class Dispatcher:
             unix_now=time.time,
             draw_seed=lambda: secrets.randbits(63),
             rules=ParamRules(text.codec.vocab_size, text.defaults, settings.max_requests),
+            doorway=_doorway(settings),
         )
         self.server = HttpServer(self.front)
 

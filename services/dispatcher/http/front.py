@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import Doorway
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.metrics import DispatcherMetrics
@@ -57,6 +58,7 @@ class Front:
     unix_now: Callable[[], float]
     draw_seed: Callable[[], int]
     rules: ParamRules
+    doorway: Doorway
     unknown_names: UnknownNames = field(default_factory=UnknownNames)
 
     @property
