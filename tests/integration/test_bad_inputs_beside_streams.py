@@ -23,7 +23,7 @@ from tests.support.reader_streams import Readers, read_once, reading
 NUM_STREAMS = 8
 CONTEXT = 512
 LIMIT_S = 1.0
-LONGEST_GAP_S = 5.0
+LONGEST_GAP_S = 3.0
 """On a machine that other work keeps busy too. A row that held up the event loop for longer would be seen here."""
 MAX_REQUESTS = 160
 BAD_INPUTS = bad_inputs()
