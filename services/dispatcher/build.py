@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from services.dispatcher.access.access import Access
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import Doorway, affordable_connections
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
@@ -24,11 +25,16 @@ from services.dispatcher.text.generation_config import SamplingDefaults, read_sa
 from services.dispatcher.text.model_folder import ModelFolder, read_model_folder
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
+from services.dispatcher.text.template_trial import find_max_messages
 from shared.bus import Bus
 from shared.errors import StartupError
 from shared.ids import new_incarnation
+from shared.log import get_logger
 from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,27 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     folder = read_model_folder(settings.model)
     from_model = settings.generation_config == "auto"
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
-    return ModelText(folder, PromptCodec(folder), defaults)
+    return ModelText(folder, PromptCodec(folder, _load_template(folder)), defaults)
+
+
+def _load_template(folder: ModelFolder) -> ChatTemplate | None:
+    """Return the template, tried before it is compiled here."""
+    if folder.template is None:
+        return None
+    max_messages = find_max_messages(
+        folder.template, tuple(sorted(folder.special_tokens.items())), str(folder.template_path)
+    )
+    if max_messages < MAX_MESSAGES:
+        _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
+    return ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+
+
+def _doorway(settings: DispatcherSettings) -> Doorway:
+    wanted = settings.max_connections
+    affordable = affordable_connections(wanted)
+    if affordable < wanted:
+        _log.warning("few_connections", wanted=wanted, possible=affordable, limited_by="ulimit -n")
+    return Doorway(affordable, settings.max_connections_per_address)
 
 
 class Dispatcher:
@@ -98,6 +124,7 @@ class Dispatcher:
             rules=ParamRules(text.codec.vocab_size, text.defaults, min(settings.max_choices, settings.max_requests)),
             access=Access(settings.api_key, settings.api_keys_file, now),
             tenants=Tenants(),
+            doorway=_doorway(settings),
         )
         self.server = HttpServer(self.front)
 

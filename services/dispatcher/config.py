@@ -54,6 +54,14 @@ class DispatcherSettings(ServiceSettings):
     """Seconds without an answer after which a worker counts as lost, and its requests go on elsewhere."""
     step_limit_s: _Seconds = 30.0
     """Seconds without a finished step, while sequences run, after which a worker counts as lost."""
+    max_connections: Annotated[int, Field(ge=1, le=1_048_576)] = 16_384
+    """Connections at a time; more are turned away with 503. Fewer if the system grants fewer open files."""
+    max_connections_per_address: Annotated[int, Field(ge=1, le=1_048_576)] = 4096
+    """Connections at a time of one IPv4 address or one IPv6 network (/64); more are turned away with 429."""
+    head_limit_s: _Seconds = 10.0
+    """Seconds in which a request's headers must arrive, from the connection on, or from their first byte on."""
+    idle_limit_s: _Seconds = 75.0
+    """Seconds that a connection stays open between two requests."""
     body_limit: Size = 4 * 1024 * 1024
     """Largest request body, in bytes; larger ones are refused with 413."""
     body_limit_s: _Seconds = 30.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Final
 
 from aiohttp import web
@@ -92,6 +93,21 @@ def error_response(error: ApiError, request_id: str = "") -> web.Response:
     if error.close:
         response.force_close()
     return response
+
+
+def error_bytes(error: ApiError, request_id: str) -> bytes:
+    """Return the whole answer as it goes over a connection on which no request has been read."""
+    body = error_body(error)
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        "Server": "sluice",
+        "x-request-id": request_id,
+        **error.headers,
+    }
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
 _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {

@@ -9,6 +9,7 @@ from typing import Final
 from services.dispatcher.access.access import Access
 from services.dispatcher.access.grants import Grant
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import Doorway
 from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.sockets import Sockets
@@ -66,6 +67,7 @@ class Front:
     rules: ParamRules
     access: Access
     tenants: Tenants
+    doorway: Doorway
     unknown_names: UnknownNames = field(default_factory=UnknownNames)
 
     @property

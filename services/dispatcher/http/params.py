@@ -16,6 +16,10 @@ from shared.types import QoeTarget, RequestClass
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
 MAX_CHOICES: Final = 128
+MAX_USER_CHARS: Final = 64
+MAX_METADATA_PAIRS: Final = 16
+MAX_METADATA_KEY_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
 
 SERVICE_TIERS: Final[dict[str, Tier]] = {
     "auto": Tier.DEFAULT,
@@ -80,6 +84,7 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
     Raises:
         ApiError: the first one that is not allowed.
     """
+    _check_labels(fields)
     stream = fields.boolean("stream")
     params = Params(
         stream=stream,
@@ -95,6 +100,26 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
     if params.max_tokens is not None and params.sampling.min_tokens > params.max_tokens:
         raise invalid("invalid_value", "min_tokens", "'min_tokens' must not be above 'max_tokens'.")
     return params
+
+
+def _check_labels(fields: Fields) -> None:
+    """Raise unless `user` and `metadata` are as OpenAI has them; nothing here reads them."""
+    user = fields.text("user")
+    if user is not None and len(user) > MAX_USER_CHARS:
+        raise invalid("string_above_max_length", "user", f"'user' has at most {MAX_USER_CHARS} characters.")
+    metadata = fields.mapping("metadata")
+    if metadata is None:
+        return
+    if len(metadata.values) > MAX_METADATA_PAIRS:
+        raise invalid("object_above_max_length", "metadata", f"'metadata' has at most {MAX_METADATA_PAIRS} pairs.")
+    for key, value in metadata.values.items():
+        if not isinstance(value, str):
+            raise invalid(
+                "invalid_type", "metadata", f"The values of 'metadata' must be strings, not {type_name(value)}."
+            )
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            lengths = f"{MAX_METADATA_KEY_CHARS} characters, and its values {MAX_METADATA_VALUE_CHARS}"
+            raise invalid("string_above_max_length", "metadata", f"The keys of 'metadata' have at most {lengths}.")
 
 
 def _num_choices(fields: Fields, rules: ParamRules) -> int:

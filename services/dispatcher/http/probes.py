@@ -77,6 +77,7 @@ async def cluster(front: Front, _request: web.BaseRequest, _public_id: str) -> w
         "num_requests": len(front.sessions.table),
         "num_queued": front.sessions.num_queued,
         "num_streams": len(front.streams),
+        "num_connections": front.doorway.num_open,
     }
     age_s = None if state.view is None else round(front.now() - state.viewed_s, 3)
     return _json({**view, "cluster": front.settings.cluster, "age_s": age_s, "dispatcher": own})
