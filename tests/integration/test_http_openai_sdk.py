@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import ModelText
+from services.dispatcher.http.sse import EventStream
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
 from tests.support.dispatchers import Running, running_dispatcher
@@ -213,6 +214,7 @@ async def test_a_stream_with_event_ids_and_comments_is_read_to_its_end(text: Mod
         first = await anext(aiter(stream))
         assert first.choices[0].delta.role == "assistant"
         (open_stream,) = running.dispatcher.front.streams._open
+        assert isinstance(open_stream, EventStream)
         while open_stream.last_write_s + 0.3 > asyncio.get_running_loop().time():
             await asyncio.sleep(0.05)
         running.dispatcher.front.streams.sweep()

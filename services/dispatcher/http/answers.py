@@ -17,7 +17,7 @@ from services.dispatcher.http.logprobs import LogprobWriter
 from services.dispatcher.http.readers import Collector, Streamer
 from services.dispatcher.http.resume import ResumableStreamer
 from services.dispatcher.http.shapes import DONE, ChoiceShape, Shape, Usage
-from services.dispatcher.http.sse import EventWriter, Outlet
+from services.dispatcher.http.sse import EventWriter, Outlet, WholeAnswer
 from services.dispatcher.session.session import Reader, RequestFailedError
 from shared.log import get_logger
 
@@ -41,13 +41,13 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) ->
         collector.as_json(shape, error_content(error) if error is not None else None)
         for collector, error in zip(collectors, errors, strict=True)
     ]
-    return web.Response(body=shape.whole(content, usage_of(choices)), content_type="application/json")
+    return WholeAnswer(front.streams, shape.whole(content, usage_of(choices)), call.headers)
 
 
 async def stream_answer(front: Front, call: Call, choices: Sequence[Choice], outlet: Outlet) -> None:
     """Stream the answer; an error of a choice comes when all others have ended."""
     shape = _shape(front, call)
-    headers = {"x-request-id": call.public_id, "Server": "sluice"}
+    headers = {"x-request-id": call.public_id, "Server": "sluice", **call.headers}
     if call.is_resumable and call.retry is not None:
         headers[idempotency.HEADER] = call.retry.key
     stream = await outlet.open(headers, has_ids=call.is_resumable)
@@ -64,6 +64,8 @@ async def stream_answer(front: Front, call: Call, choices: Sequence[Choice], out
         await outlet.end()
     finally:
         outlet.close()
+        if outlet.was_cut:
+            call.fate.finish = "slow_reader"
 
 
 def _streamers(

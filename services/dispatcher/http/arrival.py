@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.http.body import read_json
 from services.dispatcher.http.errors import ApiError, invalid
 from services.dispatcher.http.event_ids import MAX_CHOICES, Seen, parse_last_event_id
@@ -16,7 +17,6 @@ from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.idempotency import Retry, derive_retry, parse_key
 from services.dispatcher.http.params import Params
-from services.dispatcher.http.salt import caller_of
 from shared.ids import RequestId
 
 MAX_ECHOED_CHARS: Final = 64
@@ -29,11 +29,13 @@ class Sender:
     headers: Mapping[str, str]
     public_id: str
     """What `x-request-id` says."""
+    grant: Grant
+    """What it may do."""
 
     @property
     def caller(self) -> str:
         """Who asks."""
-        return caller_of(self.headers)
+        return self.grant.identity
 
     def retry(self, endpoint: str, body: Mapping[str, Any]) -> Retry | None:
         """Return what follows from its key; None without one.

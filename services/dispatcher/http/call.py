@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.http.answer_text import AnswerText
 from services.dispatcher.http.event_ids import Seen
 from services.dispatcher.http.idempotency import Retry
@@ -22,6 +23,14 @@ class Prompt:
     token_ids: list[int]
     echo: str = ""
     """Text that stands before that of each of its choices (`echo`)."""
+
+
+@dataclass(slots=True)
+class Fate:
+    """How a request ends, for metrics and the log."""
+
+    finish: str = "cancelled"
+    """See `RequestRecord.finish`; until something else is known: the client may leave at any await."""
 
 
 class Stopper:
@@ -83,15 +92,28 @@ class Call:
     default_max_tokens: int | None
     """None: as many as the context holds."""
     cache_salt: str
+    grant: Grant
+    """Of who asks."""
     arrival_s: float
     created_unix_s: int
-    caller: str
-    """Who asks: nobody else can cancel it, or ask for its answer."""
     retry: Retry | None = None
     """None: the client gave no key."""
     seen: Seen = ()
     """What the client has of each choice; of a stream that cannot be resumed there is nothing to say."""
     stopper: Stopper = field(default_factory=Stopper)
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of the answer, besides the usual ones; known once the request is admitted."""
+    fate: Fate = field(default_factory=Fate)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all, over all prompts."""
+        return self.num_prompts * self.params.num_choices
+
+    @property
+    def caller(self) -> str:
+        """Who asks: nobody else can cancel it, or ask for its answer."""
+        return self.grant.identity
 
     @property
     def answer_id(self) -> str:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from services.dispatcher.http.errors import ApiError
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.salt import caller_of
+from services.dispatcher.http.guard import grant_of
 
 PREFIX: Final = "/v1/requests/"
 _SUFFIX: Final = "/cancel"
@@ -23,7 +23,7 @@ def is_cancel_path(path: str) -> bool:
 async def cancel_request(front: Front, request: web.BaseRequest, _public_id: str) -> web.Response:
     """Cancel what the caller calls by this name; doing so again says the same. The body is not read."""
     name = request.path.removeprefix(PREFIX).removesuffix(_SUFFIX)
-    state = front.live.cancel(caller_of(request.headers), name)
+    state = front.live.cancel(grant_of(request).identity, name)
     if state is None:
         raise ApiError(404, "not_found", "There is no such request. It may run on another server, or be long gone.")
     content = {"id": name, "object": "request.cancellation", "status": state.value}

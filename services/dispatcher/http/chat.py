@@ -11,6 +11,7 @@ from services.dispatcher.http.call import Call, Prompt
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import respond
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.params import parse_params
 from services.dispatcher.http.salt import cache_salt
@@ -32,7 +33,8 @@ _KNOWN = frozenset(
 async def chat_completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
     """Answer a conversation."""
     arrival = note_arrival(front)
-    call = chat_call(arrival, Sender(request.headers, public_id), await arrival.body(request))
+    sender = Sender(request.headers, public_id, grant_of(request))
+    call = chat_call(arrival, sender, await arrival.body(request))
     return await respond(front, call, request)
 
 
@@ -46,7 +48,7 @@ def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
-    params = parse_params(fields, front.rules, chat_logprobs(fields))
+    params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     front.unknown_names.note(body, _KNOWN)
     retry = sender.retry("chat", body)
     return Call(
@@ -59,10 +61,10 @@ def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
         num_chars=count_chars(messages),
         prompt_param="messages",
         default_max_tokens=None,
-        cache_salt=cache_salt(sender.headers, params.salt),
+        cache_salt=cache_salt(sender.caller, params.salt),
+        grant=sender.grant,
         arrival_s=arrival.arrival_s,
         created_unix_s=arrival.created_unix_s,
-        caller=sender.caller,
         retry=retry,
         seen=sender.seen(params, 1, retry),
     )

@@ -8,6 +8,7 @@ from typing import Final
 
 from aiohttp import web
 
+from services.dispatcher.http import quota
 from services.dispatcher.http.answer_text import AnswerText
 from services.dispatcher.http.answers import collect_answer, stream_answer
 from services.dispatcher.http.call import Call, Choice, Prompt
@@ -16,6 +17,8 @@ from services.dispatcher.http.front import Front
 from services.dispatcher.http.live import Start
 from services.dispatcher.http.records import make_record, report_record
 from services.dispatcher.http.sse import HttpOutlet, Outlet
+from services.dispatcher.limits.tenants import Permit
+from services.dispatcher.metrics import RequestRecord
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError
@@ -27,10 +30,6 @@ SLACK: Final = 4
 """A prompt is refused untokenised if it has this many times more characters than the context could hold."""
 MAX_COPIED_TOKENS: Final = 4_000_000
 """Tokens of all prompts times `n`: each choice's submission carries its prompt."""
-
-
-_CANCELLED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
-"""Ends that the client wanted: in records, the same as leaving."""
 
 
 async def respond(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
@@ -53,25 +52,35 @@ async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | N
     """
     choices = _make_choices(front, call)
     starts = front.live.enter(call, choices)
-    finish = "cancelled"  # unless something better happens: the client may leave at any await
+    permit: Permit | None = None
     whole: web.Response | None = None
     try:
-        await _admit(front, call, choices, starts)
+        permit = quota.enter(front, call)
+        await _admit(front, call, choices, starts, permit)
+        call.headers.update(quota.rate_headers(front, call.grant.tenant))
         if call.params.stream:
             await stream_answer(front, call, choices, outlet)
         else:
             whole = await collect_answer(front, call, choices)
-        finish = _finish_of(choices)
+        call.fate.finish = _finish_of(choices)
     except ApiError as error:
-        finish = error.code or "error"
+        call.fate.finish = error.code or "error"
         raise
     finally:
         for choice in choices:
             if choice.session is not None:
                 front.sessions.release(choice.session)
         front.live.leave(call)
-        report_record(front, make_record(front, call, choices, "cancelled" if finish in _CANCELLED else finish))
+        _settle(front, call, make_record(front, call, choices), starts, permit)
     return whole
+
+
+def _settle(front: Front, call: Call, record: RequestRecord, starts: Sequence[Start], permit: Permit | None) -> None:
+    """Give back what the tenant was charged too much, and report the request."""
+    if permit is not None:
+        num_known = sum(len(start.tokens) for start in starts)  # charged to the connection that got them first
+        permit.close(record.num_prompt_tokens + record.num_output_tokens - num_known, front.now())
+    report_record(front, record)
 
 
 def _make_choices(front: Front, call: Call) -> list[Choice]:
@@ -103,13 +112,15 @@ def _finish_of(choices: Sequence[Choice]) -> str:
     return (choices[0].failure or FailureCode.INTERNAL).value
 
 
-async def _admit(front: Front, call: Call, choices: Sequence[Choice], starts: Sequence[Start]) -> None:
+async def _admit(front: Front, call: Call, choices: Sequence[Choice], starts: Sequence[Start], permit: Permit) -> None:
     """Give every choice a session, and the first one a worker."""
     try:
         async with call.stopper.waiting():
-            front.sessions.check_admission(len(choices))
+            front.sessions.check_admission(len(choices), call.params.tier)
             prompts = await _encode(front, call)
-            sessions = front.sessions.open(_new_requests(front, call, prompts, starts))
+            requests = _new_requests(front, call, prompts, starts)
+            quota.charge(front, call, permit, _most_tokens(prompts, requests))
+            sessions = front.sessions.open(requests)
             for choice, session in zip(choices, sessions, strict=True):
                 choice.session = session
                 choice.echo = prompts[choice.index // call.params.num_choices].echo
@@ -124,7 +135,15 @@ async def _admit(front: Front, call: Call, choices: Sequence[Choice], starts: Se
     front.metrics.refused(code.value, call.params.service_tier)
     if code is FailureCode.TOO_LONG:
         raise invalid(code.value, call.prompt_param, failure_error(code).message)
-    raise failure_error(code)
+    refusal = failure_error(code)
+    refusal.headers |= quota.rate_headers(front, call.grant.tenant)
+    raise refusal
+
+
+def _most_tokens(prompts: Sequence[Prompt], requests: Sequence[NewRequest]) -> int:
+    """Return what the request costs if every answer becomes as long as it may; each prompt counts once."""
+    answers = sum(request.sampling.max_tokens - len(request.generated) for request in requests)
+    return sum(len(prompt.token_ids) for prompt in prompts) + answers
 
 
 async def _encode(front: Front, call: Call) -> list[Prompt]:
@@ -192,6 +211,9 @@ def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) ->
             arrival_s=call.arrival_s,
             limit_s=front.settings.request_limit_s,
             request_class=params.request_class,
+            tier=params.tier,
+            tenant=call.grant.tenant.name,
+            max_tenant_queued=call.grant.tenant.limits.max_queued,
             qoe=params.qoe,
             cache_salt=call.cache_salt,
             resumable=call.retry is not None,

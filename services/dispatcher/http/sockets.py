@@ -9,7 +9,8 @@ from typing import Final, Protocol
 
 from aiohttp import WSCloseCode
 
-from services.dispatcher.http.sse import FULL_BUFFER_BYTES, SWEEP_PERIOD_S
+from services.dispatcher.http.sse import SWEEP_PERIOD_S
+from services.dispatcher.http.unsent import FULL_BUFFER_BYTES
 from shared.log import get_logger
 
 _log = get_logger()

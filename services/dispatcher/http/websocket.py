@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.http.arrival import Sender, note_arrival
 from services.dispatcher.http.call import Call
 from services.dispatcher.http.chat import chat_call
@@ -21,6 +22,7 @@ from services.dispatcher.http.completions import completion_call
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import generate
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.socket_messages import (
     BadMessageError,
     Cancellation,
@@ -30,7 +32,7 @@ from services.dispatcher.http.socket_messages import (
     parse_message,
     text_frame,
 )
-from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, Verdict
+from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, Verdict
 from services.dispatcher.http.sse import EventWriter
 from services.dispatcher.session.session import FailureCode
 from shared.log import get_logger
@@ -80,7 +82,7 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     transport = request.transport
     if transport is None:
         raise ConnectionResetError("the client is gone")
-    connection = Connection(front, socket, transport, request.headers)
+    connection = Connection(front, socket, transport, grant_of(request))
     front.sockets.add(connection)
     try:
         await connection.run()
@@ -117,7 +119,7 @@ class Connection:
         front: the parts to work with.
         socket: prepared.
         transport: of the connection.
-        headers: of the handshake.
+        grant: of who shook hands; it holds for every request.
     """
 
     def __init__(
@@ -125,12 +127,12 @@ class Connection:
         front: Front,
         socket: web.WebSocketResponse,
         transport: asyncio.Transport,
-        headers: Mapping[str, str],
+        grant: Grant,
     ) -> None:
         self._front = front
         self._socket = socket
         self._transport = transport
-        self._headers = headers
+        self._grant = grant
         self._calls: dict[str, Call] = {}
         self._tasks = TaskOwner(max_tasks=2 * MAX_IN_FLIGHT)
         self._budget = MessageBudget(front.now())
@@ -143,6 +145,11 @@ class Connection:
     def is_idle(self) -> bool:
         """Whether no answer is under way."""
         return not self._calls
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether it was closed because its client did not read."""
+        return self._verdict in (UNREAD, _UNREAD)
 
     @property
     def num_unsent_bytes(self) -> int:
@@ -219,8 +226,7 @@ class Connection:
             text = f"This connection has {MAX_IN_FLIGHT} answers under way, which is its limit."
             self._refuse(message.name, ApiError(429, "too_many_in_flight", text, retry_after_s=1.0))
             return
-        headers = {**message.headers, **{name: self._headers[name] for name in _KEPT if name in self._headers}}
-        sender = Sender(headers, f"req_{uuid.uuid4().hex}")
+        sender = Sender(message.headers, f"req_{uuid.uuid4().hex}", self._grant)
         try:
             call = _CALLS[message.endpoint](note_arrival(self._front), sender, message.body)
         except ApiError as error:
@@ -264,10 +270,6 @@ class Connection:
             self.close(_UNREAD)
 
 
-_KEPT: Final = ("Authorization",)
-"""Headers of the handshake that hold for every request."""
-
-
 class SocketOutlet:
     """One answer over a WebSocket.
 
@@ -291,6 +293,11 @@ class SocketOutlet:
         """Send one or more whole events now."""
         for message in self._writer.events(data):
             self._connection.send(message)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the connection was closed because its client did not read."""
+        return self._connection.was_cut
 
     async def end(self) -> None:
         """Do nothing: the connection says `done`, also after an error."""

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.dispatcher.session.gaps import GapHistogram
+from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import TokenLogprob
@@ -42,6 +43,12 @@ class NewRequest:
     qoe: QoeTarget | None = None
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
+    tier: Tier = Tier.DEFAULT
+    """Its place in the queue: more urgent ones first."""
+    tenant: str = ""
+    """Whose it is."""
+    max_tenant_queued: int | None = None
+    """Requests of this tenant that may wait for room, this one included; None: as many as of all."""
     resumable: bool = False
     """Its name comes from the client: if this dispatcher dies, another one may be asked for the same request."""
     generated: tuple[int, ...] = ()
@@ -107,6 +114,8 @@ class History:
 
     num_attempts: int = 0
     """The highest number that was ever given to one: none is used twice."""
+    worker_id: WorkerId | None = None
+    """The last one that accepted it."""
     num_at_start: int = 0
     """Output tokens when the present attempt began."""
     has_started: bool = False
@@ -269,7 +278,7 @@ class Session:
 
     def accept(self, worker_id: WorkerId, now_s: float) -> None:
         """The worker runs it."""
-        self.worker_id = worker_id
+        self.worker_id = self.history.worker_id = worker_id
         if self.admitted_s is None:
             self.admitted_s = now_s
         self.progress_s = now_s
