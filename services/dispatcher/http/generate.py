@@ -51,7 +51,12 @@ async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | N
         ApiError: it was refused, or it failed and nothing has been sent yet.
     """
     choices = _make_choices(front, call)
-    starts = front.live.enter(call, choices)
+    try:
+        starts = front.live.enter(call, choices)
+    except ApiError as error:
+        call.fate.finish = error.code or "error"
+        report_record(front, make_record(front, call, choices))
+        raise
     permit: Permit | None = None
     whole: web.Response | None = None
     try:
