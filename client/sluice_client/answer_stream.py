@@ -9,7 +9,14 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from sluice_client.cursor import Cursor
-from sluice_client.errors import APIStreamError, ConnectionLostError, IncompleteStreamError, SluiceClientError
+from sluice_client.errors import (
+    APIConnectionError,
+    APIStatusError,
+    APIStreamError,
+    ConnectionLostError,
+    IncompleteStreamError,
+    SluiceClientError,
+)
 from sluice_client.pacer import Piece
 from sluice_client.protocol import AnswerRecord
 from sluice_client.retry import Resumes
@@ -62,6 +69,10 @@ async def stream_pieces(
             loss: SluiceClientError = IncompleteStreamError(_INCOMPLETE)
         except (ConnectionLostError, APIStreamError) as error:
             loss = error
+        except (APIConnectionError, APIStatusError) as error:
+            if not cursor.has_begun:
+                raise
+            raise ConnectionLostError(f"the stream broke off, and could not be resumed: {error}") from error
         if record.finish_reason is not None and not isinstance(loss, APIStreamError):
             return
         delay_s = None

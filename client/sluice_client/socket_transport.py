@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from sluice_client.cursor import Cursor
-from sluice_client.errors import APIStatusError, ConnectionLostError, ProtocolError
+from sluice_client.errors import APIConnectionError, APIStatusError, ConnectionLostError, ProtocolError
 from sluice_client.protocol import AnswerRecord, parse_error, parse_object
 from sluice_client.retry import RETRIED_STATUSES, Resumes
 from sluice_client.transport import Failure, Transport, describe, unreachable
@@ -121,7 +121,7 @@ async def _started(answer: _SocketAnswer) -> _SocketAnswer | Failure:
         message = await answer.next()
     except ConnectionLostError as error:
         await answer.close()
-        return Failure(error, may_retry=True)
+        return Failure(APIConnectionError(f"no answer: {error}"), may_retry=True, cause=error)
     except BaseException:
         await answer.close()
         raise

@@ -16,9 +16,9 @@ from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason
 from sluice_client import (
-    APIConnectionError,
     APIStatusError,
     ClientLimits,
+    ConnectionLostError,
     QoeTarget,
     RetryPolicy,
     SluiceClient,
@@ -228,6 +228,6 @@ async def test_a_server_that_never_comes_back_ends_the_answer_with_an_error(text
         (item,) = running.worker.running.values()
         for token in running.encode(TEXT):
             await running.worker.emit(item, [token])
-        with pytest.raises(APIConnectionError, match="no answer from"):
+        with pytest.raises(ConnectionLostError, match="could not be resumed: no answer from"):
             await reading
         assert TEXT.startswith(answer.text)
