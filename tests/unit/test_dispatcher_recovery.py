@@ -326,14 +326,43 @@ def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(rea
     go(main())
 
 
+def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
+    """The dispatcher's process was frozen for so long that the worker gave its request up."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            await worker.emit(worker.running["r", 1], ANSWER[:4])
+            worker.script = lambda _: ANSWER
+            await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
+            assert await finish(made, session) is None
+            assert session.tokens == ANSWER
+            assert [submit.attempt for submit in worker.submits] == [1, 2]
+
+    go(main())
+
+
 def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() -> None:
     async def main() -> None:
         async with cluster() as made:
             worker = await made.add()
-            fields = {"generated": tuple(ANSWER[:7]), "num_attempts": 3, "resumable": True}
+            fields: dict[str, Any] = {"generated": tuple(ANSWER[:7]), "num_attempts": 3, "resumable": True}
             session, taker = await made.serve(**fields)
             assert taker.tokens == session.tokens == ANSWER
             (submit,) = worker.submits
             assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
+
+    go(main())
+
+
+def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request(limit_s=10.0))
+            await asyncio.sleep(9.99)
+            await worker.emit(worker.running["r", 1], [], FinishReason.CANCELLED)
+            assert await finish(made, session) is FailureCode.TIMED_OUT
 
     go(main())
