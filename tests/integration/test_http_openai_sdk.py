@@ -211,8 +211,8 @@ async def test_a_stream_with_event_ids_and_comments_is_read_to_its_end(text: Mod
             extra_headers={"Idempotency-Key": "mine"},
         )
         (item,) = running.worker.running.values()
-        reading = asyncio.create_task(anext(aiter(stream)))
-        assert (await reading).choices[0].delta.role == "assistant"
+        first = await anext(aiter(stream))
+        assert first.choices[0].delta.role == "assistant"
         (open_stream,) = running.dispatcher.front.streams._open
         assert isinstance(open_stream, EventStream)
         while open_stream.last_write_s + 0.3 > asyncio.get_running_loop().time():

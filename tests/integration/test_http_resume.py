@@ -68,7 +68,8 @@ def ask(running: Running, key: str, seen: str = "", path: str = CHAT, **body: An
 async def events_of(response: ClientResponse, count: int | None = None) -> list[SseEvent]:
     """Return the first events, or all."""
     assert response.status == 200, await response.text()
-    decoder, events = SseDecoder(), []
+    decoder = SseDecoder()
+    events: list[SseEvent] = []
     async for part in response.content.iter_any():
         events += decoder.feed(part)
         if count is not None and len(events) >= count:

@@ -323,8 +323,6 @@ def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(rea
             assert session.admitted_s is not None
             assert session.admitted_s - session.request.arrival_s < 0.1
 
-    go(main())
-
 
 def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
     """The dispatcher's process was frozen for so long that the worker gave its request up."""
@@ -347,13 +345,10 @@ def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() ->
     async def main() -> None:
         async with cluster() as made:
             worker = await made.add()
-            fields: dict[str, Any] = {"generated": tuple(ANSWER[:7]), "num_attempts": 3, "resumable": True}
-            session, taker = await made.serve(**fields)
+            session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
             assert taker.tokens == session.tokens == ANSWER
             (submit,) = worker.submits
             assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
-
-    go(main())
 
 
 def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
