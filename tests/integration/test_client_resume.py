@@ -77,7 +77,7 @@ async def size_of_answer(running: Running, way: Way) -> int:
 
 
 @pytest.mark.parametrize(
-    ("way", "orderly", "step"), [("http", False, 97), ("http", True, 293), ("websocket", False, 211)]
+    ("way", "orderly", "step"), [("http", False, 151), ("http", True, 797), ("websocket", False, 397)]
 )
 async def test_a_connection_cut_anywhere_changes_nothing(served: Running, way: Way, orderly: bool, step: int) -> None:
     """Cut all along the answer, headers included: between events, within events, within characters; reset or FIN."""

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from services.dispatcher.build import ModelText
 from services.dispatcher.http.websocket import MAX_IN_FLIGHT
+from shared.api_keys import hash_key
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
 from tests.support.dispatchers import Running, running_dispatcher
@@ -320,7 +321,7 @@ async def test_frames_that_are_not_allowed_close_the_connection(served: Running,
 
 
 async def test_a_reader_that_stalls_is_cut_alone(text: ModelText, folder: Path) -> None:
-    async with running_dispatcher(text, folder, write_limit_s=1.0) as running, talk(running) as good:
+    async with running_dispatcher(text, folder, write_limit_s=0.1) as running, talk(running) as good:
         worker, sockets = running.worker, running.dispatcher.front.sockets
         await good.ask("fine")
         await until(lambda: len(worker.running) == 1)
@@ -334,6 +335,9 @@ async def test_a_reader_that_stalls_is_cut_alone(text: ModelText, folder: Path) 
             if any(each.num_unsent_bytes > 2**17 for each in sockets._open):
                 break
             await asyncio.sleep(0)
+        sockets.sweep()
+        await asyncio.sleep(0.15)
+        sockets.sweep()
         await worker.wait_cancelled(limit_s=8.0)
         assert sockets.num_cut == 1
         assert [cancel.request_id for cancel in worker.cancels] == [victim.submit.request_id]
@@ -434,3 +438,32 @@ async def test_callers_are_told_apart_by_the_key_of_the_handshake(served: Runnin
             await client.all_of("r")
         salts.append(served.worker.submits[-1].cache_salt)
     assert salts[0] == salts[2] != salts[1]
+
+
+async def test_a_socket_needs_a_key_and_a_key_that_is_taken_away_ends_with_the_next_answer(
+    text: ModelText, folder: Path, tmp_path: Path
+) -> None:
+    """Row 53: 401 at the handshake. The answer that runs goes on; the next one is refused, the connection stays."""
+    path = tmp_path / "keys.toml"
+
+    def write_keys(*keys: str) -> None:
+        entries = [f'[[keys]]\nsha256 = "{hash_key(key)}"\ntenant = "acme"\nscopes = ["infer"]' for key in keys]
+        path.write_text("\n".join(["[tenants.acme]", *entries]))
+
+    write_keys("sk-mine", "sk-other")
+    async with running_dispatcher(text, folder, api_keys_file=path) as running:
+        for headers in ({}, {"Authorization": "Bearer sk-wrong"}):
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await running.http.ws_connect(running.url + "/v1/ws", headers=headers)
+            assert refused.value.status == 401
+        async with talk(running, headers={"Authorization": "Bearer sk-mine"}) as client:
+            await client.ask("a")
+            await until(lambda: running.worker.running)
+            write_keys("sk-other")
+            assert await running.dispatcher.front.access.reload()
+            await client.ask("b")
+            (item,) = running.worker.running.values()
+            await running.worker.emit(item, [*running.encode("whole"), end_id(text)], FinishReason.STOP)
+            heard = await client.all_of("a", "b")
+        assert text_of(heard["a"]) == "whole"
+        assert (heard["b"][0]["status"], heard["b"][0]["error"]["code"]) == (401, "invalid_api_key")

@@ -95,7 +95,7 @@ words = st.sampled_from(["the ", "fox", "ox", " t", "he", "🦊", "你好", "。
 texts = st.lists(words, min_size=1, max_size=8).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whatever_is_cut_where_the_rest_is_exactly_what_the_client_lacks(data: st.DataObject) -> None:
     """The answer is the same; how it is cut into batches, and which choice is first, is not."""

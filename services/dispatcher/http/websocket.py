@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from services.dispatcher.access.grants import Grant
 from services.dispatcher.http.arrival import Sender, note_arrival
 from services.dispatcher.http.call import Call
 from services.dispatcher.http.chat import chat_call
@@ -22,7 +21,7 @@ from services.dispatcher.http.completions import completion_call
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import generate
-from services.dispatcher.http.guard import grant_of
+from services.dispatcher.http.guard import authorise, grant_of
 from services.dispatcher.http.socket_messages import (
     BadMessageError,
     Cancellation,
@@ -82,7 +81,7 @@ async def open_socket(front: Front, request: web.BaseRequest, public_id: str) ->
     transport = request.transport
     if transport is None:
         raise ConnectionResetError("the client is gone")
-    connection = Connection(front, socket, transport, grant_of(request))
+    connection = Connection(front, socket, transport, request)
     front.sockets.add(connection)
     try:
         await connection.run()
@@ -119,7 +118,7 @@ class Connection:
         front: the parts to work with.
         socket: prepared.
         transport: of the connection.
-        grant: of who shook hands; it holds for every request.
+        handshake: let in; its key is looked at anew for every answer, since keys come and go.
     """
 
     def __init__(
@@ -127,12 +126,12 @@ class Connection:
         front: Front,
         socket: web.WebSocketResponse,
         transport: asyncio.Transport,
-        grant: Grant,
+        handshake: web.BaseRequest,
     ) -> None:
         self._front = front
         self._socket = socket
         self._transport = transport
-        self._grant = grant
+        self._handshake = handshake
         self._calls: dict[str, Call] = {}
         self._tasks = TaskOwner(max_tasks=2 * MAX_IN_FLIGHT)
         self._budget = MessageBudget(front.now())
@@ -226,8 +225,9 @@ class Connection:
             text = f"This connection has {MAX_IN_FLIGHT} answers under way, which is its limit."
             self._refuse(message.name, ApiError(429, "too_many_in_flight", text, retry_after_s=1.0))
             return
-        sender = Sender(message.headers, f"req_{uuid.uuid4().hex}", self._grant)
         try:
+            authorise(self._front, self._handshake)
+            sender = Sender(message.headers, f"req_{uuid.uuid4().hex}", grant_of(self._handshake))
             call = _CALLS[message.endpoint](note_arrival(self._front), sender, message.body)
         except ApiError as error:
             self._refuse(message.name, error)
