@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -150,6 +151,42 @@ async def test_a_key_that_is_added_while_the_dispatcher_runs_is_let_in(served: R
         file.write(f'\n[[keys]]\nsha256 = "{hash_key("sk-new")}"\ntenant = "acme"\nscopes = ["infer"]\n')
     assert await served.dispatcher.front.access.reload()
     assert (await ask(served, "/v1/models", "sk-new"))[0] == 200
+
+
+async def test_a_websocket_needs_a_key_when_it_opens(served: Running) -> None:
+    for key, status in ((None, 401), ("sk-nobody", 401), (KEYS["metrics"], 403)):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+            await served.http.ws_connect(served.url + "/v1/ws", headers=headers)
+        assert refusal.value.status in (status, 429)
+    headers = {"Authorization": f"Bearer {KEYS['infer']}"}
+    async with served.http.ws_connect(served.url + "/v1/ws", headers=headers) as socket:
+        await socket.send_json({"type": "request", "id": "a", "body": {"model": "tiny", "messages": HELLO}})
+        assert (await socket.receive_json(timeout=5))["type"] == "start"
+    salt = served.worker.submits[-1].cache_salt
+    await chat(served, "infer")
+    assert served.worker.submits[-1].cache_salt == salt
+
+
+async def test_a_request_is_cancelled_by_its_tenant_and_is_unknown_to_others(
+    text: ModelText, folder: Path, tmp_path: Path
+) -> None:
+    """Row 52: not even that it exists is said to another tenant."""
+    async with running_dispatcher(text, folder, None, api_keys_file=keys_file(tmp_path)) as running:
+        headers = {"Authorization": f"Bearer {KEYS['infer']}", "x-request-id": "job"}
+        body = {"model": "tiny", "messages": HELLO}
+        asked = asyncio.create_task(running.http.post(running.url + CHAT, json=body, headers=headers))
+        async with asyncio.timeout(5):
+            while not running.worker.running:
+                await asyncio.sleep(0.005)
+        path = "/v1/requests/job/cancel"
+        assert (await ask(running, path, method="POST"))[0] == 401
+        assert (await ask(running, path, "metrics", method="POST"))[0] == 403
+        status, _, answer = await ask(running, path, "other", method="POST")
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert (await ask(running, path, "infer", method="POST"))[0] == 200
+        async with await asked as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (409, "request_cancelled")
 
 
 async def test_a_dispatcher_that_others_reach_does_not_start_without_keys_or_somebodys_word(folder: Path) -> None:

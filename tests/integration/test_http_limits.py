@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.build import ModelText
 from shared.api_keys import hash_key
 from shared.messages.request import RefusalReason
@@ -123,6 +124,49 @@ async def test_each_choice_is_charged(text: ModelText, folder: Path, tmp_path: P
         _, headers, _ = await ask(running, n=4, max_tokens=50)
         assert int(headers["x-ratelimit-remaining-tokens"]) == 1000 - NUM_PROMPT - 200
         assert int(headers["x-ratelimit-remaining-requests"]) == 96
+
+
+async def test_limits_hold_over_a_websocket_too(text: ModelText, folder: Path, tmp_path: Path) -> None:
+    async with limited(text, folder, tmp_path, "requests_per_min = 1") as running:
+        headers = {"Authorization": "Bearer a"}
+        async with running.http.ws_connect(running.url + "/v1/ws", headers=headers) as connection:
+            heard: list[dict[str, Any]] = []
+            for name in ("first", "second"):
+                body = {"model": "tiny", "messages": HELLO, "max_tokens": 5}
+                await connection.send_json({"type": "request", "id": name, "body": body})
+                while not heard or heard[-1]["type"] != "done" or heard[-1]["id"] != name:
+                    heard.append(await connection.receive_json(timeout=5))
+        assert "error" not in {message["type"] for message in heard if message["id"] == "first"}
+        error, done = (message for message in heard if message["id"] == "second")
+        assert (error["type"], error["status"], error["error"]["code"]) == ("error", 429, "rate_limit_exceeded")
+        assert 50_000 < error["retry_after_ms"] <= 60_000
+        assert error["should_retry"] is True
+        assert done["type"] == "done"
+        assert running.dispatcher.front.tenants.num_open("a") == 0
+
+
+async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, folder: Path, tmp_path: Path) -> None:
+    """Of 1 000: 4 tokens come over one connection and 3 over the next, and each of the two pays for the prompt."""
+    async with limited(text, folder, tmp_path, "tokens_per_min = 1000", script=None) as running:
+        headers = {"Authorization": "Bearer a", "Idempotency-Key": "mine"}
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 100, "stream": True}
+        front = running.dispatcher.front
+        for number, (tokens, finish) in enumerate(
+            (([65, 66, 67, 68], FinishReason.NONE), ([65, 66, 67], FinishReason.STOP))
+        ):
+            async with running.http.post(running.url + CHAT, json=body, headers=headers) as response:
+                await until(lambda number=number: len(running.worker.submits) == number + 1)
+                item = running.worker.running[running.worker.submits[-1].request_id, running.worker.submits[-1].attempt]
+                await running.worker.emit(item, tokens, finish)
+                if finish is FinishReason.STOP:
+                    await response.read()
+                else:
+                    await until(lambda: sum(len(session.tokens) for session in front.sessions.table) == 4)
+            await until(lambda: front.tenants.num_open("a") == 0)
+        (tenant,) = {grant.tenant for grant in [front.access.authenticate("Bearer a", "")] if isinstance(grant, Grant)}
+        (rate,) = front.tenants.rates(tenant, front.now())
+        used = 2 * NUM_PROMPT + 4 + 3
+        assert 1000 - used <= rate.remaining <= 1000 - used + 10
 
 
 async def test_a_request_that_can_never_fit_is_not_to_be_tried_again(

@@ -422,7 +422,7 @@ def raw_inputs() -> list[RawInput]:
 LATE: Final = (
     (
         "20 a header in pieces",
-        (b"POST /v1/chat/comp", b"letions HTTP", b"/1.1\r\n", b"Host", b": x", b"\r\n", *[b"X"] * 40),
+        (b"POST /v1/chat/comp", b"letions HTTP", b"/1.1\r\n", b"Host", b": x", b"\r\n", *[b"X"] * 20),
     ),
     ("20 no end of the headers", (_POST,)),
     ("20 no end of the body", (_POST + b"Content-Length: 100\r\n\r\n{",)),

@@ -15,6 +15,7 @@ from shared.errors import StartupError
 from tests.support.dispatchers import make_settings
 from tests.support.text_models import CHATML, write_model_folder
 
+HUGE = "{{ 'a' * 10 ** 9 }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}x"
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -31,12 +32,11 @@ def test_an_ordinary_template_takes_every_conversation() -> None:
     "source",
     [
         ENDLESS,
-        "{{ 'a' * 10 ** 9 }}",
-        "{% set x = 'a' * 10 ** 9 %}{{ x }}",
+        HUGE,
         "{{ ('%' ~ '1000000000' ~ 'd') | format(1) }}",
         "{% if messages | length > 3 %}" + ENDLESS + "{% endif %}",
     ],
-    ids=["loops", "constant", "variable", "format", "longer conversations"],
+    ids=["loops", "constant", "format", "longer conversations"],
 )
 def test_a_template_that_takes_too_much_is_refused_in_good_time_by_name(source: str) -> None:
     started_s = time.monotonic()
@@ -70,9 +70,9 @@ def test_a_template_that_refuses_the_trial_is_taken() -> None:
 
 @pytest.mark.parametrize("as_file", [False, True])
 def test_a_dispatcher_does_not_start_with_it_and_names_the_file(tmp_path: Path, as_file: bool) -> None:
-    folder = write_model_folder(tmp_path, template=None if as_file else ENDLESS)
+    folder = write_model_folder(tmp_path, template=None if as_file else HUGE)
     if as_file:
-        (folder / "chat_template.jinja").write_text(ENDLESS)
+        (folder / "chat_template.jinja").write_text(HUGE)
     name = "chat_template.jinja" if as_file else "tokenizer_config.json"
     with pytest.raises(StartupError, match=f"the chat template in {folder / name} takes more than"):
         load_text(make_settings(folder))

@@ -18,6 +18,7 @@ from aiohttp import web
 from services.dispatcher.session.session import FailureCode
 
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+RATE_LIMITED: Final = "rate_limit_exceeded"
 _MAX_MESSAGE_CHARS: Final = 500
 
 

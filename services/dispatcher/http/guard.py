@@ -8,7 +8,7 @@ from aiohttp import web
 
 from services.dispatcher.access.access import Denial, Denied
 from services.dispatcher.access.grants import Grant
-from services.dispatcher.http.errors import ApiError
+from services.dispatcher.http.errors import RATE_LIMITED, ApiError
 from services.dispatcher.http.front import Front
 from shared.api_keys import Scope
 
@@ -59,7 +59,7 @@ def _needed(path: str) -> Scope | None:
 def _refusal(denied: Denied) -> ApiError:
     if denied.reason is Denial.TOO_MANY_WRONG_KEYS:
         message = "Too many wrong keys came from this address. Wait before the next one."
-        return ApiError(429, "rate_limit_exceeded", message, retry_after_s=denied.wait_s)
+        return ApiError(429, RATE_LIMITED, message, retry_after_s=denied.wait_s)
     if denied.reason is Denial.NO_KEY:
         message = "This server asks for a key. Send it as 'Authorization: Bearer <key>'."
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.dispatcher.access.grants import Tenant
 from services.dispatcher.http.call import Call
-from services.dispatcher.http.errors import ApiError
+from services.dispatcher.http.errors import RATE_LIMITED, ApiError
 from services.dispatcher.http.front import Front
 from services.dispatcher.limits.tenants import Limit, OverLimit, Permit
 
@@ -58,9 +58,9 @@ _WHAT = {
 def _refusal(front: Front, call: Call, over: OverLimit) -> ApiError:
     """Return the 429; one that asks for more than the whole limit is not to be tried again."""
     front.metrics.limited(call.grant.tenant.name, over.limit.value)
-    front.metrics.refused("rate_limit_exceeded", call.params.service_tier)
+    front.metrics.refused(RATE_LIMITED, call.params.service_tier)
     message = f"Your limit is {over.allowed} {_WHAT[over.limit]}; this request needs {over.asked}."
     message += " Ask for less at a time." if over.wait_s is None else " Try again later."
     headers = {"x-should-retry": "false" if over.wait_s is None else "true"}
     headers |= rate_headers(front, call.grant.tenant)
-    return ApiError(429, "rate_limit_exceeded", message, headers=headers, retry_after_s=over.wait_s)
+    return ApiError(429, RATE_LIMITED, message, headers=headers, retry_after_s=over.wait_s)

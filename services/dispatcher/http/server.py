@@ -19,7 +19,7 @@ from services.dispatcher.http.cancel import cancel_request, is_cancel_path
 from services.dispatcher.http.chat import chat_completions
 from services.dispatcher.http.completions import completions
 from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionLimits, ConnectionServer, head_too_large
-from services.dispatcher.http.errors import ApiError, error_response, failure_error
+from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise
 from services.dispatcher.http.tokenize import detokenize, tokenize
@@ -129,7 +129,8 @@ class HttpServer:
             authorise(self._front, request)
             response = await _find(request.method, request.path)(self._front, request, public_id)
         except ApiError as error:
-            _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
+            if error.code != RATE_LIMITED:  # a tenant's has its access line, and wrong keys could fill the log
+                _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
             response = error_response(error)
         except (asyncio.CancelledError, ConnectionError):
             raise
