@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
+from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
@@ -27,13 +28,14 @@ Examples:
   sluice pull owner/name                       fetch a model from the hub
   sluice bench --request-rate 4                put a load on a server and measure it
   sluice profile --model ./llama               measure what a step costs, as a cost profile
+  sluice chaos kill worker-0                   see that nobody notices
 
 \b
 Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench)
+  3    nothing answers at the URL (status, chat, bench), or under the id (chaos)
   130  stopped at once by a second Ctrl-C (bench, pull: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
@@ -226,6 +228,7 @@ def version() -> int:
 
 
 cli.add_command(bench)
+cli.add_command(chaos)
 
 
 def run_command(argv: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
 
@@ -19,7 +20,9 @@ class Admin:
         self._reporter = reporter
 
     async def dump(self, message: Message) -> bytes:
-        """Answer with the sequences that the engine holds: ids and counts, never tokens or text."""
+        """Answer with what the worker holds: sequences by ids and counts, never tokens or text; tasks."""
         del message
         sequences = [asdict(sequence) for sequence in describe(self._engine)]
-        return json.dumps({"phase": self._reporter.phase, "sequences": sequences}).encode()
+        return json.dumps(
+            {"phase": self._reporter.phase, "num_tasks": len(asyncio.all_tasks()), "sequences": sequences}
+        ).encode()
