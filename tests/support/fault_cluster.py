@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,16 +141,22 @@ class Cluster:
         assert not self.is_running(name), f"{name} runs"
         service = name.split("-")[0]
         module = self.shape.modules.get(name, f"services.{service}")
+        given = [*self.shape.flags.get(service, ()), *(self.shape.flags.get(name, ()) if name != service else ())]
         argv = [sys.executable, "-P", "-m", module, "--instance-id", name, "--nats-url", self._nats_url_of(name)]
-        argv += ["--log-format", "json", *self._own_flags(name, service)]
-        argv += [*self.shape.flags.get(service, ()), *(self.shape.flags.get(name, ()) if name != service else ())]
+        argv += ["--log-format", "json", *self._own_flags(name, service, given), *given]
         self._spawn(name, argv, self.shape.env)
 
-    def _own_flags(self, name: str, service: str) -> list[str]:
-        model = ["--model", str(self.shape.model), "--served-model-name", MODEL_NAME]
+    def _own_flags(self, name: str, service: str, given: Sequence[str]) -> list[str]:
+        """Return the usual flags of a service, but for those that the shape gives."""
+        flags: dict[str, str] = {}
+        if service in ("worker", "dispatcher"):
+            flags |= {"--model": str(self.shape.model), "--served-model-name": MODEL_NAME}
         if service == "worker":
-            return [*model, "--deterministic", "--threads", "1", "--memory", "256MiB"]
-        return [*model, "--port", str(self.http_ports[name])] if service == "dispatcher" else []
+            flags |= {"--threads": "1", "--memory": "256MiB"}
+        if service == "dispatcher":
+            flags |= {"--port": str(self.http_ports[name])}
+        usual = [part for flag, value in flags.items() if flag not in given for part in (flag, value)]
+        return [*usual, "--deterministic"] if service == "worker" else usual
 
     def _nats_url_of(self, name: str) -> str:
         if name not in self.shape.proxied:
@@ -305,8 +311,14 @@ def http_session(timeout_s: float = 10.0) -> aiohttp.ClientSession:
 
 
 @contextmanager
-def running(folder: Path, shape: Shape | None = None) -> Iterator[Cluster]:
-    """Give a cluster that is ready; show its logs if the body fails."""
+def running(folder: Path, shape: Shape | None = None, *, ready: list[str] | None = None) -> Iterator[Cluster]:
+    """Give a cluster that is ready; show its logs if the body fails.
+
+    Args:
+        folder: for its logs and the broker's store.
+        shape: what it consists of.
+        ready: the workers that must be ready; None means all.
+    """
     cluster = Cluster(folder, shape or Shape())
     with contextlib.ExitStack() as stack:
         stack.callback(cluster.stop)
@@ -315,7 +327,7 @@ def running(folder: Path, shape: Shape | None = None) -> Iterator[Cluster]:
             cluster.proxies[name] = stack.enter_context(FaultProxy(cluster.broker_port))
         for name in cluster.services:
             cluster.start(name)
-        asyncio.run(cluster.wait_ready())
+        asyncio.run(cluster.wait_ready(ready))
         try:
             yield cluster
         except BaseException:

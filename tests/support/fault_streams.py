@@ -87,6 +87,9 @@ class Told:
     """It ended as its protocol says."""
     broken_by: str = ""
     """How the connection ended otherwise."""
+    created_unix_s: float = 0.0
+    """When the server says that it was asked."""
+    last_event_id: str = ""
     times_s: list[float] = field(default_factory=list)
     """When each event with text arrived."""
 
@@ -144,6 +147,8 @@ class Reader:
             line = raw.rstrip(b"\r\n")
             if line == b"data: [DONE]":
                 self.told.is_whole = True
+            elif line.startswith(b"id: "):
+                self.told.last_event_id = line[4:].decode()
             elif line.startswith(b"data: "):
                 assert not self.told.is_whole, "an event after the end"
                 self._take(json.loads(line[6:]))
@@ -153,6 +158,7 @@ class Reader:
         if "error" in content:
             told.error = content["error"]
             return
+        told.created_unix_s = content["created"]
         for choice in content["choices"]:
             self._take_choice(choice)
         if (usage := content.get("usage")) is not None:
