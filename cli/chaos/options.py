@@ -21,18 +21,17 @@ touched: a container is stopped with `docker-compose kill`. Give --nats-url as `
 """
 
 
-class Duration(click.ParamType):
-    """`5s`, `500ms`, `2m`, or seconds without a unit; at most an hour."""
+def seconds_of(_ctx: click.Context | None, _param: click.Parameter | None, value: str) -> float:
+    """Return the seconds that `5s`, `500ms`, `2m`, or a number without a unit mean; at most an hour.
 
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return seconds."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)?", str(value).strip())
-        seconds = float(found[1]) * _UNITS[found[2] or "s"] if found is not None else 0.0
-        if not 0 < seconds <= MAX_S:
-            self.fail(f"'{value}' is no duration; write 500ms, 5s or 2m, at most an hour", param, ctx)
-        return seconds
+    Raises:
+        BadParameter: it means none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)?", value.strip())
+    seconds = float(found[1]) * _UNITS[found[2] or "s"] if found is not None else 0.0
+    if not 0 < seconds <= MAX_S:
+        raise click.BadParameter(f"'{value}' is no duration; write 500ms, 5s or 2m, at most an hour")
+    return seconds
 
 
 @click.group(epilog=_EPILOG)
@@ -60,7 +59,9 @@ def kill(target: str, **where: str | None) -> int:
 
 @chaos.command()
 @_where
-@click.option("--for", "duration_s", type=Duration(), default="5s", show_default=True, help="How long.")
+@click.option(
+    "--for", "duration_s", metavar="T", callback=seconds_of, default="5s", show_default=True, help="How long."
+)
 def hang(target: str, duration_s: float, **where: str | None) -> int:
     """Let TARGET stand still for a while (SIGSTOP, then SIGCONT)."""
     from cli.chaos import command
@@ -74,7 +75,13 @@ def hang(target: str, duration_s: float, **where: str | None) -> int:
 @chaos.command()
 @_where
 @click.option(
-    "--within", "limit_s", type=Duration(), default="150s", show_default=True, help="Time to end, and to be back."
+    "--within",
+    "limit_s",
+    metavar="T",
+    callback=seconds_of,
+    default="150s",
+    show_default=True,
+    help="To end and be back.",
 )
 def restart(target: str, limit_s: float, **where: str | None) -> int:
     """Ask TARGET to finish and end (SIGTERM), and wait until it is back."""

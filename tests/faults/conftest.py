@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from tests.support.fault_checks import Footprint, footprint
-from tests.support.fault_cluster import Cluster, Shape, running
+from tests.support.fault_cluster import Cluster, Shape, run_apart, running
 from tests.support.fault_streams import Ask, long_prompts, mixed_load, undisturbed
 
 SMALL_STEPS: Final = {"SLUICE_WORKER_MAX_BATCH_TOKENS": "48"}
@@ -50,7 +50,7 @@ def set_up_with(cluster: Cluster, asks: Sequence[Ask]) -> Stage:
         await asyncio.sleep(1.0)  # what a first request leaves open in a process, such as its threads, is there now
         return expected, await footprint(cluster)
 
-    expected, before = asyncio.run(prepare())
+    expected, before = run_apart(prepare())
     return Stage(cluster, expected, before)
 
 

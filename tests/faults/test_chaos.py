@@ -48,10 +48,9 @@ def pid_said(text: str) -> int:
 
 def wait_until_all_ready(up: Cluster) -> None:
     def ready() -> bool:
-        return (
-            sum(w["report"]["phase"] == "ready" and w["liveness"] == "alive" for w in up.get("/v1/cluster")["workers"])
-            == 2
-        )
+        workers = up.get("/v1/cluster")["workers"]
+        usable = [w for w in workers if w["report"]["phase"] == "ready" and w["liveness"] == "alive"]
+        return len(usable) == 2
 
     wait_until(ready, "both workers are ready", 60)
 

@@ -35,7 +35,7 @@ async def test_without_a_planner_a_burst_is_served_or_refused_politely(
         "SLUICE_DISPATCHER_MAX_QUEUED": "8",
     }
     with running(tmp_path_factory.mktemp("cluster"), Shape(env=env)) as cluster:
-        stage = await asyncio.to_thread(set_up_with, cluster, mixed_load()[:4])
+        stage = set_up_with(cluster, mixed_load()[:4])
         async with unchanged(cluster, mixed_load()[:4], stage.expected, stage.before) as readers:
             await seen(readers, 5)
             cluster.kill("planner")
@@ -91,7 +91,7 @@ async def test_jumps_of_the_wall_clock_change_nothing(tmp_path_factory: pytest.T
     clock = WallClock(tmp_path_factory.mktemp("clock"))
     shape = Shape(env={**SMALL_STEPS, "PYTHONPATH": str(clock.folder)})
     with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         for offset_s in (HOUR_S, -HOUR_S):
             async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
                 await seen(readers, 5)
@@ -110,7 +110,7 @@ async def test_logs_without_a_disk_stop_nothing(tmp_path_factory: pytest.TempPat
     for name in ("monitor", "planner", "worker-0", "worker-1", "dispatcher-0"):
         (folder / f"{name}.log").symlink_to("/dev/full")
     with running(folder, Shape(env={**SMALL_STEPS, "SLUICE_LOG_LEVEL": "debug"})) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
             await seen(readers, 15)
             cluster.kill("worker-0")
@@ -120,7 +120,7 @@ async def test_a_full_store_of_the_broker_stops_nothing(tmp_path_factory: pytest
     """Row 35: no view can be written any more; workers die and come back all the same."""
     shape = Shape(env=SMALL_STEPS, max_store_bytes=2 * 1024 * 1024)
     with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         async with cluster.bus() as bus, unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
             await seen(readers, 5)
             filling = await bus.key_value("filling", history=64)
@@ -156,7 +156,7 @@ async def test_a_worker_of_another_major_version_is_shown_and_not_used(
     """Row 36."""
     shape = Shape(env={**SMALL_STEPS, "ODD_WORKER": "other-major"}, modules={"worker-1": "tests.support.odd_worker"})
     with running(tmp_path_factory.mktemp("cluster"), shape, ready=["worker-0"]) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         await until_async(lambda: _is_refused(cluster), "the monitor has refused its report")
         found = await _answers(cluster)
         assert all(found[name].texts == stage.expected[name]["texts"] for name in found)
@@ -180,7 +180,7 @@ async def test_fields_of_a_newer_minor_version_are_ignored(tmp_path_factory: pyt
     """Row 36: one worker says more in every message than the others know."""
     shape = Shape(env={**SMALL_STEPS, "ODD_WORKER": "newer-minor"}, modules={"worker-1": "tests.support.odd_worker"})
     with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         async with unchanged(cluster, [*mixed_load(), *long_prompts()], stage.expected, stage.before) as readers:
             await seen(readers[:8], 10)
             cluster.kill("worker-0")

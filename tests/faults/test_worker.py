@@ -129,7 +129,7 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytes
         modules={VICTIM: "tests.support.odd_worker"},
     )
     with running(folder, shape) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
             await seen(readers, 15)
             file.touch()
@@ -150,7 +150,7 @@ async def test_a_request_that_kills_its_workers_is_blamed_after_two(
         modules=dict.fromkeys(names, "tests.support.odd_worker"),
     )
     with running(tmp_path_factory.mktemp("poison"), shape) as cluster:
-        stage = await asyncio.to_thread(set_up, cluster)
+        stage = set_up(cluster)
         poison = ask("poison", COMPLETIONS, prompt=[5, 6, POISON_TOKEN, 7])
         async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
             await seen(readers, 5)

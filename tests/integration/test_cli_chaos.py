@@ -17,7 +17,7 @@ import pytest
 
 from cli import main as command
 from cli.chaos.command import hang, kill
-from cli.chaos.options import Duration
+from cli.chaos.options import seconds_of
 from cli.chaos.processes import is_local_address, is_running, listener_on
 from cli.console import Console
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
@@ -149,9 +149,9 @@ def test_addresses_of_this_machine_are_known() -> None:
 def test_durations_have_units(text: str, seconds: float | None) -> None:
     if seconds is None:
         with pytest.raises(click.BadParameter, match="write 500ms, 5s or 2m"):
-            Duration().convert(text, None, None)
+            seconds_of(None, None, text)
     else:
-        assert Duration().convert(text, None, None) == pytest.approx(seconds)
+        assert seconds_of(None, None, text) == pytest.approx(seconds)
 
 
 def test_a_bad_duration_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

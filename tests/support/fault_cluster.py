@@ -16,11 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
@@ -29,6 +30,8 @@ from shared.nats_server import accepts_connections, find_binary
 from shared.subjects import Subjects
 from tests.support.fault_proxy import FaultProxy
 from tests.support.ports import free_port
+
+T = TypeVar("T")
 
 ROOT: Final = Path(__file__).parents[2]
 DEMO_MODEL: Final = ROOT / "demo_model" / "model"
@@ -205,12 +208,13 @@ class Cluster:
         """End every process, by force in the end."""
         for name in list(self._frozen):
             self.thaw(name)
-        for name in [*reversed(self.services), NATS]:
-            if self.is_running(name):
-                self.terminate(name)
-        for name in [*reversed(self.services), NATS]:
-            if name in self.processes:
-                _reap(self.processes[name])
+        for names in (self.services, [NATS]):  # the broker last: services say goodbye
+            for name in names:
+                if self.is_running(name):
+                    self.terminate(name)
+            for name in names:
+                if name in self.processes:
+                    _reap(self.processes[name])
 
     # -- looking
 
@@ -327,7 +331,7 @@ def running(folder: Path, shape: Shape | None = None, *, ready: list[str] | None
             cluster.proxies[name] = stack.enter_context(FaultProxy(cluster.broker_port))
         for name in cluster.services:
             cluster.start(name)
-        asyncio.run(cluster.wait_ready(ready))
+        run_apart(cluster.wait_ready(ready))
         try:
             yield cluster
         except BaseException:
@@ -335,10 +339,16 @@ def running(folder: Path, shape: Shape | None = None, *, ready: list[str] | None
             raise
 
 
+def run_apart(work: Coroutine[Any, Any, T]) -> T:
+    """Return what the coroutine returns, run on a loop in a thread of its own: also where a loop is running already."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
 def show_logs(cluster: Cluster) -> None:
     """Write the end of every log to stderr."""
     for name in [NATS, *cluster.services]:
-        sys.stderr.write(f"--- {name}\n{cluster.log_of(name)[-3000:]}\n")
+        sys.stderr.write(f"--- {name}\n{cluster.log_of(name)[-1500:]}\n")
 
 
 async def until(condition: Any, what: str, limit_s: float = 10.0) -> None:

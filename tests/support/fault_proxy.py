@@ -142,6 +142,8 @@ class FaultProxy:
         self._connections[task] = [writer]
         try:
             await self._join(reader, writer, self._connections[task])
+        except asyncio.CancelledError:
+            return  # the proxy closes; asyncio would log the cancellation of a task that it started
         finally:
             for end in self._connections.pop(task):
                 end.close()
@@ -150,7 +152,7 @@ class FaultProxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, writers: list[asyncio.StreamWriter]
     ) -> None:
         try:
-            to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            to_reader, to_writer = await _connect(self._target_port)
         except OSError:
             _reset(writer)
             return
@@ -168,6 +170,19 @@ class FaultProxy:
             await asyncio.gather(*pumps, return_exceptions=True)
 
 
+async def _connect(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect with a small receive window, so that a server notices soon that nobody reads."""
+    raw = socket.socket()
+    raw.setblocking(False)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK_BYTES)
+    try:
+        await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", port))
+    except BaseException:
+        raw.close()
+        raise
+    return await asyncio.open_connection(sock=raw, limit=CHUNK_BYTES)
+
+
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: Direction) -> None:
     """Pass bytes on in order, each at its time, until an end is gone."""
     loop = asyncio.get_running_loop()
@@ -177,6 +192,8 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dire
         data = b"-"
         while data:
             try:
+                if direction.bytes_per_s:
+                    await queue.join()  # a slow link takes nothing on store: the sender meets a full window
                 data = await reader.read(CHUNK_BYTES)
             except ConnectionError:
                 data = b""
@@ -194,6 +211,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, dire
                 await asyncio.sleep(len(data) / direction.bytes_per_s)
             writer.write(data)
             await writer.drain()
+            queue.task_done()
     except ConnectionError:
         return
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -48,8 +49,8 @@ def ask(name: str, path: str, *, stream: bool = True, **more: Any) -> Ask:
 
 def mixed_load() -> list[Ask]:
     """Return requests that use everything that a continuation elsewhere must carry on."""
-    sampled = {"temperature": 1.0, "top_p": 0.95, "top_k": 50}
-    penalised = {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.1}
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 50}
+    penalised: dict[str, Any] = {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.1}
     return [
         ask("fox", CHAT),
         ask("owl", COMPLETIONS),
@@ -129,9 +130,9 @@ class Reader:
 
     async def _run(self) -> None:
         try:
-            async with self._http.post(
-                self._url + self.asked.path, json=self.asked.body, headers=self._headers
-            ) as response:
+            body = io.BytesIO(json.dumps(self.asked.body).encode())  # aiohttp warns of large bodies that are bytes
+            headers = {"content-type": "application/json", **self._headers}
+            async with self._http.post(self._url + self.asked.path, data=body, headers=headers) as response:
                 self.told.status, self.told.headers = response.status, response.headers
                 await self._read(response)
         except (aiohttp.ClientError, ConnectionError) as error:

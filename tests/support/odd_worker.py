@@ -64,7 +64,7 @@ def _stuck() -> None:
 
 def _other_major() -> None:
     version = base.PROTOCOL_VERSION + 1
-    base.PROTOCOL_VERSION = wire.PROTOCOL_VERSION = version  # type: ignore[misc,attr-defined]
+    base.PROTOCOL_VERSION = wire.PROTOCOL_VERSION = version  # type: ignore[attr-defined]
     base.ControlMessage.model_fields["version"].default = version
     for kind in _kinds(base.ControlMessage):
         kind.model_fields["version"].default = version
@@ -88,8 +88,8 @@ def _newer_minor() -> None:
     def newer_dump_json(self: base.ControlMessage, **how: Any) -> str:
         return dump_json(self, **how).removesuffix("}") + ',"news":{"of":["a","later"]}}'
 
-    base.ControlMessage.model_dump = newer_dump  # type: ignore[method-assign]
-    base.ControlMessage.model_dump_json = newer_dump_json  # type: ignore[method-assign]
+    base.ControlMessage.model_dump = newer_dump  # type: ignore[method-assign,assignment]
+    base.ControlMessage.model_dump_json = newer_dump_json  # type: ignore[method-assign,assignment]
 
 
 def main() -> None:
