@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from services.worker.engine.describe import describe
 from services.worker.engine.engine import Engine
+from services.worker.leases import Leases
 from services.worker.reporter import Reporter
 from shared.bus import Message
 
@@ -15,14 +16,19 @@ from shared.bus import Message
 class Admin:
     """Read-only endpoints."""
 
-    def __init__(self, engine: Engine, reporter: Reporter) -> None:
+    def __init__(self, engine: Engine, reporter: Reporter, leases: Leases) -> None:
         self._engine = engine
+        self._leases = leases
         self._reporter = reporter
 
     async def dump(self, message: Message) -> bytes:
         """Answer with what the worker holds: sequences by ids and counts, never tokens or text; tasks."""
         del message
         sequences = [asdict(sequence) for sequence in describe(self._engine)]
-        return json.dumps(
-            {"phase": self._reporter.phase, "num_tasks": len(asyncio.all_tasks()), "sequences": sequences}
-        ).encode()
+        content = {
+            "phase": self._reporter.phase,
+            "num_tasks": len(asyncio.all_tasks()),
+            "leases": self._leases.describe(),
+            "sequences": sequences,
+        }
+        return json.dumps(content).encode()
