@@ -124,6 +124,7 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytes
             **SMALL_STEPS,
             "ODD_WORKER": "stuck",
             "STUCK_FILE": str(file),
+            "SLUICE_WORKER_STEP_LIMIT_S": "3",
             "SLUICE_DISPATCHER_STEP_LIMIT_S": "3",
         },
         modules={VICTIM: "tests.support.odd_worker"},

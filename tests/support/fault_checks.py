@@ -15,7 +15,7 @@ from tests.support.fault_streams import Ask, Reader, answers, reading
 
 CALM_LIMIT_S: Final = 20.0
 """Longest time until all is as before: renewals, cancellations and reports have to come by."""
-_HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_leases", "num_recovering")
+_HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_drops")
 _HELD_BY_WORKER: Final = ("num_used_blocks", "num_running", "num_waiting", "num_preempted")
 
 
@@ -83,6 +83,7 @@ async def _left_in(cluster: Cluster, bus: NatsBus, name: str, before: Footprint)
         dump = await cluster.dump(bus, name)
         left += [f"{name}: {key} = {dump[key]}" for key in _HELD_BY_DISPATCHER if dump.get(key)]
         left += [f"{name}: {sequence}" for sequence in dump.get("sequences", [])]
+        left += [f"{name}: {lease}" for lease in dump.get("leases", []) if lease["sequences"] or lease["paused"]]
         if dump["num_tasks"] > before.num_tasks[name]:
             left.append(f"{name}: {dump['num_tasks']} tasks, {before.num_tasks[name]} before")
     stats = await cluster.stats(bus, name)
