@@ -135,6 +135,7 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytes
             await seen(readers, 15)
             file.touch()
             await asyncio.gather(*(reader.task for reader in readers))
+            assert await cluster.ended(VICTIM) != 0, "nothing else can free such a device"
             file.unlink()
         assert hurry(readers) < 3 + 5
 

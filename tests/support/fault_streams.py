@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -65,9 +66,17 @@ def mixed_load() -> list[Ask]:
 
 
 def long_prompts(count: int = 10, num_repeats: int = 22) -> list[Ask]:
-    """Return requests whose prompts take many steps; no two begin alike."""
+    """Return requests whose prompts take many steps; no two begin alike, and none is in a cache already."""
+    salt = uuid.uuid4().hex
     return [
-        ask(f"long-{index}", COMPLETIONS, prompt=f"Part {index}. {_STORY * num_repeats}", max_tokens=60, seed=index)
+        ask(
+            f"long-{index}",
+            COMPLETIONS,
+            prompt=f"Part {index}. {_STORY * num_repeats}",
+            max_tokens=60,
+            seed=index,
+            cache_salt=salt,
+        )
         for index in range(count)
     ]
 

@@ -3,7 +3,7 @@
 `ODD_WORKER` says which:
 
     poison at-accept   the process is killed when it is given a prompt with the token POISON_TOKEN
-    poison at-step     the same, when the next step would begin
+    poison at-step     the same, in the step that computes a part of it
     stuck              no step ends while the file named by STUCK_FILE exists; all else in the process goes on
     other-major        it speaks another major version of the protocol
     newer-minor        what it says has fields that nobody knows
@@ -24,6 +24,8 @@ from shared.messages import base
 
 POISON_TOKEN = 2000
 LOOK_S = 0.01
+STEP_S = 0.05
+"""The step that kills lasts so long: what the process said before has left it."""
 
 
 def _die() -> None:
@@ -31,7 +33,7 @@ def _die() -> None:
 
 
 def _poison(when: str) -> None:
-    add, next_batch = Engine.add, Engine.next_batch
+    add, run = Engine.add, ModelRunner.run
     swallowed: list[bool] = []
 
     def poisoned_add(self: Engine, new: Any) -> Any:
@@ -42,13 +44,14 @@ def _poison(when: str) -> None:
                 _die()
         return outcome
 
-    def poisoned_next_batch(self: Engine, now_s: float) -> Any:
+    def poisoned_run(self: ModelRunner, batch: Any) -> Any:
         if swallowed:
+            time.sleep(STEP_S)
             _die()
-        return next_batch(self, now_s)
+        return run(self, batch)
 
     Engine.add = poisoned_add  # type: ignore[method-assign]
-    Engine.next_batch = poisoned_next_batch  # type: ignore[method-assign]
+    ModelRunner.run = poisoned_run  # type: ignore[method-assign]
 
 
 def _stuck() -> None:
