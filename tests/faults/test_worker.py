@@ -12,7 +12,7 @@ from tests.faults.conftest import SMALL_STEPS, Stage, set_up
 from tests.support.fault_checks import assert_nothing_left, unchanged
 from tests.support.fault_cluster import Cluster, Shape, running, until_async
 from tests.support.fault_streams import COMPLETIONS, Reader, ask, long_prompts, mixed_load, reading, seen
-from tests.support.odd_worker import POISON_TOKEN
+from tests.support.odd_worker import POISON
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -153,7 +153,7 @@ async def test_a_request_that_kills_its_workers_is_blamed_after_two(
     )
     with running(tmp_path_factory.mktemp("poison"), shape) as cluster:
         stage = set_up(cluster)
-        poison = ask("poison", COMPLETIONS, prompt=[5, 6, POISON_TOKEN, 7])
+        poison = ask("poison", COMPLETIONS, prompt=POISON)
         async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
             await seen(readers, 5)
             async with reading(cluster, [poison]) as (poisoned,):

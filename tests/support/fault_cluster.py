@@ -86,6 +86,7 @@ class Cluster:
         self.proxies: dict[str, FaultProxy] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._frozen: set[str] = set()
+        self._ending: set[str] = set()
 
     @property
     def workers(self) -> list[str]:
@@ -197,6 +198,7 @@ class Cluster:
 
     def terminate(self, name: str) -> None:
         """SIGTERM; the process ends when it has drained."""
+        self._ending.add(name)
         self.processes[name].terminate()
 
     async def ended(self, name: str, limit_s: float = 20.0) -> int:
@@ -292,6 +294,9 @@ class Cluster:
             proxy.heal()
         for name in list(self._frozen):
             self.thaw(name)
+        for name in self._ending:
+            await self.ended(name)
+        self._ending.clear()
         if not self.is_running(NATS):
             self.start_broker()
         for name in self.services:

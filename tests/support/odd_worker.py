@@ -2,7 +2,7 @@
 
 `ODD_WORKER` says which:
 
-    poison at-accept   the process is killed when it is given a prompt with the token POISON_TOKEN
+    poison at-accept   the process is killed when it is given the prompt POISON
     poison at-step     the same, in the step that computes a part of it
     stuck              no step ends while the file named by STUCK_FILE exists; all else in the process goes on
     other-major        it speaks another major version of the protocol
@@ -17,14 +17,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from services.worker.engine.engine import Engine
 from services.worker.executor.model_runner import ModelRunner
 from shared import wire
 from shared.messages import base
 
-POISON_TOKEN = 2000
+POISON = [5, 6, 2000, 7]
 LOOK_S = 0.01
-STEP_S = 0.05
+STEP_S = 0.2
 """The step that kills lasts so long: what the process said before has left it."""
 
 
@@ -34,24 +36,24 @@ def _die() -> None:
 
 def _poison(when: str) -> None:
     add, run = Engine.add, ModelRunner.run
-    swallowed: list[bool] = []
 
     def poisoned_add(self: Engine, new: Any) -> Any:
         outcome = add(self, new)
-        if POISON_TOKEN in new.prompt.tolist():
-            swallowed.append(True)
-            if when == "at-accept":
-                _die()
+        if new.prompt.tolist() == POISON:
+            _die()
         return outcome
 
     def poisoned_run(self: ModelRunner, batch: Any) -> Any:
-        if swallowed:
+        chunks = np.split(batch.tokens, np.cumsum(batch.num_tokens)[:-1])
+        if any(chunk.tolist() == POISON for chunk in chunks):
             time.sleep(STEP_S)
             _die()
         return run(self, batch)
 
-    Engine.add = poisoned_add  # type: ignore[method-assign]
-    ModelRunner.run = poisoned_run  # type: ignore[method-assign]
+    if when == "at-accept":
+        Engine.add = poisoned_add  # type: ignore[method-assign]
+    else:
+        ModelRunner.run = poisoned_run  # type: ignore[method-assign]
 
 
 def _stuck() -> None:
