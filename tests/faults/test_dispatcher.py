@@ -15,7 +15,7 @@ from tests.support.fault_streams import CHAT, ask, mixed_load, reading, seen
 pytestmark = pytest.mark.timeout(180)
 
 LEASE_S = 3.0
-ORPHAN_S = 2.0
+ORPHAN_S = 5.0
 """Shortened from 60 s: how long a worker keeps what nobody asks about."""
 
 

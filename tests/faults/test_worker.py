@@ -34,6 +34,12 @@ async def in_mid_prompt(cluster: Cluster, name: str) -> None:
         await until_async(is_so, f"{name} computes prompts")
 
 
+async def num_recovered(cluster: Cluster) -> int:
+    """Return how many requests have gone on at another worker since the dispatcher started."""
+    async with cluster.bus() as bus:
+        return int((await cluster.dump(bus, "dispatcher-0"))["num_recovered"])
+
+
 async def strike(stage: Stage, fault: str) -> None:
     cluster = stage.cluster
     if fault == "killed":
@@ -52,28 +58,35 @@ def hurry(readers: Sequence[Reader]) -> float:
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
 async def test_streams_of_a_lost_worker_go_on_with_the_same_text(stage: Stage, fault: str) -> None:
     """Rows 1, 3, 5, 6."""
+    before = await num_recovered(stage.cluster)
     async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
         await seen(readers, 15)
         await strike(stage, fault)
         await asyncio.gather(*(reader.task for reader in readers))
     assert hurry(readers) < LOSS_S + 5
+    assert await num_recovered(stage.cluster) > before
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
 async def test_prompts_of_a_lost_worker_are_computed_elsewhere(stage: Stage, fault: str) -> None:
     """Rows 4, 5, 6: prompts that were accepted, begun and waiting."""
+    before = await num_recovered(stage.cluster)
     async with unchanged(stage.cluster, long_prompts(), stage.expected, stage.before):
         await in_mid_prompt(stage.cluster, VICTIM)
         await strike(stage, fault)
+    assert await num_recovered(stage.cluster) > before
 
 
 async def test_a_worker_that_stands_still_for_a_moment_keeps_its_requests(stage: Stage) -> None:
     """Row 5, below the limit."""
+    before = await num_recovered(stage.cluster)
     async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
         await seen(readers, 15)
         stage.cluster.freeze(VICTIM)
         await asyncio.sleep(1.0)
         stage.cluster.thaw(VICTIM)
+        await asyncio.gather(*(reader.task for reader in readers))
+    assert await num_recovered(stage.cluster) == before
 
 
 async def test_a_worker_told_to_stop_hands_over_and_ends_well(stage: Stage) -> None:
