@@ -342,3 +342,32 @@ def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing() -> None:
             assert not len(made.sessions.table)
 
     go(main())
+
+
+def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
+    """The dispatcher's process was frozen for so long that the worker gave its request up."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            await worker.emit(worker.running["r", 1], ANSWER[:4])
+            worker.script = lambda _: ANSWER
+            await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
+            assert await finish(made, session) is None
+            assert session.tokens == ANSWER
+            assert [submit.attempt for submit in worker.submits] == [1, 2]
+
+    go(main())
+
+
+def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request(limit_s=10.0))
+            await asyncio.sleep(9.99)
+            await worker.emit(worker.running["r", 1], [], FinishReason.CANCELLED)
+            assert await finish(made, session) is FailureCode.TIMED_OUT
+
+    go(main())

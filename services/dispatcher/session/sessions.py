@@ -67,7 +67,7 @@ class Sessions:
         incarnation: Incarnation = NOBODY,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, first_stream=incarnation)
+        self.table = SessionTable(self._on_gap, self._on_disowned, first_stream=incarnation)
         self.draining = False
         self._calls = calls
         self._owners = owners
@@ -223,6 +223,9 @@ class Sessions:
         for session in self.table.on_worker(worker_id):
             if session.history.incarnation not in kept:
                 self.recovery.lost(session, loss)
+
+    def _on_disowned(self, session: Session) -> None:
+        self.recovery.lost(session, Loss.UNKNOWN)
 
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
         for session in self.table.on_worker(worker_id):
