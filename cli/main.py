@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
+from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.keys import keys
 from shared.errors import SluiceError, StartupError
@@ -29,13 +30,14 @@ Examples:
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
   sluice profile --model ./llama               measure what a step costs, as a cost profile
+  sluice chaos kill worker-0                   see that nobody notices
 
 \b
 Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench)
+  3    nothing answers at the URL (status, chat, bench), or under the id (chaos)
   130  stopped at once by a second Ctrl-C (bench, pull: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
@@ -241,6 +243,7 @@ def version() -> int:
 
 
 cli.add_command(bench)
+cli.add_command(chaos)
 cli.add_command(keys)
 
 

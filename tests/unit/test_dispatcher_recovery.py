@@ -266,6 +266,41 @@ def test_a_request_that_kills_two_workers_ends_and_the_others_go_on() -> None:
     go(main())
 
 
+def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two() -> None:
+    """They die before they have answered the submission."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            workers = [await made.add(name) for name in "abcd"]
+            for worker in workers:
+                worker.deadly = {"poison"}
+            healthy = [asyncio.create_task(made.serve(f"ok-{i}")) for i in range(8)]
+            await asyncio.sleep(0.03)
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request("poison"))
+            assert caught.value.code is FailureCode.REQUEST_FAILED
+            assert sum(worker.death is not None for worker in workers) == 2
+            assert made.sessions.recovery.num_poison == 1
+            for task in healthy:
+                _, taker = await task
+                assert taker.tokens == ANSWER
+
+    go(main())
+
+
+def test_a_request_is_not_blamed_for_workers_that_only_hang() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            first, second, third = [await made.add(name) for name in "abc"]
+            first.answers = second.answers = False
+            _, taker = await made.serve("r")
+            assert taker.tokens == ANSWER
+            assert [submit.attempt for submit in third.submits] == [3]
+            assert made.sessions.recovery.num_poison == 0
+
+    go(main())
+
+
 def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals() -> None:
     async def main() -> None:
         async with cluster(silence_s=3600.0) as made:

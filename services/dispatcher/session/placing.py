@@ -11,14 +11,18 @@ from dataclasses import dataclass
 
 from services.dispatcher.limits.waiting_room import WaitingRoom
 from services.dispatcher.policy.placement import Placement
-from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import Leases
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.session import MAX_BLAMES, FailureCode, NewRequest, RequestFailedError, Session
 from services.dispatcher.state import ClusterState
 from shared.ids import RequestId, WorkerId
+from shared.log import get_logger
+from shared.messages.lease import Renew
 from shared.messages.owner import Owner
 from shared.tasks import TaskOwner
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Placing:
         tasks: TaskOwner,
     ) -> None:
         self.waiting = WaitingRoom()
+        self.num_poison = 0
+        """Sessions that ended because they were blamed for their workers' deaths."""
         self._calls = calls
         self._cluster = cluster
         self._leases = leases
@@ -194,6 +200,8 @@ class Placing:
             RequestFailedError: no worker can ever take it.
         """
         outcome = await self._attempt(session, worker_id, fork_of)
+        if outcome is SubmitOutcome.UNKNOWN and await self._has_killed(session, worker_id):
+            raise RequestFailedError(FailureCode.REQUEST_FAILED)
         if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
             outcome = await self._attempt(session, worker_id, fork_of)
         if session.admitted_s is not None:  # what began somewhere goes on wherever it can
@@ -203,6 +211,26 @@ class Placing:
         if outcome in {SubmitOutcome.FAILED, SubmitOutcome.OLD}:
             raise RequestFailedError(FailureCode.INTERNAL)
         return outcome is SubmitOutcome.ACCEPTED
+
+    async def _has_killed(self, session: Session, worker_id: WorkerId) -> bool:
+        """Return whether taking this session has now been the end of so many workers that it is to blame.
+
+        A worker that neither answers a submission nor is there any more has died of it, or with it. One that hangs, or
+        is cut off, says nothing about the session.
+        """
+        question = Renew(dispatcher_id=self._leases.dispatcher_id, incarnation=self._leases.incarnation)
+        if await self._calls.renew(worker_id, question) is not Silence.NOBODY:
+            return False
+        session.history.num_blames += 1
+        if session.history.num_blames < MAX_BLAMES:
+            return False
+        self.convict(session)
+        return True
+
+    def convict(self, session: Session) -> None:
+        """Count a session that ends because of the deaths of its workers, and say so."""
+        self.num_poison += 1
+        _log.error("poison_request", rid=session.request.request_id, deaths=session.history.num_blames)
 
     async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
         submit = session.next_submit(self._leases.dispatcher_id, self._leases.incarnation, self._now(), fork_of)

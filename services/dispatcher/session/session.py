@@ -23,6 +23,8 @@ from sluice_client.qoe import QoeTarget as ReaderTarget
 
 MAX_HELD_PARTS = 1024
 """Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
+MAX_BLAMES = 2
+"""Workers that one request may take with it."""
 Part = tuple[list[int], FinishReason, Sequence[TokenLogprob]]
 """Some of the output: token ids, how it ends, and log-probabilities: one per token, or none."""
 
