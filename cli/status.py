@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import ask
+from cli.http import ask, check_url
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 from shared.wire import decode_json
 
@@ -19,7 +19,7 @@ async def run_status(url: str, *, as_json: bool) -> str:
     Raises:
         CommandError: nothing answers there, or it is no dispatcher.
     """
-    answer = await ask(f"{url.rstrip('/')}/v1/cluster")
+    answer = await ask(f"{check_url(url).rstrip('/')}/v1/cluster")
     if answer.status != 200:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)
