@@ -40,9 +40,8 @@ demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading spe
 test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
-test-torch-kernels: $(VENV)/.dev ## run what the CPU kernels compute once more without them
-	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "not gpu" tests/unit/test_executor_runner.py tests/unit/test_executor_deterministic.py \
-	  tests/unit/test_model_oracle.py tests/integration/test_cluster_text.py
+test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
+	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu"
 
 check: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
