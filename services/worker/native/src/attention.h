@@ -37,8 +37,7 @@ inline void with_head_dim(int64_t head_dim, F f) {
   }
 }
 
-// kHeadDim is the size of a head, or 0: any. Results are the same bits.
-template <class T, int kHeadDim>
+template <class T>
 class Attention {
  public:
   explicit Attention(const Attend& args) : args_(args), group_(args.heads / args.kv_heads) {}
@@ -69,8 +68,6 @@ class Attention {
     int64_t position[kMaxRows];
   };
 
-  int64_t head_dim() const { return kHeadDim > 0 ? kHeadDim : args_.head_dim; }
-
   int64_t lowest_key(int64_t position) const {
     return args_.window > 0 ? std::max<int64_t>(0, position + 1 - args_.window) : 0;
   }
@@ -80,7 +77,7 @@ class Attention {
     found.count = static_cast<int>(item.count * group_);
     const T* base = static_cast<const T*>(args_.queries);
     for (int r = 0; r < found.count; r++) {
-      found.at[r] = base + (item.token + r / group_) * args_.query_stride + (kv_head * group_ + r % group_) * head_dim();
+      found.at[r] = base + (item.token + r / group_) * args_.query_stride + (kv_head * group_ + r % group_) * args_.head_dim;
       found.position[r] = item.position + r / group_;
     }
     for (int r = 0; r < 3; r++) found.at[found.count + r] = found.at[found.count - 1];
@@ -90,7 +87,7 @@ class Attention {
   // `whole` has room for the results of an item and of one split of it.
   void attend(const Item& item, int64_t kv_head, float* whole) const {
     const Queries q = queries(item, kv_head);
-    float* part = whole + q.count * head_dim();
+    float* part = whole + q.count * args_.head_dim;
     std::fill(whole, part, 0.0f);
     Running running[kMaxRows];
     const int64_t last = q.position[q.count - 1];
@@ -119,7 +116,7 @@ class Attention {
       const Item& item = items[unit / args_.kv_heads];
       const Queries q = queries(item, unit % args_.kv_heads);
       float* whole = work.scratch(omp_get_thread_num());
-      std::fill(whole, whole + q.count * head_dim(), 0.0f);
+      std::fill(whole, whole + q.count * args_.head_dim, 0.0f);
       Running running[kMaxRows];
       for (int64_t split = lowest_key(q.position[0]) / kSplit; split <= q.position[q.count - 1] / kSplit; split++)
         fold(q.count, running, whole, work.running(unit, split), work.part(unit, split));
@@ -129,6 +126,15 @@ class Attention {
 
   // Computes one split for all query rows: `running` of the split alone, and the weighted values part [rows, head_dim].
   void attend_split(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part) const {
+    with_head_dim(args_.any_head_dim ? 0 : args_.head_dim, [&](auto head_dim) {
+      attend_split_of<decltype(head_dim)::value>(item, kv_head, q, split, running, part);
+    });
+  }
+
+  // kHeadDim is the size of a head, or 0: any. Results are the same bits.
+  template <int kHeadDim>
+  void attend_split_of(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part) const {
+    const int64_t head_dim = kHeadDim > 0 ? kHeadDim : args_.head_dim;
     const int64_t base = split * kSplit, from = std::max<int64_t>(0, lowest_key(q.position[0]) - base);
     const int64_t to = std::min<int64_t>(kSplit, q.position[q.count - 1] + 1 - base);
     SplitKeys at;
@@ -137,26 +143,26 @@ class Attention {
     for (int r = 0; r < q.count; r += 4) {
       const int rows = std::min(4, q.count - r);
       if (rows >= 3) {
-        scores<4>(q.at + r, at, from, to, weights);
+        scores<4, kHeadDim>(q.at + r, at, from, to, weights);
       } else if (rows == 2) {
-        scores<2>(q.at + r, at, from, to, weights);
+        scores<2, kHeadDim>(q.at + r, at, from, to, weights);
       } else {
-        scores<1>(q.at + r, at, from, to, weights);
+        scores<1, kHeadDim>(q.at + r, at, from, to, weights);
       }
       for (int i = 0; i < rows; i++) {
         const int64_t first = std::max(from, lowest_key(q.position[r + i]) - base);
         const int64_t end = std::min<int64_t>(to, q.position[r + i] + 1 - base);
         running[r + i] = weigh(weights + i * kSplit, from, first, end, to);
       }
-      weighted_values<T, kHeadDim>(weights, rows, at.values, head_dim(), from, to, part + r * head_dim());
+      weighted_values<T, kHeadDim>(weights, rows, at.values, head_dim, from, to, part + r * head_dim);
     }
   }
 
-  void find_keys(const Item& item, int64_t kv_head, int64_t base, int64_t from, int64_t to, SplitKeys& at) const {
+  __attribute__((noinline)) void find_keys(const Item& item, int64_t kv_head, int64_t base, int64_t from, int64_t to, SplitKeys& at) const {
     const int32_t* table = args_.rows.table(item.row);
-    const int64_t token_stride = args_.kv_heads * head_dim(), size = args_.block_size;
-    const T* keys = static_cast<const T*>(args_.keys) + kv_head * head_dim();
-    const T* values = static_cast<const T*>(args_.values) + kv_head * head_dim();
+    const int64_t token_stride = args_.kv_heads * args_.head_dim, size = args_.block_size;
+    const T* keys = static_cast<const T*>(args_.keys) + kv_head * args_.head_dim;
+    const T* values = static_cast<const T*>(args_.values) + kv_head * args_.head_dim;
     for (int64_t t = from; t < to;) {
       const int64_t offset = (base + t) % size, count = std::min(size - offset, to - t);
       int64_t slot = table[(base + t) / size] * size + offset;
@@ -168,8 +174,8 @@ class Attention {
   }
 
   // Asks for the values of these keys, and for the keys that come kAhead later: a row's blocks lie anywhere.
-  void fetch_ahead(const SplitKeys& at, int64_t from, int64_t count, int64_t to) const {
-    const int64_t bytes = head_dim() * static_cast<int64_t>(sizeof(T));
+  static void fetch_ahead(const SplitKeys& at, int64_t head_dim, int64_t from, int64_t count, int64_t to) {
+    const int64_t bytes = head_dim * static_cast<int64_t>(sizeof(T));
     const int64_t end = std::min(from + count, to);
     for (int64_t t = from; t < end; t++) {
       const char* value = reinterpret_cast<const char*>(at.values[t]);
@@ -182,16 +188,17 @@ class Attention {
   }
 
   // out[i * 256 + t] = log2(e) * scale * q[i] . key[t] for t in [from, to)
-  template <int M>
+  template <int M, int kHeadDim>
   void scores(const T* const* q, const SplitKeys& at, int64_t from, int64_t to, float* out) const {
     constexpr int N = kTile / M;
+    const int64_t head_dim = kHeadDim > 0 ? kHeadDim : args_.head_dim;
     const float scale = args_.scale * kLog2E;
     for (int64_t t = from; t < to; t += N) {
-      fetch_ahead(at, t, N, to);
+      fetch_ahead(at, head_dim, t, N, to);
       const T* keys[N];
       for (int c = 0; c < N; c++) keys[c] = at.keys[std::min(t + c, to - 1)];
       float tile[kTile];
-      dot_tile<T, M>(q, keys, static_cast<int>(head_dim()), tile);
+      dot_tile<T, M>(q, keys, static_cast<int>(head_dim), tile);
       const int count = static_cast<int>(std::min<int64_t>(N, to - t));
       for (int i = 0; i < M; i++)
         for (int c = 0; c < count; c++) out[i * kSplit + t + c] = tile[i * N + c] * scale;
@@ -199,7 +206,7 @@ class Attention {
   }
 
   // Turns scores [first, end) into weights and the rest of [from, to) into zeros.
-  static Running weigh(float* scores, int64_t from, int64_t first, int64_t end, int64_t to) {
+  static __attribute__((noinline)) Running weigh(float* scores, int64_t from, int64_t first, int64_t end, int64_t to) {
     if (first >= end) {
       std::fill(scores + from, scores + to, 0.0f);
       return Running{};
@@ -226,7 +233,7 @@ class Attention {
   }
 
   void fold(int count, Running* running, float* whole, const Running* of_split, const float* part) const {
-    const int64_t width = head_dim();
+    const int64_t width = args_.head_dim;
     for (int r = 0; r < count; r++) {
       if (of_split[r].total == 0.0f) continue;
       const float top = std::max(running[r].top, of_split[r].top);
@@ -239,7 +246,7 @@ class Attention {
   }
 
   void store(const Item& item, int64_t kv_head, int count, const Running* running, const float* whole) const {
-    const int64_t width = head_dim();
+    const int64_t width = args_.head_dim;
     for (int r = 0; r < count; r++) {
       const int64_t place = (item.token + r / group_) * args_.heads + kv_head * group_ + r % group_;
       T* out = static_cast<T*>(args_.out) + place * width;

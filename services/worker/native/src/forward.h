@@ -250,7 +250,7 @@ class Forward {
     args.queries = step_.heads;
     args.query_stride = heads_width();
     args.out = step_.attended;
-    with_head_dim(model_.head_dim, [&](auto head_dim) { Attention<T, decltype(head_dim)::value>(args).run(work_); });
+    Attention<T>(args).run(work_);
   }
 
   // hidden += in * weight^T + bias

@@ -17,10 +17,8 @@ Result forward(const Model& model, const Step& step) {
 template <class T>
 Result attend(const Attend& args) {
   AttentionWork work(args.rows, args.heads, args.kv_heads, args.head_dim, args.num_threads);
-  with_head_dim(args.any_head_dim ? 0 : args.head_dim, [&](auto head_dim) {
 #pragma omp parallel num_threads(args.num_threads)
-    Attention<T, decltype(head_dim)::value>(args).run(work);
-  });
+  Attention<T>(args).run(work);
   return kDone;
 }
 
