@@ -13,6 +13,7 @@ from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
 from services.worker.service import WorkerService
 from shared.bus import Bus
 from shared.cost import CostModel
+from shared.ids import Incarnation
 from shared.systems import DEFAULT_SYSTEM
 from shared.tasks import TaskOwner
 
@@ -46,6 +47,8 @@ class SimWorkerParams:
     cluster: str = "default"
     failure: FailureInjector | None = None
     """Makes steps fail."""
+    incarnation: int = 0
+    """Of the process: another number after each restart."""
 
 
 class SimWorker:
@@ -72,7 +75,7 @@ class SimWorker:
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
         self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
-        self.reporter = make_reporter(self._settings, bus)
+        self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
         self.service: WorkerService = build_worker(
             self._settings,
             bus,

@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shared.ids import DispatcherId, RequestId, StreamId
+from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
 from shared.messages.base import ControlMessage
 from shared.types import QoeTarget, RequestClass, SamplingParams
 
-MAX_PROMPT_TOKENS = 250_000
-"""Longest prompt that fits one message (4 bytes per token, 1 MiB per message)."""
+MAX_PROMPT_TOKENS = 1_000_000
+"""Longest prompt that a worker is sent."""
+MAX_INLINE_BYTES = 900_000
+"""Token ids that a submission carries itself; if there are more, all of them are uploaded before."""
 
 
 def pack_token_ids(token_ids: NDArray[np.integer] | list[int]) -> bytes:
@@ -34,11 +36,14 @@ class Submit(ControlMessage):
     stream: Annotated[StreamId, Field(ge=0, le=2**32 - 1)]
     """The dispatcher's handle; token batches carry it."""
     attempt: Annotated[int, Field(ge=1, le=65_535)]
-    """1 for the first worker that gets the request; the dispatcher ignores tokens of older attempts."""
+    """1 for the first worker that gets the request; the dispatcher ignores tokens of older attempts. A worker that runs
+    an older attempt of the request hands it over to this one, tokens and KV included."""
     dispatcher_id: DispatcherId
     """Where the tokens go."""
-    prompt: Annotated[bytes, Field(min_length=4, max_length=4 * MAX_PROMPT_TOKENS)]
-    """Token ids of the prompt, little-endian u32."""
+    incarnation: Incarnation = Incarnation(0)
+    """Of the dispatcher's process, which holds the lease on the sequence (`shared.messages.lease`)."""
+    prompt: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)]
+    """Token ids of the prompt, little-endian u32; empty if it was uploaded."""
     generated: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)] = b""
     """Token ids that earlier attempts produced and the dispatcher has; generation goes on after them."""
     sampling: SamplingParams
@@ -55,6 +60,9 @@ class Submit(ControlMessage):
     cache_salt: Annotated[str, Field(max_length=64)] = ""
     """Requests share cached KV only under the same salt; the dispatcher derives it from the caller's key."""
 
+    uploaded: Annotated[tuple[int, int] | None, Field()] = None
+    """Bytes of prompt and of generated ids, in this order, that came before as `Upload`s; None: they are in here."""
+
     def prompt_ids(self) -> NDArray[np.uint32]:
         """Return the prompt as an array [num_prompt_tokens]."""
         return np.frombuffer(self.prompt, dtype="<u4")
@@ -64,6 +72,26 @@ class Submit(ControlMessage):
         return np.frombuffer(self.generated, dtype="<u4")
 
 
+class Upload(ControlMessage):
+    """A part of what does not fit a submission: its prompt and generated ids. Sent in order, each after its answer."""
+
+    kind: Literal["upload"] = "upload"
+    request_id: RequestId
+    attempt: Annotated[int, Field(ge=1, le=65_535)]
+    offset: Annotated[int, Field(ge=0, le=8 * MAX_PROMPT_TOKENS)]
+    """Bytes before this part."""
+    data: Annotated[bytes, Field(min_length=1, max_length=MAX_INLINE_BYTES)]
+
+
+class Uploaded(ControlMessage):
+    """Answer to `Upload`."""
+
+    kind: Literal["uploaded"] = "uploaded"
+    request_id: RequestId
+    num_bytes: Annotated[int, Field(ge=0)]
+    """Bytes of the upload that are there."""
+
+
 class RefusalReason(StrEnum):
     """Why a worker does not take a request; what the dispatcher may do about it."""
 
@@ -71,7 +99,7 @@ class RefusalReason(StrEnum):
     DRAINING = "draining"  # shutting down; try another worker
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
     INVALID = "invalid"  # malformed (ids outside the vocabulary, a bad length); do not retry
-    DUPLICATE = "duplicate"  # this (request, attempt) runs here already
+    DUPLICATE = "duplicate"  # this attempt of the request, or a later one, has been here already
     CANCELLED = "cancelled"  # its cancellation overtook it
 
 
@@ -81,6 +109,10 @@ class Accepted(ControlMessage):
     kind: Literal["accepted"] = "accepted"
     request_id: RequestId
     attempt: int
+    incarnation: Incarnation = Incarnation(0)
+    """Of the worker's process."""
+    num_output: Annotated[int, Field(ge=0)] = 0
+    """Output tokens that the worker has already: more than the submission's if it ran an older attempt."""
 
 
 class Refused(ControlMessage):
@@ -91,6 +123,8 @@ class Refused(ControlMessage):
     reason: RefusalReason
     detail: str = ""
     """One sentence for logs; never shown to a client."""
+    newest_attempt: Annotated[int, Field(ge=0)] = 0
+    """With DUPLICATE: the last attempt of the request that this worker has taken."""
 
 
 class Cancel(ControlMessage):
@@ -128,5 +162,6 @@ class ReplayUnknown(ControlMessage):
 
 
 RequestMessage = Annotated[
-    Submit | Accepted | Refused | Cancel | Cancelled | Replay | ReplayUnknown, Field(discriminator="kind")
+    Submit | Upload | Uploaded | Accepted | Refused | Cancel | Cancelled | Replay | ReplayUnknown,
+    Field(discriminator="kind"),
 ]
