@@ -4,23 +4,16 @@ A real dispatcher and monitor run as processes; this process plays the workers (
 one token batch per step) and reads all SSE streams over bare sockets. CPU is the kernel's count for the dispatcher
 alone. Latency is from the moment a step's tokens are handed to the bus to the moment the client's socket has the chunk.
 
-    python -m benchmarks.dispatcher [--streams 32 256] [--steps 300] [--period-ms 50] [--workers 1] [--profile]
-
-With `--profile` the dispatcher runs under cProfile, which makes it several times slower, and the functions that took
-most of its time in Python are shown: read their shares, not the table's figures.
+    python -m benchmarks.dispatcher [--streams 32 256] [--steps 300] [--period-ms 50] [--workers 1]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import pstats
-import tempfile
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import uvloop
@@ -200,15 +193,6 @@ async def idle_share(pid: int, seconds: float) -> float:
     return (cpu_s(pid) - before) / seconds
 
 
-def largest_shares(profile: Path, count: int) -> list[list[str]]:
-    """Return the functions with the largest shares of the time in Python, and the shares; waiting is left out."""
-    entries: dict[tuple[str, int, str], Any] = vars(pstats.Stats(str(profile)))["stats"]
-    times = {name: own_s for name, (_, _, own_s, _, _) in entries.items() if "run_until_complete" not in name[2]}
-    whole = sum(times.values())
-    found = sorted(times.items(), key=lambda item: -item[1])[:count]
-    return [[f"{Path(file).name}: {name}", f"{100 * own_s / whole:.0f}"] for (file, _, name), own_s in found]
-
-
 async def main() -> None:
     """Run the measurement that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -216,14 +200,7 @@ async def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--period-ms", type=float, nargs="+", default=[50.0])
     parser.add_argument("--workers", type=int, default=1, help="played; their steps lie evenly in a period")
-    parser.add_argument("--profile", action="store_true")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        await run(chosen, Path(folder) / "profile" if chosen.profile else None)
-
-
-async def run(chosen: argparse.Namespace, profile: Path | None) -> None:
-    """Measure and print."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     port = free_port()
@@ -239,7 +216,7 @@ async def run(chosen: argparse.Namespace, profile: Path | None) -> None:
         flags = ["--nats-url", url, "--port", str(port), "--model", str(DEMO_MODEL), "--served-model-name", "model"]
         async with (
             service("monitor", "--nats-url", url, "--instance-id", "monitor"),
-            service("dispatcher", "--instance-id", "dispatcher", *flags, profile=profile) as dispatcher,
+            service("dispatcher", "--instance-id", "dispatcher", *flags) as dispatcher,
         ):
             await wait_ready(f"http://127.0.0.1:{port}")
             idle = await idle_share(dispatcher.pid, 3.0)
@@ -256,8 +233,6 @@ async def run(chosen: argparse.Namespace, profile: Path | None) -> None:
         rows,
     )
     print(f"\nWithout streams: {100 * idle:.2f} % of a core; it is contained in the figures above.")
-    if profile is not None:
-        print_table("Time in Python, by function", ["function", "share, %"], largest_shares(profile, 8))
 
 
 if __name__ == "__main__":

@@ -52,11 +52,10 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def service(name: str, *flags: str, profile: Path | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run `python -m services.<name>`; stop it with SIGTERM at the end, when its cProfile goes to the file named."""
+async def service(name: str, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run `python -m services.<name>`; stop it with SIGTERM at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *(("-m", "cProfile", "-o", str(profile)) if profile else ()),
         "-m",
         f"services.{name}",
         "--log-level",
