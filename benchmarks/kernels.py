@@ -4,7 +4,8 @@
 
 Two runners over the same checkpoint are open in one process and compute the same steps alternately. Times are the
 best of all rounds, since others may use the machine; the ratio is above 1 where the native kernels (with huge pages)
-are faster.
+are faster. Against torch a second table shows the largest product of the layers by itself, GFLOP/s: the part `mlp up`
+of the native step, activation included, and torch's `linear` on the same matrices.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.nn import functional
 
 from benchmarks.harness import machine, print_table
 from benchmarks.step_profile import make_batch
 from services.worker.executor.model_runner import ModelRunner, RunnerSettings
 from services.worker.executor.runner import load_runner
+from services.worker.native.structures import PARTS
 
 STEPS = ((1, 1), (8, 1), (32, 1), (64, 1), (1, 512))
 """(rows, tokens of each)"""
@@ -59,6 +66,25 @@ def best_ms(runners: list[ModelRunner], num_rows: int, num_tokens: int, context:
     return [min(taken) * 1e3 for taken in times]
 
 
+def product_speeds(runner: ModelRunner, num_rows: int, num_tokens: int, rounds: int) -> list[float]:
+    """Return the GFLOP/s of the layers' products from the hidden state to the MLP: native, and torch's."""
+    forward: Any = vars(runner)["_forward"]
+    layers = [layer["gate_up"] for layer in vars(forward)["_weights"].layers]
+    hidden = torch.randn((num_rows * num_tokens, layers[0].shape[1])).to(layers[0].dtype)
+    ours, others = [], []
+    for number in range(rounds):
+        forward.part_seconds = np.zeros(len(PARTS))
+        runner.run(make_batch(runner, num_rows, num_tokens, 0, is_first=number == 0))
+        ours.append(float(forward.part_seconds[PARTS.index("mlp up")]))
+        began_s = time.perf_counter()
+        for weight in layers:
+            functional.linear(hidden, weight)
+        others.append(time.perf_counter() - began_s)
+    forward.part_seconds = None
+    operations = 2.0 * len(hidden) * sum(weight.numel() for weight in layers)
+    return [operations / min(times) / 1e9 for times in (ours, others)]
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,6 +107,15 @@ def main() -> None:
         ["step", "native", arguments.against, "ratio"],
         lines,
     )
+    if arguments.against == "torch":
+        speeds = [
+            (rows * tokens, *product_speeds(runners[0], rows, tokens, arguments.rounds)) for rows, tokens in STEPS
+        ]
+        print_table(
+            "Products to the MLP, GFLOP/s",
+            ["rows", "native", "torch"],
+            [[str(rows), f"{ours:.0f}", f"{others:.0f}"] for rows, ours, others in speeds],
+        )
 
 
 if __name__ == "__main__":
