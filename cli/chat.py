@@ -12,6 +12,7 @@ from typing import Any
 from cli.answer import describe_answer, show_answer, start_answer
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
+from cli.http import check_url
 from sluice_client.client import SluiceClient
 from sluice_client.errors import APIStatusError, SluiceClientError
 
@@ -99,8 +100,9 @@ def run_chat(server: Server, console: Console, *, paced: bool) -> int:
     """Talk until the end of input; return the exit code.
 
     Raises:
-        CommandError: nothing answers there; with input from a pipe, also when an answer breaks off.
+        CommandError: it is no URL, or nothing answers there; with input from a pipe, also when an answer breaks off.
     """
+    check_url(url)
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         with suppress(ImportError):  # line editing and history of what was typed

@@ -90,6 +90,13 @@ def test_nothing_at_the_url_is_exit_code_3_and_one_line(capsys: pytest.CaptureFi
     assert "`sluice up`" in err
 
 
+@pytest.mark.parametrize("name", ["chat", "status", "bench"])
+@pytest.mark.parametrize("url", ["notaurl", "127.0.0.1:8000", "ftp://host", "http://", "http://[::1", "http://host:x"])
+def test_a_url_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str], name: str, url: str) -> None:
+    line = f"sluice: '{url}' is no URL. Use --url http://127.0.0.1:8000\n"
+    assert output_of(capsys, name, "--url", url) == (2, "", line)
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert output_of(capsys, "version")[:2] == (0, "sluice 0.1.0\n")
 
