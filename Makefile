@@ -45,9 +45,8 @@ test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
 	$(BIN)/python -m pytest -m faults tests/faults
 
-test-torch-kernels: $(VENV)/.dev ## run what the CPU kernels compute once more without them
-	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "not gpu" tests/unit/test_executor_runner.py tests/unit/test_executor_deterministic.py \
-	  tests/unit/test_model_oracle.py tests/integration/test_cluster_text.py
+test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
+	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu"
 
 test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it
 	@if [ -x $(COMPOSE_CHECK) ]; then \
