@@ -209,7 +209,7 @@ class Router:
         on_the_way = self._on_the_way
         while on_the_way and on_the_way[0][0] <= now_s and not self._paused:
             heapq.heappop(on_the_way)[2]()
-        if on_the_way and self._timer is None and not self._paused:
+        if on_the_way and not self._paused and self._timer is None:
             self._arm(loop)
 
     def _route(self, packet: Packet) -> None:

@@ -155,13 +155,13 @@ def judge_numbers(epochs: Sequence[int], attempts: Mapping[str, Sequence[int]]) 
 
     Args:
         epochs: of the plans, by revision.
-        attempts: of the submissions of each request, in the order in which the broker saw them.
+        attempts: of the submissions of each session, in the order in which the broker saw them.
     """
     if any(after <= before for before, after in pairwise(epochs)):
         yield f"I6: the epochs of the plans do not grow: {list(epochs)}"
-    for request_id, numbers in attempts.items():
+    for session, numbers in attempts.items():
         if any(after <= before for before, after in pairwise(numbers)):
-            yield f"I6: the attempts of {request_id} do not grow: {list(numbers)}"
+            yield f"I6: the attempts of {session} do not grow: {list(numbers)}"
 
 
 def judge_peaks(peaks: Peaks, num_requests: int) -> Iterator[str]:

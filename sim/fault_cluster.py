@@ -27,6 +27,8 @@ MAX_TURNS = 8
 RETRY_S = 1.5
 """Pause before it asks again."""
 _AS_IT_IS = (0.0,)
+_PLANNER_TASK = "planner"
+"""Ends for good when another planner takes over."""
 
 
 class Outcome(Enum):
@@ -237,7 +239,10 @@ class FaultCluster:
     def footprint(self) -> dict[str, tuple[list[str], int]]:
         """Return the tasks and the number of subscriptions of each process: the same whenever nothing is to do."""
         return {
-            node.name: (node.process.task_names, self.broker.router.num_subscriptions(node.name))
+            node.name: (
+                [name for name in node.process.task_names if name != _PLANNER_TASK],
+                self.broker.router.num_subscriptions(node.name),
+            )
             for node in self.nodes
             if node.process is not None
         }

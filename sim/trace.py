@@ -37,7 +37,7 @@ class Trace:
         self.epochs: list[int] = []
         """Of the plans, in the order of their revisions."""
         self.attempts: dict[str, list[int]] = {}
-        """Of the submissions of each request, in order."""
+        """Of the submissions of each session, in order."""
         self._digest = hashlib.sha256()
         self._print = print_line
 
@@ -98,8 +98,8 @@ class Trace:
         reason = getattr(found, "reason", None)
         name = found.kind if reason is None else f"{found.kind} {reason.value}"
         if isinstance(found, Submit):
-            attempts = self.attempts.setdefault(found.request_id, [])
-            attempts.append(found.attempt)
+            session = f"{found.request_id} of {found.dispatcher_id}, stream {found.stream}"
+            self.attempts.setdefault(session, []).append(found.attempt)
             name += (" again" if found.attempt > 1 else "") + (" with tokens" if found.generated else "")
             name += " as a fork" if found.fork_of is not None else ""
         self.counts[f"sent {name}"] += 1

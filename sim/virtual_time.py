@@ -209,7 +209,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Forget the tasks of a gate that nothing will pass again; nobody misses them."""
         for number, task in list(self._tasks.items()):
             if task.gate is gate:
-                task._log_destroy_pending = False  # noqa: SLF001  (else asyncio complains when it is collected)
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001  (else asyncio complains)
                 task._log_traceback = False  # noqa: SLF001  (the same for its error)
                 del self._tasks[number]
 

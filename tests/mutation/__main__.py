@@ -119,7 +119,7 @@ def main() -> int:
     chosen = choose(arguments.count, arguments.seed)
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for verdict in pool.map(lambda each: judge(*each, arguments.seeds), chosen):
+        for verdict in pool.map(lambda each: judge(each[0], each[1], arguments.seeds), chosen):
             verdicts.append(verdict)
             state = f"noticed by {verdict.noticed_by}: {verdict.how}" if verdict.noticed_by else "SURVIVED"
             where = f"{verdict.module}:{verdict.mutant.line} {verdict.mutant.what}"

@@ -7,8 +7,10 @@ fault there changes no behaviour.
 from __future__ import annotations
 
 import ast
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 Change = Callable[[], None]
 """Changes the tree in place."""
@@ -81,12 +83,12 @@ def _is_left_alone(node: ast.AST) -> bool:
 
 def _mutants_of(node: ast.AST) -> Iterator[Mutant]:
     match node:
-        case ast.Compare(ops=[op]) if type(op) in _COMPARISONS:
-            yield _mutant(node, "comparison flipped", lambda: node.ops.__setitem__(0, _COMPARISONS[type(op)]()))
-        case ast.BinOp(op=op) if type(op) in _ARITHMETIC and not _is_type(node):
-            yield _mutant(node, "operator changed", lambda: setattr(node, "op", _ARITHMETIC[type(op)]()))
-        case ast.AugAssign(op=op) if type(op) in _ARITHMETIC:
-            yield _mutant(node, "operator changed", lambda: setattr(node, "op", _ARITHMETIC[type(op)]()))
+        case ast.Compare(ops=[comparison]) if type(comparison) in _COMPARISONS:
+            flipped = _COMPARISONS[type(comparison)]()
+            yield _mutant(node, "comparison flipped", lambda: setattr(node, "ops", [flipped]))
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in _ARITHMETIC and not _is_type(node):
+            changed = _ARITHMETIC[type(op)]()
+            yield _mutant(node, "operator changed", lambda: setattr(node, "op", changed))
         case ast.BoolOp():
             other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
             yield _mutant(node, "and/or swapped", lambda: setattr(node, "op", other))
@@ -121,9 +123,8 @@ def _removals(node: ast.AST) -> Iterator[Mutant]:
             continue
         for place, statement in enumerate(statements):
             if not _is_left_alone(statement) and _has_effect(statement):
-                yield _mutant(
-                    statement, "statement removed", lambda s=statements, i=place: s.__setitem__(i, ast.Pass())
-                )
+                forget = partial(operator.setitem, statements, place, ast.Pass())
+                yield _mutant(statement, "statement removed", forget)
 
 
 def _has_effect(statement: ast.stmt) -> bool:
@@ -141,9 +142,9 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _is_type(node: ast.BinOp) -> bool:
-    """Return whether `A | B` names a type."""
-    return isinstance(node.op, ast.BitOr) and (_is_none(node.right) or _is_none(node.left))
+def _is_type(node: ast.BinOp | ast.AugAssign) -> bool:
+    """Return whether it names a type, as `A | None`."""
+    return isinstance(node, ast.BinOp) and (_is_none(node.right) or _is_none(node.left))
 
 
 def _mutant(node: ast.AST, what: str, apply: Change) -> Mutant:

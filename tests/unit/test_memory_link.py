@@ -7,10 +7,14 @@ import asyncio
 import pytest
 
 from shared.bus import BusTimeoutError, Endpoint, KvEntry, Message, NoRespondersError, ServiceInfo
-from shared.memory_bus import MemoryBroker
+from shared.memory_bus import MemoryBroker, MemoryBus
 from sim.virtual_time import run
 
 INFO = ServiceInfo("sluice-test", "1.0.0", "test", {}, "t1")
+
+
+def is_connected(bus: MemoryBus) -> bool:
+    return bus.connected
 
 
 async def echo(message: Message) -> bytes:
@@ -35,14 +39,14 @@ def test_a_cut_loses_messages_then_both_ends_notice_and_then_it_mends(*, out: bo
             await client.request("echo", b"during", timeout_s=1.0)
         assert heard == ([] if out else [b"during"])
         assert ran == ([] if into else [b"during"])
-        assert server.connected
+        assert is_connected(server)
         await asyncio.sleep(2.1)
-        assert not server.connected
+        assert not is_connected(server)
         with pytest.raises(NoRespondersError):
             await client.request("echo", b"late", timeout_s=1.0)
         server.link.heal()
         await asyncio.sleep(0.19)
-        assert not server.connected
+        assert not is_connected(server)
         await asyncio.sleep(0.02)
         assert await client.request("echo", b"after", timeout_s=1.0) == b"after"
 
@@ -58,9 +62,9 @@ def test_a_cut_that_is_shorter_than_the_pings_is_not_noticed() -> None:
         bus.link.heal()
         bus.link.cut()
         await asyncio.sleep(2.5)
-        assert bus.connected, "the first cut's clock does not run on"
+        assert is_connected(bus), "the first cut's clock does not run on"
         await asyncio.sleep(0.6)
-        assert not bus.connected
+        assert not is_connected(bus)
 
     run(main())
 
@@ -119,11 +123,11 @@ def test_a_hanging_broker_delivers_later_and_in_order() -> None:
             await bus.publish("news", b"%d" % number)
         await asyncio.sleep(2.9)
         assert heard == []
-        assert bus.connected
+        assert is_connected(bus)
         await asyncio.sleep(0.2)
-        assert not bus.connected
+        assert not is_connected(bus)
         broker.go_on()
-        assert bus.connected
+        assert is_connected(bus)
         await asyncio.sleep(0.001)
         return heard
 
