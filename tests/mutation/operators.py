@@ -1,7 +1,7 @@
 """Small faults that a programmer could make, one at a time: where a module has room for one, and how it looks then.
 
-Left alone are assertions and methods that only check (`check_…`), log lines, docstrings, annotations and `__slots__`: a
-fault there changes no behaviour.
+Left alone are assertions and methods that only check (`check_…`), log lines, docstrings, types and `__slots__`: a fault
+there changes no behaviour.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def find_mutants(tree: ast.Module) -> list[Mutant]:
 
 def _mutable(node: ast.AST) -> Iterator[ast.AST]:
     """Return the nodes that may be changed, parents first."""
+    types = (getattr(node, "returns", None), getattr(node, "annotation", None))
     for child in ast.iter_child_nodes(node):
-        if not _is_left_alone(child):
+        if child not in types and not _is_left_alone(child):
             yield child
             yield from _mutable(child)
 
@@ -74,7 +75,7 @@ def _is_left_alone(node: ast.AST) -> bool:
             return True
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
             return name in _LOGGERS
-        case ast.Assign(targets=[ast.Name(id="__slots__" | "_log")]):
+        case ast.Assign(targets=[ast.Name(id="__slots__" | "_log" | "Part" | "Rows" | "Bool" | "__all__")]):
             return True
         case ast.AnnAssign(value=None):
             return True
@@ -102,6 +103,8 @@ def _mutants_of(node: ast.AST) -> Iterator[Mutant]:
 
 def _mutants_of_control(node: ast.AST) -> Iterator[Mutant]:
     match node:
+        case ast.If(test=ast.UnaryOp(op=ast.Not())) | ast.IfExp(test=ast.UnaryOp(op=ast.Not())):
+            return  # the condition itself is changed
         case ast.If() | ast.IfExp():
             negated = ast.UnaryOp(ast.Not(), node.test)
             yield _mutant(node.test, "condition negated", lambda: setattr(node, "test", negated))
@@ -119,12 +122,17 @@ def _removals(node: ast.AST) -> Iterator[Mutant]:
     """A statement that is forgotten; one whose name others need would be found by any run at all."""
     for field in ("body", "orelse", "finalbody"):
         statements = getattr(node, field, None)
-        if not isinstance(statements, list) or isinstance(node, ast.ClassDef | ast.Module):
+        if not isinstance(statements, list) or isinstance(node, ast.ClassDef | ast.Module) or _is_constructor(node):
             continue
         for place, statement in enumerate(statements):
             if not _is_left_alone(statement) and _has_effect(statement):
                 forget = partial(operator.setitem, statements, place, ast.Pass())
                 yield _mutant(statement, "statement removed", forget)
+
+
+def _is_constructor(node: ast.AST) -> bool:
+    """Return whether the statements only make fields: any run at all would find that one is missing."""
+    return isinstance(node, ast.FunctionDef) and node.name == "__init__"
 
 
 def _has_effect(statement: ast.stmt) -> bool:
