@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.harness import machine, print_table
 from benchmarks.peers_engines import ChildEngine, Engine, Figures, LlamaBench, Setting
-from benchmarks.peers_load import Share, foreign_share
+from benchmarks.peers_load import Share, foreign_share, wait_idle
 from benchmarks.peers_model import FIRST_ID, LIMITS, NUM_TOKENS, make_checkpoint
 from benchmarks.peers_servers import SluiceServer, VllmServer
 
@@ -109,6 +109,7 @@ async def measure_dtype(engines: list[Engine], chosen: argparse.Namespace, dtype
         for repeat in range(chosen.repeats):
             for batch in chosen.batches:
                 for engine in up[repeat % len(up) :] + up[: repeat % len(up)]:
+                    await wait_idle()
                     run = await measure(engine, dtype, draw_prompts(rng, batch, chosen.prompt_len))
                     runs.append(run)
                     print(f"{dtype} {batch:3} {engine.name:15} {cell(run)}", flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -60,3 +62,14 @@ def foreign_share(before: Share, after: Share, elapsed_s: float, num_cores: int)
     """Return the share of the machine (0 to 1) that was used, but not by us, between two instants."""
     foreign_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     return min(1.0, max(0.0, foreign_s / (elapsed_s * num_cores)))
+
+
+async def wait_idle(limit_s: float = 15.0, look_s: float = 0.4, idle_share: float = 0.04) -> None:
+    """Return once the machine is idle, or after `limit_s`: an engine's threads spin on for a second after its turn."""
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s:
+        before, began_s = Share.take(None), time.monotonic()
+        await asyncio.sleep(look_s)
+        elapsed_s = time.monotonic() - began_s
+        if foreign_share(before, Share.take(None), elapsed_s, os.cpu_count() or 1) < idle_share:
+            return

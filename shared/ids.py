@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -13,8 +14,20 @@ WorkerId = NewType("WorkerId", str)
 DispatcherId = NewType("DispatcherId", str)
 """A dispatcher process; also a token of a bus subject, so `[A-Za-z0-9_-]+`."""
 
+Incarnation = NewType("Incarnation", int)
+"""One process among all that ever go by the same name: a random number below 2**48; 0 where nobody tells them apart."""
+
 StreamId = NewType("StreamId", int)
 """A dispatcher's short handle (u32) for one running request; what token batches carry instead of the request id."""
 
 BlockId = NewType("BlockId", int)
 """One fixed group of KV token slots on a worker."""
+
+
+NOBODY = Incarnation(0)
+"""A process that is not told apart from others of its name."""
+
+
+def new_incarnation() -> Incarnation:
+    """Return a number that no other process of the same name has."""
+    return Incarnation(secrets.randbits(48))

@@ -45,6 +45,10 @@ class Subjects:
         """Request-reply, msgpack in, token batch out: tokens from an index on, again."""
         return f"sluice.{self.cluster}.worker.{worker_id}.replay"
 
+    def renew(self, worker_id: WorkerId) -> str:
+        """Request-reply, msgpack: a dispatcher's lease on its sequences at this worker."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.renew"
+
     def dump(self, worker_id: WorkerId) -> str:
         """Request-reply, JSON: the worker's state, for operators."""
         return f"sluice.{self.cluster}.worker.{worker_id}.dump"
@@ -76,6 +80,10 @@ class Subjects:
     def view_bucket(self) -> str:
         """Key-value bucket of the monitor: key `cluster` holds the view as JSON."""
         return f"sluice_{self.cluster}_view"
+
+    def owners_bucket(self) -> str:
+        """Key-value bucket of the dispatchers: which worker runs a resumable request, as JSON, by request id."""
+        return f"sluice_{self.cluster}_owners"
 
     def plan_bucket(self) -> str:
         """Key-value bucket of the planner: key `plan` holds the newest plan and its epoch as JSON."""

@@ -32,6 +32,7 @@ class FinishReason(IntEnum):
     LENGTH = 2  # max_tokens, or the model's context, is used up
     CANCELLED = 3  # the dispatcher asked for it
     ERROR = 4  # the sequence failed twice in a step of its own; the other sequences went on
+    SUPERSEDED = 5  # a newer attempt of the request took the sequence over, for another dispatcher
 
 
 class RequestClass(StrEnum):

@@ -141,7 +141,7 @@ class _Run:
         known = len(cluster.calls)
         for index in range(len(cluster.dispatchers)):
             prompt = random.integers(FIRST_TOKEN, VOCABULARY, 20)
-            ask = Ask(0.0, SimRequest(f"probe{index}", prompt, 8, seed=1), 1, index, PROBE_LIMIT_S, is_resumable=False)
+            ask = Ask(0.0, SimRequest(f"probe{index}", prompt, 8, seed=1), 1, index, PROBE_LIMIT_S)
             await cluster.follow(ask)
         for call in cluster.calls[known:]:
             if call.outcome is not Outcome.ANSWERED or call.answers[0].failure is not None:

@@ -133,7 +133,7 @@ class FaultCluster:
     async def _call(self, ask: Ask, turn: int, node: DispatcherNode) -> bool:
         """Ask once; return whether the client is content, or would not ask again."""
         request = ask.request
-        if not ask.is_resumable:
+        if not request.is_resumable:
             request = replace(request, request_id=f"{request.request_id}-turn{turn}")
         now_s = self._loop.time()
         call = Call(ask, node.name, now_s, new_answers(request, ask.num_choices, now_s))

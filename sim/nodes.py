@@ -25,6 +25,7 @@ from services.planner.service import Planner
 from services.worker.engine.types import Batch
 from shared.bus import BusError
 from shared.errors import StartupError
+from shared.ids import Incarnation
 from shared.memory_bus import MemoryBroker, MemoryBus
 from sim.process import ProcessState, SimProcess
 from sim.virtual_time import VirtualTimeLoop
@@ -163,6 +164,10 @@ class Node(ABC):
         self.failures.append((name, error))
         self.kill_from_inside()
 
+    def draw_incarnation(self) -> Incarnation:
+        """Return a number that no other process of this name has."""
+        return Incarnation(int(self.random.integers(1, 2**48)))
+
     @property
     def is_running(self) -> bool:
         """Whether a process lives, is not stopped, and serves."""
@@ -201,7 +206,7 @@ class WorkerNode(Node):
 
     async def serve(self, bus: MemoryBus) -> None:
         """See `Node`."""
-        self.worker = SimWorker(self.params, bus, self.on_failure)
+        self.worker = SimWorker(replace(self.params, incarnation=self.draw_incarnation()), bus, self.on_failure)
         await self.worker.start()
 
     async def leave(self, limit_s: float) -> None:
@@ -226,8 +231,7 @@ class DispatcherNode(Node):
 
     async def serve(self, bus: MemoryBus) -> None:
         """See `Node`."""
-        first_stream = int(self.random.integers(2**32))
-        self.service = DispatcherService(self.settings, bus, self.on_failure, first_stream=first_stream)
+        self.service = DispatcherService(self.settings, bus, self.on_failure, incarnation=self.draw_incarnation())
         await self.service.start()
 
     async def leave(self, limit_s: float) -> None:

@@ -36,6 +36,8 @@ class SimRequest:
     """Tokens after which the reader wants no more, as when a stop string is found."""
     logprobs: int | None = None
     """See `SamplingParams.logprobs`."""
+    is_resumable: bool = False
+    """See `NewRequest.resumable`."""
     limit_s: float = DAY_S
     """Seconds after which the dispatcher ends it with an error."""
 
@@ -122,6 +124,7 @@ def _new_request(answer: SimAnswer, index: int) -> NewRequest:
         limit_s=request.limit_s,
         request_class=request.request_class,
         qoe=request.qoe,
+        resumable=request.is_resumable,
     )
 
 

@@ -16,6 +16,8 @@ from sim.worker import SimWorkerParams
 READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
 MONITOR = "monitor"
 BLOCK_SIZE = 4
+ORPHAN_S = 20.0
+"""Shorter than live, so that a run sees it."""
 FIRST_TOKEN, VOCABULARY = 256, 4096
 COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
 """Steps of 60 ms: an answer lasts long enough to be struck by a fault or two."""
@@ -23,7 +25,8 @@ COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one client wants, and how it behaves."""
+    """What one client wants, and how it behaves. If the request is resumable, it asks again under the same name when its
+    connection breaks, and gets the same answer from its beginning."""
 
     at_s: float
     request: SimRequest
@@ -32,8 +35,6 @@ class Ask:
     """Index of the one that it asks first; then the next ones."""
     leaves_s: float | None
     """Seconds after which the client leaves; None: it stays."""
-    is_resumable: bool
-    """It asks again under the same name when its connection breaks, and gets the same answer from its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
             max_batch_tokens=64,
             vocab_size=VOCABULARY,
             first_token_id=FIRST_TOKEN,
+            orphan_s=ORPHAN_S,
         )
         for i in range(int(random.integers(2, 4)))
     )
@@ -85,6 +87,7 @@ def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
 
 def _draw_ask(name: str, num_dispatchers: int, random: np.random.Generator) -> Ask:
     num_output = int(random.integers(1, 90))
+    is_resumable = bool(random.random() < 0.3)
     request = SimRequest(
         name,
         _draw_prompt(random),
@@ -93,15 +96,14 @@ def _draw_ask(name: str, num_dispatchers: int, random: np.random.Generator) -> A
         qoe=READER if random.random() < 0.7 else None,
         stop_after=int(random.integers(1, num_output + 1)) if random.random() < 0.15 else None,
         logprobs=int(random.integers(0, 3)) if random.random() < 0.2 else None,
+        is_resumable=is_resumable,
     )
-    is_resumable = bool(random.random() < 0.3)
     return Ask(
         at_s=round(float(random.random()) * 9.0, 3),
         request=request,
         num_choices=1 if is_resumable else int(random.choice([1, 1, 1, 2, 3])),
         first_dispatcher=int(random.integers(num_dispatchers)),
         leaves_s=float(random.exponential(2.5)) if random.random() < 0.12 else None,
-        is_resumable=is_resumable,
     )
 
 
@@ -117,4 +119,4 @@ def _draw_prompt(random: np.random.Generator) -> np.ndarray:
 def _draw_poison(name: str, num_dispatchers: int, random: np.random.Generator) -> Ask:
     request = SimRequest(name, _draw_prompt(random), 20, seed=POISON_SEED)
     at_s = round(float(random.random()) * 9.0, 3)
-    return Ask(at_s, request, 1, int(random.integers(num_dispatchers)), None, is_resumable=False)
+    return Ask(at_s, request, 1, int(random.integers(num_dispatchers)), None)

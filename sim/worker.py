@@ -14,6 +14,7 @@ from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
 from services.worker.service import WorkerService
 from shared.bus import Bus
 from shared.cost import CostModel
+from shared.ids import Incarnation
 from shared.systems import DEFAULT_SYSTEM
 from shared.tasks import TaskOwner
 
@@ -47,6 +48,10 @@ class SimWorkerParams:
     cluster: str = "default"
     failure: FailureInjector | None = None
     """Makes steps fail."""
+    incarnation: int = 0
+    """Of the process: another number after each restart."""
+    orphan_s: float = 60.0
+    """See `WorkerSettings.orphan_s`."""
 
 
 class StickyExecutor(ModelledExecutor):
@@ -92,12 +97,13 @@ class SimWorker:
             max_batch_tokens=params.max_batch_tokens,
             block_size=params.block_size,
             prefix_caching=params.prefix_caching,
+            orphan_s=params.orphan_s,
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
         self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
         self.executor = StickyExecutor(params.cost, self.kv, failure=params.failure)
-        self.reporter = make_reporter(self._settings, bus)
+        self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
         self.service: WorkerService = build_worker(
             self._settings,
             bus,

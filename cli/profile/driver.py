@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.profile.shapes import Shape
 from shared.bus import Bus, BusError, Message, Subscription
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.messages.lease import Renew
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.messages.request import Accepted, Cancel, Refused, Submit, pack_token_ids
 from shared.messages.steps import StepLogPage, StepRecord
@@ -21,6 +23,7 @@ from shared.token_batch import TokenBatch
 from shared.types import FinishReason, SamplingParams
 from shared.wire import WireError, decode, decode_json, encode
 
+RENEW_PERIOD_S = 0.5
 REQUEST_LIMIT_S = 5.0
 SHAPE_LIMIT_S = 120.0
 """Seconds that one shape may take."""
@@ -76,15 +79,20 @@ class Driver:
         self._num_submitted = 0
         self._running: dict[int, asyncio.Future[FinishReason]] = {}
         self._listening: Subscription | None = None
+        self._renewing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._listening = await self._bus.subscribe(self._subjects.tokens(self._id), self._on_tokens)
         await self._bus.flush()
+        self._renewing = asyncio.create_task(self._renew_forever(), name="renew")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
         for stream in list(self._running):
             cancel = Cancel(request_id=self._request_id(stream), attempt=1)
             try:
@@ -93,6 +101,14 @@ class Driver:
                 break  # the worker is gone, and its sequences with it
         if self._listening is not None:
             await self._listening.close()
+
+    async def _renew_forever(self) -> None:
+        """Keep the worker from pausing what it runs for us; whether it answers is seen elsewhere."""
+        data = encode(Renew(dispatcher_id=self._id))
+        while True:
+            await asyncio.sleep(RENEW_PERIOD_S)
+            with suppress(BusError):
+                await self._bus.request(self._subjects.renew(self._worker_id), data, timeout_s=REQUEST_LIMIT_S)
 
     async def run(self, shape: Shape) -> bool:
         """Return whether the worker took the shape; then all its requests have ended.

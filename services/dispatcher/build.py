@@ -21,6 +21,7 @@ from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from shared.bus import Bus
 from shared.errors import StartupError
+from shared.ids import new_incarnation
 from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
 
@@ -69,7 +70,7 @@ class Dispatcher:
     ) -> None:
         self._settings = settings
         self._tasks = TaskOwner(on_failure)
-        self.service = DispatcherService(settings, bus, on_failure, first_stream=secrets.randbits(32))
+        self.service = DispatcherService(settings, bus, on_failure, incarnation=new_incarnation())
         now = asyncio.get_running_loop().time
         self.front = Front(
             settings=settings,

@@ -42,6 +42,8 @@ class DispatcherSettings(ServiceSettings):
     """Seconds that a worker has to accept or refuse; then another one is asked."""
     silence_s: _Seconds = 2.0
     """Seconds without a token after which the worker is asked for what may have been lost on the way."""
+    lost_after_s: _Seconds = 3.0
+    """Seconds without an answer after which a worker counts as lost, and its requests go on elsewhere."""
     step_limit_s: _Seconds = 30.0
     """Seconds without a finished step, while sequences run, after which a worker counts as lost."""
     body_limit: Size = 4 * 1024 * 1024

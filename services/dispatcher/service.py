@@ -9,11 +9,12 @@ from collections.abc import Callable
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.policy.placement import PLACEMENTS
 from services.dispatcher.session.calls import WorkerCalls
+from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.session import FailureCode
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
 from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
-from shared.ids import DispatcherId
+from shared.ids import NOBODY, DispatcherId, Incarnation
 from shared.log import get_logger
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
@@ -38,7 +39,7 @@ class DispatcherService:
         settings: checked; the model's folder is not read here.
         bus: connected; the caller closes it.
         on_failure: called with a task's name and error when one of the dispatcher's own tasks dies.
-        first_stream: first handle of a request; different in each process that goes by the same instance id.
+        incarnation: of this process among those that go by the same instance id.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class DispatcherService:
         bus: Bus,
         on_failure: Callable[[str, BaseException], None],
         *,
-        first_stream: int = 0,
+        incarnation: Incarnation = NOBODY,
     ) -> None:
         self.bus = bus
         self.num_malformed = 0
@@ -61,6 +62,7 @@ class DispatcherService:
         self.sessions = Sessions(
             dispatcher_id=self._dispatcher_id,
             calls=WorkerCalls(bus, self._subjects, settings.submit_limit_s),
+            owners=Owners(bus, self._subjects),
             cluster=ClusterState(settings.model_name(), settings.step_limit_s),
             placement=PLACEMENTS[find_system(settings.system).placement],
             limits=SessionLimits(
@@ -68,10 +70,11 @@ class DispatcherService:
                 max_queued=settings.max_queued,
                 queue_limit_s=settings.queue_limit_s,
                 silence_s=settings.silence_s,
+                lost_after_s=settings.lost_after_s,
             ),
             now=self._now,
             tasks=self._tasks,
-            first_stream=first_stream,
+            incarnation=incarnation,
         )
 
     async def start(self) -> None:
@@ -82,7 +85,7 @@ class DispatcherService:
         subject = self._subjects.admin("dispatcher", self._dispatcher_id, "dump")
         dump = Endpoint("dump", subject, self._dump, metadata={"format": "json"})
         self._open.append(await self.bus.serve(self._info(), [dump]))
-        self._tasks.start(self.sessions.sweep_forever(), name="sweep")
+        self.sessions.run()
 
     def _info(self) -> ServiceInfo:
         return ServiceInfo(
@@ -126,6 +129,10 @@ class DispatcherService:
                 "num_ignored_rows": counters.num_ignored,
                 "num_lost_messages": counters.num_lost_messages,
                 "num_replays": sessions.num_replays,
+                "num_drops": sessions.num_drops,
+                "num_lost": dict(sessions.recovery.num_lost),
+                "num_recovered": sessions.recovery.num_recovered,
+                "num_poison": sessions.recovery.num_poison,
                 "num_malformed": self.num_malformed,
             }
         ).encode()

@@ -32,9 +32,10 @@ class _Known:
     """(when, sequences, tokens) of own submissions and endings that the report may not contain."""
 
     @property
-    def process(self) -> tuple[str, int]:
-        """Host and process id of the last report."""
-        return self.status.report.host, self.status.report.pid
+    def process(self) -> tuple[str, int, int]:
+        """Which process made the last report."""
+        report = self.status.report
+        return report.host, report.pid, report.incarnation
 
 
 class ClusterState:
@@ -52,6 +53,10 @@ class ClusterState:
         """When the view arrived."""
         self.restarted: list[WorkerId] = []
         """Workers that are another process than in the view before, sorted: what the old one ran may be lost."""
+        self.draining: list[WorkerId] = []
+        """Workers that are about to stop, sorted: what runs there should go on elsewhere."""
+        self.silent: set[WorkerId] = set()
+        """Of the lost workers, those that the monitor merely cannot hear."""
         self._step_limit_s = step_limit_s
         self._workers: dict[WorkerId, _Known] = {}
 
@@ -68,7 +73,7 @@ class ClusterState:
             if report.model and report.model != self.model:
                 continue
             worker = self._workers.get(report.worker_id) or _Known(status, now_s)
-            if worker.process != (report.host, report.pid):
+            if worker.process != (report.host, report.pid, report.incarnation):
                 self.restarted.append(report.worker_id)
             worker.status, worker.reported_s = status, now_s - status.age_s
             while worker.recent and worker.recent[0][0] < worker.reported_s:
@@ -78,12 +83,20 @@ class ClusterState:
             known[report.worker_id] = worker
         self._workers = known
         self.restarted.sort()
+        self.draining = sorted(
+            worker_id for worker_id, worker in known.items() if worker.status.report.phase is WorkerPhase.DRAINING
+        )
+        self.silent = {worker_id for worker_id, worker in known.items() if not self._has_ended(worker)}
         return sorted(worker_id for worker_id, worker in known.items() if self._is_lost(worker))
 
-    def _is_lost(self, worker: _Known) -> bool:
-        if worker.status.liveness is Liveness.DEAD or worker.status.report.phase in _RUNS_NOTHING:
+    def _has_ended(self, worker: _Known) -> bool:
+        """Return whether the worker itself says that it runs nothing, or shows it by standing still."""
+        if worker.status.report.phase in _RUNS_NOTHING:
             return True
         return self.viewed_s - worker.stepped_s > self._step_limit_s  # without views nobody is judged
+
+    def _is_lost(self, worker: _Known) -> bool:
+        return worker.status.liveness is Liveness.DEAD or self._has_ended(worker)
 
     def submitted(self, worker_id: WorkerId, num_tokens: int, now_s: float) -> None:
         """Count a request that was sent to the worker; the next report contains it."""

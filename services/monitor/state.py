@@ -18,7 +18,7 @@ from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerRep
 MAX_FORMER_PROCESSES = 8
 """Replaced processes of one worker id whose late reports are still recognised."""
 
-_Process = tuple[str, int]
+_Process = tuple[str, int, int]
 
 
 class Verdict(StrEnum):
@@ -39,6 +39,11 @@ class Change:
     reason: str
 
 
+def process_of(report: WorkerReport) -> _Process:
+    """Return what tells the process apart from others of the same worker id; in containers pid and host do not."""
+    return report.host, report.pid, report.incarnation
+
+
 @dataclass(slots=True)
 class _Record:
     report: WorkerReport
@@ -49,7 +54,7 @@ class _Record:
 
     @property
     def process(self) -> _Process:
-        return self.report.host, self.report.pid
+        return process_of(self.report)
 
     @property
     def stopped(self) -> bool:
@@ -135,14 +140,14 @@ class ClusterState:
     def _is_stale(self, record: _Record, report: WorkerReport, now_s: float) -> bool:
         if now_s - record.heard_at_s >= self._params.dead_after_s:
             return False
-        process = (report.host, report.pid)
+        process = process_of(report)
         if process == record.process:
             return report.sequence_number <= record.report.sequence_number
         return process in record.former
 
     def _replace(self, record: _Record, report: WorkerReport, now_s: float) -> None:
         before, silent_s = record.report, now_s - record.heard_at_s
-        same_process = (report.host, report.pid) == record.process and report.sequence_number > before.sequence_number
+        same_process = process_of(report) == record.process and report.sequence_number > before.sequence_number
         was, record.liveness = record.liveness, Liveness.ALIVE
         if not same_process:
             record.former.append(record.process)

@@ -10,6 +10,7 @@ from services.worker.load import Loaded, check_start, load_executor
 from services.worker.models.spec import ModelSpec
 from services.worker.reporter import Reporter
 from shared.bus import Bus
+from shared.ids import new_incarnation
 from shared.log import get_logger
 from shared.service_process import ServiceProcess, run_service_process
 from shared.tasks import TaskOwner
@@ -19,7 +20,7 @@ async def serve(settings: WorkerSettings, process: ServiceProcess) -> None:
     """Run one worker until told to stop; then drain it."""
     spec = check_start(settings)
     async with process.bus() as bus, TaskOwner(process.fail) as tasks:
-        reporter = make_reporter(settings, bus)
+        reporter = make_reporter(settings, bus, new_incarnation())
         tasks.start(reporter.run(), name="reporter")
         loaded = await _load(settings, process, spec, reporter)
         if loaded is not None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from services.worker.engine.describe import describe
 from services.worker.engine.engine import Engine
+from services.worker.leases import Leases
 from services.worker.reporter import Reporter
 from shared.bus import Message
 
@@ -14,12 +15,14 @@ from shared.bus import Message
 class Admin:
     """Read-only endpoints."""
 
-    def __init__(self, engine: Engine, reporter: Reporter) -> None:
+    def __init__(self, engine: Engine, reporter: Reporter, leases: Leases) -> None:
         self._engine = engine
+        self._leases = leases
         self._reporter = reporter
 
     async def dump(self, message: Message) -> bytes:
         """Answer with the sequences that the engine holds: ids and counts, never tokens or text."""
         del message
         sequences = [asdict(sequence) for sequence in describe(self._engine)]
-        return json.dumps({"phase": self._reporter.phase, "sequences": sequences}).encode()
+        leases = self._leases.describe()
+        return json.dumps({"phase": self._reporter.phase, "leases": leases, "sequences": sequences}).encode()

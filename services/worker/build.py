@@ -14,12 +14,14 @@ from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor, KvCapacity
 from services.worker.intake import Intake
+from services.worker.leases import Leases
 from services.worker.policy.registry import make_scheduler
 from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.service import WorkerService
 from services.worker.step_log import StepLog
+from services.worker.watchdog import step_limit
 from shared.bus import Bus, ServiceInfo
-from shared.ids import WorkerId
+from shared.ids import Incarnation, WorkerId
 from shared.subjects import Subjects
 from shared.systems import find_system
 from shared.tasks import TaskOwner
@@ -38,6 +40,8 @@ class ModelFacts:
     param_bytes: int = 0
     kv_bytes: int = 0
     reserve_bytes: int = 0
+    dry_step_s: float = 0.0
+    """Seconds that the largest step took while the worker was loaded; 0 if none was tried."""
     kernels: str = "modelled"
 
 
@@ -49,10 +53,10 @@ def _max_failures(max_batch_rows: int) -> int:
     return 4 * (max_batch_rows.bit_length() + 2)
 
 
-def make_reporter(settings: WorkerSettings, bus: Bus) -> Reporter:
+def make_reporter(settings: WorkerSettings, bus: Bus, incarnation: Incarnation) -> Reporter:
     """Return the reporter; it can run while the model still loads."""
     subjects = Subjects(settings.cluster)
-    return Reporter(WorkerId(settings.instance_id), subjects, bus, settings.report_period_s)
+    return Reporter(WorkerId(settings.instance_id), subjects, bus, settings.report_period_s, incarnation)
 
 
 def build_worker(
@@ -81,6 +85,16 @@ def build_worker(
     steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size)
     on_step = steps.note if settings.step_log_size else None
     loop = StepLoop(engine, executor, emitter.emit, now, StepGate(), max_failures=max_failures, on_step=on_step)
+    leases = Leases(
+        engine,
+        emitter,
+        now,
+        loop.wake,
+        step_age_s=lambda: loop.step_age_s,
+        incarnation=reporter.incarnation,
+        lease_s=settings.lease_s,
+        orphan_s=settings.orphan_s,
+    )
     return WorkerService(
         info=_info(settings, facts),
         facts=facts,
@@ -89,10 +103,12 @@ def build_worker(
         engine=engine,
         loop=loop,
         executor=executor,
-        intake=Intake(engine, emitter, now, loop.wake),
+        intake=Intake(engine, emitter, leases, now, loop.wake),
+        leases=leases,
         emitter=emitter,
         reporter=reporter,
         steps=steps,
+        step_limit_s=step_limit(settings.step_limit_s, model.dry_step_s),
         tasks=TaskOwner(on_failure),
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.config import ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
@@ -78,8 +78,20 @@ class WorkerSettings(ServiceSettings):
     """Seconds between two reports to the monitor; a change is reported at once."""
     step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048
     """Steps whose shapes and durations are kept for `sluice profile`; each takes 8 bytes per row. 0 keeps none."""
+    lease_s: Annotated[float, Field(gt=0, le=3600)] = 3.0
+    """Seconds without a word of a dispatcher after which its sequences are paused; it speaks every half second."""
+    orphan_s: Annotated[float, Field(gt=0, le=86_400)] = 60.0
+    """Seconds without a word after which they end; until then another dispatcher may take them over."""
+    step_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
+    """Seconds after which a step counts as stuck, and the worker ends; at least five times its largest step."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
     """Seconds that running sequences get to finish after SIGTERM."""
+
+    @model_validator(mode="after")
+    def _check_lease(self) -> Self:
+        if self.orphan_s <= self.lease_s:
+            raise ValueError(f"orphan_s ({self.orphan_s:g}) must be larger than lease_s ({self.lease_s:g})")
+        return self
 
     def model_name(self) -> str:
         """Return the name under which the model is served."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.events import StepEvents
 from shared.bus import Bus, BusError
-from shared.ids import DispatcherId, WorkerId
+from shared.ids import NOBODY, DispatcherId, Incarnation, WorkerId
 from shared.log import get_logger
 from shared.stream_extras import StreamExtra, pack_extras
 from shared.subjects import Subjects
@@ -34,21 +34,38 @@ class Emitter:
         self.num_dropped = 0
         self._subjects = subjects
         self._bus = bus
-        self._channels: dict[DispatcherId, int] = {}
+        self._channels: dict[tuple[DispatcherId, Incarnation], int] = {}
         self._names: list[DispatcherId] = []
         self._counters: list[int] = []
+        self._unused: list[int] = []
         self._queue: deque[tuple[str, bytes]] = deque()
         self._wake = asyncio.Event()
         self._sending = False
 
-    def channel(self, dispatcher_id: DispatcherId) -> int:
-        """Return the number of the channel to this dispatcher; a new one on the first call."""
-        channel = self._channels.get(dispatcher_id)
+    def channel(self, dispatcher_id: DispatcherId, incarnation: Incarnation = NOBODY) -> int:
+        """Return the number of the channel to this dispatcher process; a new one on the first call."""
+        channel = self._channels.get((dispatcher_id, incarnation))
         if channel is None:
-            channel = self._channels[dispatcher_id] = len(self._names)
-            self._names.append(dispatcher_id)
-            self._counters.append(0)
+            if not self._unused:
+                self._unused.append(len(self._names))
+                self._names.append(dispatcher_id)
+                self._counters.append(0)
+            channel = self._channels[dispatcher_id, incarnation] = self._unused.pop()
+            self._names[channel], self._counters[channel] = dispatcher_id, 0
         return channel
+
+    def find_channel(self, dispatcher_id: DispatcherId, incarnation: Incarnation) -> int | None:
+        """Return the number of a channel that is in use, or None."""
+        return self._channels.get((dispatcher_id, incarnation))
+
+    def counter(self, channel: int) -> int:
+        """Return the number of the next message of a channel."""
+        return self._counters[channel]
+
+    def close_channel(self, channel: int) -> None:
+        """Forget a channel of which no sequence is left; its number may be used again."""
+        self._channels = {name: other for name, other in self._channels.items() if other != channel}
+        self._unused.append(channel)
 
     def emit(self, events: StepEvents) -> None:
         """Queue the events of a step, one message per dispatcher."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from services.worker.emitter import Emitter
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.leases import Leases
 from shared.bus import Message
 from shared.ids import StreamId
 from shared.messages.request import (
@@ -35,6 +36,8 @@ _REASONS = {
     AddRefusal.DUPLICATE: RefusalReason.DUPLICATE,
 }
 
+MAX_REMEMBERED = 16_384
+"""Requests whose newest attempt is remembered."""
 MAX_TOMBSTONES = 4096
 """Cancellations remembered for submissions that are still on their way."""
 
@@ -42,13 +45,17 @@ MAX_TOMBSTONES = 4096
 class Intake:
     """The engine's door. Every method runs on the event loop, between two steps of the loop's own code."""
 
-    def __init__(self, engine: Engine, emitter: Emitter, now: Callable[[], float], wake: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, emitter: Emitter, leases: Leases, now: Callable[[], float], wake: Callable[[], None]
+    ) -> None:
         self._engine = engine
         self._emitter = emitter
+        self._leases = leases
         self._now = now
         self._wake = wake
         self._open = False
         self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._newest: OrderedDict[str, int] = OrderedDict()
 
     def open(self) -> None:
         """Take submissions from now on."""
@@ -63,41 +70,61 @@ class Intake:
         return encode(self._admit(decode(message.data, Submit)))
 
     def _admit(self, submit: Submit) -> Accepted | Refused:
-        def refuse(reason: RefusalReason, detail: str = "") -> Refused:
-            return Refused(request_id=submit.request_id, reason=reason, detail=detail)
+        def refuse(reason: RefusalReason, detail: str = "", newest_attempt: int = 0) -> Refused:
+            return Refused(request_id=submit.request_id, reason=reason, detail=detail, newest_attempt=newest_attempt)
 
         if not self._open:
             return refuse(RefusalReason.DRAINING)
         if (submit.request_id, submit.attempt) in self._tombstones:
             return refuse(RefusalReason.CANCELLED)
+        newest = self._newest.get(submit.request_id, 0)
+        is_here = (submit.request_id, submit.attempt) in self._engine.row_of
+        if submit.attempt < newest or (submit.attempt == newest and not is_here):
+            return refuse(RefusalReason.DUPLICATE, newest_attempt=newest)
         if len(submit.prompt) % 4 or len(submit.generated) % 4:
             return refuse(RefusalReason.INVALID, "token ids are not whole u32 values")
         try:
             check_token(submit.dispatcher_id)
         except ValueError as error:
             return refuse(RefusalReason.INVALID, str(error))
-        now_s = self._now()
-        outcome = self._engine.add(
-            NewSequence(
-                request_id=submit.request_id,
-                stream=submit.stream,
-                attempt=submit.attempt,
-                channel=self._emitter.channel(submit.dispatcher_id),
-                prompt=submit.prompt_ids(),
-                generated=submit.generated_ids(),
-                sampling=submit.sampling,
-                arrival_s=now_s - submit.age_s,
-                expires_s=now_s + submit.remaining_s,
-                request_class=submit.request_class,
-                qoe=submit.qoe,
-                fork_of=submit.fork_of,
-                cache_salt=submit.cache_salt,
-            )
-        )
+        new = self._new_sequence(submit)
+        row = self._engine.hand_over(new)
+        outcome = self._engine.add(new) if row is None else row
         if isinstance(outcome, AddRefusal):
-            return refuse(_REASONS[outcome])
+            return refuse(_REASONS[outcome], newest_attempt=newest)
+        self._remember(submit)
         self._wake()
-        return Accepted(request_id=submit.request_id, attempt=submit.attempt)
+        return Accepted(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            incarnation=self._leases.incarnation,
+            num_output=self._engine.num_outputs(submit.request_id, submit.attempt),
+        )
+
+    def _new_sequence(self, submit: Submit) -> NewSequence:
+        now_s = self._now()
+        return NewSequence(
+            request_id=submit.request_id,
+            stream=submit.stream,
+            attempt=submit.attempt,
+            channel=self._leases.hear(submit.dispatcher_id, submit.incarnation),
+            prompt=submit.prompt_ids(),
+            generated=submit.generated_ids(),
+            sampling=submit.sampling,
+            arrival_s=now_s - submit.age_s,
+            expires_s=now_s + submit.remaining_s,
+            request_class=submit.request_class,
+            qoe=submit.qoe,
+            fork_of=submit.fork_of,
+            cache_salt=submit.cache_salt,
+        )
+
+    def _remember(self, submit: Submit) -> None:
+        """A copy of this submission, or an older one, may still be on its way."""
+        self._newest[submit.request_id] = submit.attempt
+        self._newest.move_to_end(submit.request_id)
+        while len(self._newest) > MAX_REMEMBERED:
+            self._newest.popitem(last=False)
 
     async def cancel(self, message: Message) -> bytes:
         """Answer a `Cancel`; the KV is free now, or when the step that is running ends."""

@@ -132,6 +132,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
         param_bytes=info.param_bytes,
         kv_bytes=info.kv_bytes,
         reserve_bytes=info.reserve_bytes,
+        dry_step_s=info.dry_step_s,
         kernels=info.kernels,
     )
     return Loaded(ThreadExecutor(runner, loop), facts)

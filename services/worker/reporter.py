@@ -13,7 +13,7 @@ from typing import Protocol
 
 from services.worker.engine.stats import EngineStats
 from shared.bus import Bus, BusError
-from shared.ids import WorkerId
+from shared.ids import Incarnation, WorkerId
 from shared.log import get_logger
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
@@ -54,7 +54,10 @@ class StatsSource(Protocol):
 class Reporter:
     """Owns the phase, and the sequence number of the reports."""
 
-    def __init__(self, worker_id: WorkerId, subjects: Subjects, bus: Bus, period_s: float) -> None:
+    def __init__(
+        self, worker_id: WorkerId, subjects: Subjects, bus: Bus, period_s: float, incarnation: Incarnation
+    ) -> None:
+        self.incarnation = incarnation
         self._worker_id = worker_id
         self._subject = subjects.report(worker_id)
         self._bus = bus
@@ -121,6 +124,7 @@ class Reporter:
             phase=self._phase,
             pid=os.getpid(),
             host=socket.gethostname(),
+            incarnation=self.incarnation,
             progress_ratio=self._progress[0],
             progress_text=self._progress[1],
         )

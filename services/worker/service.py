@@ -10,8 +10,10 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor
 from services.worker.intake import Intake
+from services.worker.leases import Leases
 from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.step_log import StepLog
+from services.worker.watchdog import watch_steps
 from shared.bus import Bus, Endpoint, ServiceInfo, Subscription
 from shared.log import get_logger
 from shared.messages.report import WorkerPhase
@@ -38,9 +40,11 @@ class WorkerService:
         loop: StepLoop,
         executor: Executor,
         intake: Intake,
+        leases: Leases,
         emitter: Emitter,
         reporter: Reporter,
         steps: StepLog,
+        step_limit_s: float,
         tasks: TaskOwner,
     ) -> None:
         self.engine = engine
@@ -51,25 +55,31 @@ class WorkerService:
         self._subjects = subjects
         self._loop = loop
         self._intake = intake
-        self._emitter = emitter
+        self.leases = leases
+        self.emitter = emitter
         self._reporter = reporter
-        self._admin = Admin(engine, reporter)
+        self._admin = Admin(engine, reporter, leases)
         self._steps = steps
+        self._step_limit_s = step_limit_s
         self._tasks = tasks
         self._endpoints: Subscription | None = None
         self._stepping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Take requests from now on."""
-        worker_id = self._emitter.worker_id
+        worker_id = self.emitter.worker_id
         self._stepping = self._tasks.start(self._loop.run(), name="step-loop")
-        self._tasks.start(self._emitter.run(), name="emitter")
+        self._tasks.start(self.emitter.run(), name="emitter")
+        self._tasks.start(self.leases.run(), name="leases")
+        watchdog = watch_steps(lambda: self._loop.step_age_s, self._step_limit_s)
+        self._tasks.start(watchdog, name="watchdog")
         self._endpoints = await self._bus.serve(
             self._info,
             [
                 Endpoint("submit", self._subjects.submit(worker_id), self._intake.submit),
                 Endpoint("cancel", self._subjects.cancel(worker_id), self._intake.cancel),
                 Endpoint("replay", self._subjects.replay(worker_id), self._intake.replay),
+                Endpoint("renew", self._subjects.renew(worker_id), self.leases.renew),
                 Endpoint("dump", self._subjects.dump(worker_id), self._admin.dump, metadata={"format": "json"}),
                 Endpoint("steps", self._subjects.steps(worker_id), self._steps.read, metadata={"format": "json"}),
             ],
@@ -83,7 +93,7 @@ class WorkerService:
         self._reporter.enter(WorkerPhase.DRAINING)
         try:
             async with asyncio.timeout(limit_s):
-                while self.engine.has_work or not self._emitter.idle:
+                while self.engine.has_work or not self.emitter.idle:
                     await asyncio.sleep(IDLE_POLL_S)
         except TimeoutError:
             _log.warning("drain_limit_reached", num_left=len(self.engine.row_of), limit_s=limit_s)
@@ -94,9 +104,14 @@ class WorkerService:
         if self._endpoints is not None:
             await self._endpoints.close()
         self._loop.close()
+        ended = True
         if self._stepping is not None:
-            await asyncio.wait([self._stepping])
+            _, running = await asyncio.wait([self._stepping], timeout=self._step_limit_s)
+            ended = not running
         await self._reporter.leave()
         await self._tasks.close()
-        await self.executor.close()
+        if ended:
+            await self.executor.close()
+        else:  # its thread is stuck in a step, and dies with the process
+            _log.error("executor_abandoned", after_s=self._step_limit_s)
         await self._bus.flush()

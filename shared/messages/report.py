@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.ids import WorkerId
+from shared.ids import Incarnation, WorkerId
 from shared.messages.base import ControlMessage
 
 
@@ -30,6 +30,8 @@ class WorkerReport(ControlMessage):
     phase: WorkerPhase
     pid: int = 0
     host: str = ""
+    incarnation: Incarnation = Incarnation(0)
+    """Of the process: in containers every process may have the same pid and host."""
     model: str = ""
     """Name under which the model is served."""
     device: str = ""

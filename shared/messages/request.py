@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from shared.ids import DispatcherId, RequestId, StreamId
+from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
 from shared.messages.base import ControlMessage
 from shared.types import QoeTarget, RequestClass, SamplingParams
 
@@ -34,9 +34,12 @@ class Submit(ControlMessage):
     stream: Annotated[StreamId, Field(ge=0, le=2**32 - 1)]
     """The dispatcher's handle; token batches carry it."""
     attempt: Annotated[int, Field(ge=1, le=65_535)]
-    """1 for the first worker that gets the request; the dispatcher ignores tokens of older attempts."""
+    """1 for the first worker that gets the request; the dispatcher ignores tokens of older attempts. A worker that runs
+    an older attempt of the request hands it over to this one, tokens and KV included."""
     dispatcher_id: DispatcherId
     """Where the tokens go."""
+    incarnation: Incarnation = Incarnation(0)
+    """Of the dispatcher's process, which holds the lease on the sequence (`shared.messages.lease`)."""
     prompt: Annotated[bytes, Field(min_length=4, max_length=4 * MAX_PROMPT_TOKENS)]
     """Token ids of the prompt, little-endian u32."""
     generated: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)] = b""
@@ -71,7 +74,7 @@ class RefusalReason(StrEnum):
     DRAINING = "draining"  # shutting down; try another worker
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
     INVALID = "invalid"  # malformed (ids outside the vocabulary, a bad length); do not retry
-    DUPLICATE = "duplicate"  # this (request, attempt) runs here already
+    DUPLICATE = "duplicate"  # this attempt of the request, or a later one, has been here already
     CANCELLED = "cancelled"  # its cancellation overtook it
 
 
@@ -81,6 +84,10 @@ class Accepted(ControlMessage):
     kind: Literal["accepted"] = "accepted"
     request_id: RequestId
     attempt: int
+    incarnation: Incarnation = Incarnation(0)
+    """Of the worker's process."""
+    num_output: Annotated[int, Field(ge=0)] = 0
+    """Output tokens that the worker has already: more than the submission's if it ran an older attempt."""
 
 
 class Refused(ControlMessage):
@@ -91,6 +98,8 @@ class Refused(ControlMessage):
     reason: RefusalReason
     detail: str = ""
     """One sentence for logs; never shown to a client."""
+    newest_attempt: Annotated[int, Field(ge=0)] = 0
+    """With DUPLICATE: the last attempt of the request that this worker has taken."""
 
 
 class Cancel(ControlMessage):

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import ModelText
-from shared.messages.report import Liveness, WorkerPhase
+from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason, QoeTarget, RequestClass
 from tests.support.dispatchers import Running, running_dispatcher
@@ -331,17 +331,18 @@ async def test_a_silent_stream_gets_comments(text: ModelText, folder: Path) -> N
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize(("how", "code"), [("dead", "worker_lost"), ("error", "request_failed")])
+@pytest.mark.parametrize(("how", "code"), [("gone", "no_capacity"), ("error", "request_failed")])
 async def test_a_worker_that_is_lost_or_fails_gives_an_error_and_never_a_silent_end(
     text: ModelText, folder: Path, how: str, code: str, streamed: bool
 ) -> None:
-    async with running_dispatcher(text, folder) as running:
+    async with running_dispatcher(text, folder, queue_limit_s=0.5) as running:
         task = asyncio.create_task(stream(running, messages=HELLO) if streamed else running.post(CHAT, messages=HELLO))
         await until(lambda: running.worker.running)
         (item,) = running.worker.running.values()
         await running.worker.emit(item, running.encode("Hel"))
-        if how == "dead":
-            await publish_view(running.bus, make_status(liveness=Liveness.DEAD), number=2)
+        if how == "gone":
+            await running.worker.stop()
+            await publish_view(running.bus, make_status(phase=WorkerPhase.STOPPED), number=2)
         else:
             await running.worker.emit(item, [], FinishReason.ERROR)
         first, second = cast("tuple[Any, Any]", await task)

@@ -10,6 +10,7 @@ from services.worker.emitter import Emitter
 from shared.cost import CostModel
 from shared.memory_bus import MemoryBroker
 from shared.stream_extras import TokenLogprob
+from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, SamplingParams
 from sim.virtual_time import run
@@ -27,13 +28,16 @@ class Cluster:
         params = SimWorkerParams("w0", COST, 1000, system="fcfs-chunked", max_model_len=8192, max_batch_tokens=64)
         self.worker = SimWorker(params, broker.connect("w0"))
         self.dispatcher = FakeDispatcher(broker.connect("d0"))
+        self.tasks = TaskOwner()
 
     async def __aenter__(self) -> Cluster:
         await self.dispatcher.start()
         await self.worker.start()
+        self.tasks.start(self.dispatcher.renew_forever("w0"), name="renew")
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.tasks.close()
         await self.worker.stop()
         assert not self.worker.failures
         assert not self.dispatcher.faults

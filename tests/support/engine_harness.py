@@ -26,6 +26,7 @@ class Story:
     new: NewSequence
     text: list[int]
     finish: FinishReason = FinishReason.NONE
+    was_started: bool = False
     row: int = -1
 
 
@@ -139,8 +140,9 @@ class EngineHarness:
             assert first_index == len(story.text), "a token is lost or doubled"
             if token >= 0:
                 story.text.append(token)
-            else:
-                assert finish != FinishReason.NONE, "an event that says nothing"
+            elif finish == FinishReason.NONE:
+                assert not story.was_started, "a sequence is started once"
+                story.was_started = True
             story.finish = FinishReason(finish)
 
     def pin_full_blocks(self, owner: str, row: int) -> None:

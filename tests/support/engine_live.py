@@ -81,7 +81,12 @@ async def live_engine(
     executor = ModelledExecutor(FLAT_COST, kv, failure=failure)
     said: list[tuple[float, StepEvents]] = []
     now = asyncio.get_running_loop().time
-    loop = StepLoop(engine, executor, lambda events: said.append((now(), events)), now, gate)
+
+    def say(events: StepEvents) -> None:
+        if ((events.tokens >= 0) | (events.finish != 0)).any():  # more than that a sequence has been started
+            said.append((now(), events))
+
+    loop = StepLoop(engine, executor, say, now, gate)
     task = asyncio.create_task(loop.run())
     try:
         yield LiveEngine(engine, loop, gate, executor, kv, said)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shared.bus import Bus, Message
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.messages.lease import Renew, Renewed
 from shared.messages.request import (
     Accepted,
     Cancel,
@@ -49,6 +50,17 @@ class FakeDispatcher:
 
     async def start(self) -> None:
         await self.bus.subscribe(self.subjects.tokens(self.dispatcher_id), self._on_tokens)
+
+    async def renew(self, worker_id: str, *, drop: tuple[tuple[RequestId, int], ...] = ()) -> Renewed:
+        """Say that this dispatcher is there."""
+        message = Renew(dispatcher_id=self.dispatcher_id, drop=drop)
+        data = await self.bus.request(self.subjects.renew(WorkerId(worker_id)), encode(message), timeout_s=5)
+        return decode(data, Renewed)
+
+    async def renew_forever(self, worker_id: str) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            await self.renew(worker_id)
 
     def make(
         self,

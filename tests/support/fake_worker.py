@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shared.bus import Bus, Endpoint, Message, ServiceInfo, Subscription
-from shared.ids import StreamId, WorkerId
+from shared.ids import Incarnation, StreamId, WorkerId
+from shared.messages.lease import Renew, Renewed
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.messages.request import (
     Accepted,
@@ -81,7 +82,9 @@ class FakeWorker:
         self.has_logprobs = True
         """False: they are lost, as in a replay of old tokens."""
         self.answers = True
-        """False: submissions and cancellations get no answer in time."""
+        """False: submissions and renewals get no answer in time."""
+        self.incarnation = Incarnation(0)
+        self.renewals: list[Renew] = []
         self.lose: set[int] = set()
         """Numbers of token messages that are lost on the way."""
         self.submits: list[Submit] = []
@@ -106,6 +109,7 @@ class FakeWorker:
                 Endpoint("submit", self._subjects.submit(self.worker_id), self._submit),
                 Endpoint("cancel", self._subjects.cancel(self.worker_id), self._cancel),
                 Endpoint("replay", self._subjects.replay(self.worker_id), self._replay),
+                Endpoint("renew", self._subjects.renew(self.worker_id), self._renew),
             ],
         )
 
@@ -127,12 +131,23 @@ class FakeWorker:
         running = self.running[submit.request_id, submit.attempt] = Running(submit, submit.generated_ids().tolist())
         if self.script is not None:
             self._tasks.start(self._stream(running), name=f"stream-{submit.request_id}")
-        return encode(Accepted(request_id=submit.request_id, attempt=submit.attempt))
+        accepted = Accepted(request_id=submit.request_id, attempt=submit.attempt, incarnation=self.incarnation)
+        return encode(accepted)
+
+    async def _renew(self, message: Message) -> bytes:
+        renew = decode(message.data, Renew)
+        self.renewals.append(renew)
+        if not self.answers:
+            await self._stopping.wait()
+        for name in renew.drop:
+            self.running.pop(name, None)
+        return encode(Renewed(incarnation=self.incarnation, counter=self._counter, num_sequences=len(self.running)))
 
     async def _stream(self, running: Running) -> None:
         assert self.script is not None
         tokens = list(self.script(running.submit))[: running.submit.sampling.max_tokens]
         last = FinishReason.LENGTH if len(tokens) == running.submit.sampling.max_tokens else self.finish
+        tokens = tokens[len(running.tokens) :]
         for index, token in enumerate(tokens):
             await asyncio.sleep(self.step_s)
             if (running.submit.request_id, running.submit.attempt) not in self.running:

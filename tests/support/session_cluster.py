@@ -11,7 +11,7 @@ from typing import Any
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.session import NewRequest, Session
-from shared.ids import RequestId
+from shared.ids import Incarnation, RequestId
 from shared.memory_bus import MemoryBroker
 from shared.messages.request import pack_token_ids
 from shared.types import FinishReason, QoeTarget, SamplingParams
@@ -42,7 +42,7 @@ class Cluster:
         self.service = service
         self.sessions = service.sessions
         self.broker = broker
-        self.test_bus = broker.connect("test")
+        self.test_bus = broker.connect(f"test-{id(self)}")
         self.workers: dict[str, FakeWorker] = {}
         self._number = 0
 
@@ -84,14 +84,18 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(**settings_fields: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    broker: MemoryBroker | None = None, name: str = "d0", incarnation: int = 0, **settings_fields: Any
+) -> AsyncIterator[Cluster]:
     settings = DispatcherSettings.model_validate(
-        {"model": Path("tiny"), "served_model_name": "tiny", "instance_id": "d0", **settings_fields}
+        {"model": Path("tiny"), "served_model_name": "tiny", "instance_id": name, **settings_fields}
     )
-    broker = MemoryBroker()
-    bus = broker.connect("d0")
+    broker = broker or MemoryBroker()
+    bus = broker.connect(name)
     failures: list[object] = []
-    service = DispatcherService(settings, bus, lambda name, error: failures.append((name, error)))
+    service = DispatcherService(
+        settings, bus, lambda name, error: failures.append((name, error)), incarnation=Incarnation(incarnation)
+    )
     await service.start()
     made = Cluster(service, broker)
     yield made

@@ -70,7 +70,7 @@ def test_a_sibling_whose_parent_was_lost_goes_where_there_is_room() -> None:
             second = await made.add("b", script=None)
             parent, child = made.sessions.open([made.request("r"), made.request("r-1")])
             await made.sessions.place(parent)
-            parent.fail(FailureCode.WORKER_LOST)
+            parent.fail(FailureCode.NO_CAPACITY)
             made.workers["a"].refuse = RefusalReason.FULL
             await made.sessions.place(child, parent)
             assert second.submits[0].fork_of is None
@@ -223,8 +223,7 @@ def make_batch(extras: bytes) -> TokenBatch:
 def test_extras_that_cannot_be_read_cost_nothing_but_themselves() -> None:
     table = SessionTable(lambda _: None, first_stream=7)
     session = table.open(NewRequest(RequestId("r"), b"\0\0\0\0", WITH_LOGPROBS, 0.0, 600.0))
-    session.next_submit("d0", 0.0)  # type: ignore[arg-type]  # a plain string will do
-    session.worker_id = WorkerId("w0")
+    session.begin(WorkerId("w0"), 1, 0.0)
     table.apply(make_batch(b"\1\2\3"), 1.0)
     assert session.tokens == [5, 6]
     assert session.logprobs == [None, None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ from services.dispatcher.session.session import (
 )
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
 from shared.ids import RequestId, StreamId
-from shared.messages.report import Liveness, WorkerPhase
+from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason, SamplingParams
 from tests.support.fake_worker import Running, make_status
@@ -317,24 +316,6 @@ def test_a_request_that_waits_at_its_worker_is_asked_about_ever_more_rarely() ->
     go(main())
 
 
-@pytest.mark.parametrize(
-    "status", [{"liveness": Liveness.DEAD}, {"phase": WorkerPhase.STOPPED}, {"phase": WorkerPhase.LOADING, "pid": 7}]
-)
-def test_requests_of_a_dead_worker_fail_as_worker_lost(status: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            await made.add("a", script=None)
-            session = await made.sessions.admit(made.request())
-            await made.view(make_status("a", **status))
-            async with asyncio.timeout(0.5):
-                await session.ended.wait()
-            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
-            made.sessions.release(session)
-            await asyncio.sleep(0.01)
-
-    go(main())
-
-
 def test_a_worker_that_is_only_missing_from_the_view_keeps_its_requests() -> None:
     async def main() -> None:
         async with cluster() as made:
@@ -345,58 +326,6 @@ def test_a_worker_that_is_only_missing_from_the_view_keeps_its_requests() -> Non
             _, taker = await task
             assert taker.tokens == ANSWER
             del worker
-
-    go(main())
-
-
-def test_a_worker_whose_steps_stand_still_is_lost_after_the_limit() -> None:
-    async def main() -> None:
-        async with cluster(step_limit_s=10.0, silence_s=1000.0) as made:
-            await made.add(script=None)
-            session = await made.sessions.admit(made.request())
-            for _ in range(15):
-                await made.view(make_status(num_running=1, num_steps=7))
-                await asyncio.sleep(1.0)
-                if session.ended.is_set():
-                    break
-            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
-            assert asyncio.get_running_loop().time() == pytest.approx(11.0, abs=1.1)
-            made.sessions.release(session)
-            await asyncio.sleep(0.01)
-
-    go(main())
-
-
-def test_a_restarted_worker_that_knows_nothing_of_the_request_loses_it() -> None:
-    async def main() -> None:
-        async with cluster() as made:
-            worker = await made.add(script=None)
-            session = await made.sessions.admit(made.request())
-            worker.forgotten = True
-            async with asyncio.timeout(5):
-                await session.ended.wait()
-            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
-            made.sessions.release(session)
-            await asyncio.sleep(0.01)
-
-    go(main())
-
-
-def test_another_process_under_a_workers_name_is_asked_at_once_what_it_has() -> None:
-    """The silence that would lead to the same question is an hour; the sweep comes every 0.5 s."""
-
-    async def main() -> None:
-        async with cluster(silence_s=3600.0) as made:
-            worker = await made.add(script=None)
-            session = await made.sessions.admit(made.request())
-            await made.view(make_status(pid=1))
-            worker.forgotten = True
-            await made.view(make_status(pid=2))
-            async with asyncio.timeout(1):
-                await session.ended.wait()
-            assert made.sessions.outcome(session) is FailureCode.WORKER_LOST
-            made.sessions.release(session)
-            await asyncio.sleep(0.01)
 
     go(main())
 

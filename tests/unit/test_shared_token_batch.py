@@ -153,7 +153,7 @@ def test_random_bytes_are_refused(tail: bytes, with_header: bool) -> None:
         (33, b"x", "padding"),
         (72, b"\0\0", "attempt 0"),
         (78, b"\x02", "add up"),
-        (81, b"\x05", "unknown finish"),
+        (81, b"\x06", "unknown finish"),
         (52, b"\xff\xff\xff\xff", "32 bits"),
     ],
 )
@@ -179,7 +179,7 @@ def test_columns_of_other_integer_types_are_converted_if_they_fit() -> None:
         ("attempt", 65_536),
         ("count", 256),
         ("tokens", 0.5),
-        ("finish", 5),
+        ("finish", 6),
         ("attempt", 0),
     ],
 )

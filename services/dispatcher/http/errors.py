@@ -99,7 +99,7 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.NO_CAPACITY: (503, "No worker can take the request now. Try again soon.", 5.0),
     FailureCode.QUEUE_FULL: (429, "Too many requests are waiting. Try again soon.", 2.0),
     FailureCode.TOO_LONG: (400, "The prompt and max_tokens together are longer than the model can hold.", None),
-    FailureCode.WORKER_LOST: (503, "The worker that generated the answer was lost. Try again.", 1.0),
+    FailureCode.SUPERSEDED: (409, "The same request, by its idempotency key, goes on over a newer connection.", None),
     FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),
     FailureCode.TIMED_OUT: (504, "The request took longer than the server allows.", None),
     FailureCode.INTERNAL: (500, "The server failed to handle the request.", None),

@@ -24,10 +24,13 @@ class WaitingRoom:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def enter(self) -> Ticket:
-        """Join the end of the queue. The caller keeps the limit (`len`), and must `leave`."""
+    def enter(self, *, first: bool = False) -> Ticket:
+        """Join the end of the queue, or its front. The caller keeps the limit (`len`), and must `leave`."""
         ticket = Ticket()
-        self._tickets.append(ticket)
+        if first:
+            self._tickets.appendleft(ticket)
+        else:
+            self._tickets.append(ticket)
         return ticket
 
     async def turn(self, ticket: Ticket, until_s: float) -> bool:

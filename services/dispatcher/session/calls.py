@@ -1,14 +1,16 @@
-"""The three questions that a dispatcher asks a worker about a request: submit, cancel, replay. Bus errors end here."""
+"""What a dispatcher asks a worker: submit, cancel, replay, renew. Bus errors end here."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from pydantic import TypeAdapter
 
 from shared.bus import Bus, BusError, BusTimeoutError, MessageTooLargeError, NoRespondersError
-from shared.ids import RequestId, WorkerId
+from shared.ids import NOBODY, Incarnation, RequestId, WorkerId
 from shared.log import get_logger
+from shared.messages.lease import Renew, Renewed
 from shared.messages.request import (
     Accepted,
     Cancel,
@@ -20,14 +22,15 @@ from shared.messages.request import (
 )
 from shared.subjects import Subjects
 from shared.token_batch import MAGIC, TokenBatch
-from shared.wire import WireError, WireSizeError, decode_union, encode
+from shared.wire import WireError, WireSizeError, decode, decode_union, encode
 
 _log = get_logger()
 _ANSWERS: TypeAdapter[RequestMessage] = TypeAdapter(RequestMessage)
 
 CANCEL_LIMIT_S = 2.0
-"""Seconds to wait for the answer to a cancellation before it is sent again."""
-CANCEL_TRIES = 3
+"""Seconds to wait for the answer to a cancellation."""
+RENEW_LIMIT_S = 1.0
+"""Seconds to wait for the answer to a renewal."""
 
 
 class SubmitOutcome(Enum):
@@ -36,14 +39,29 @@ class SubmitOutcome(Enum):
     ACCEPTED = auto()
     ELSEWHERE = auto()  # this worker cannot take it now; another one may
     UNKNOWN = auto()  # no answer: it may have taken it, so it must be cancelled there
+    OLD = auto()  # the worker has had this attempt or a later one; a later one yet may be taken
     TOO_LONG = auto()
     FAILED = auto()  # our own fault; trying again changes nothing
 
 
-class ReplayOutcome(Enum):
-    """What came of the question for lost tokens, if not a batch."""
+@dataclass(frozen=True, slots=True)
+class SubmitAnswer:
+    """A worker's answer, or the lack of one."""
+
+    outcome: SubmitOutcome
+    incarnation: Incarnation = NOBODY
+    """Of the worker's process, if it accepted."""
+    num_output: int = 0
+    """Output tokens that it has already."""
+    newest_attempt: int = 0
+    """The last attempt that it has had, if this one is too old."""
+
+
+class Silence(Enum):
+    """Why a question has no answer."""
 
     UNKNOWN = auto()  # the worker knows nothing of the request
+    NOBODY = auto()  # no such worker is connected
     NO_ANSWER = auto()
 
 
@@ -52,7 +70,7 @@ _REFUSALS = {
     RefusalReason.DRAINING: SubmitOutcome.ELSEWHERE,
     RefusalReason.TOO_LONG: SubmitOutcome.TOO_LONG,
     RefusalReason.INVALID: SubmitOutcome.FAILED,
-    RefusalReason.DUPLICATE: SubmitOutcome.FAILED,
+    RefusalReason.DUPLICATE: SubmitOutcome.OLD,
     RefusalReason.CANCELLED: SubmitOutcome.FAILED,
 }
 
@@ -70,7 +88,15 @@ class WorkerCalls:
         """Whether workers can be reached at all."""
         return self._bus.connected
 
-    async def submit(self, worker_id: WorkerId, submit: Submit) -> SubmitOutcome:
+    async def broker_answers(self) -> bool:
+        """Return whether the broker answers now: if it does not, silence says nothing about a worker."""
+        try:
+            await self._bus.flush()
+        except BusError:
+            return False
+        return True
+
+    async def submit(self, worker_id: WorkerId, submit: Submit) -> SubmitAnswer:
         """Offer the request to the worker."""
         try:
             data = await self._bus.request(
@@ -78,35 +104,43 @@ class WorkerCalls:
             )
             answer = decode_union(data, _ANSWERS)
         except (MessageTooLargeError, WireSizeError):
-            return SubmitOutcome.TOO_LONG
+            return SubmitAnswer(SubmitOutcome.TOO_LONG)
         except NoRespondersError:
-            return SubmitOutcome.ELSEWHERE
+            return SubmitAnswer(SubmitOutcome.ELSEWHERE)
         except (BusError, WireError) as error:
             _log.warning("submit_without_answer", rid=submit.request_id, worker=worker_id, error=str(error))
-            return SubmitOutcome.UNKNOWN
+            return SubmitAnswer(SubmitOutcome.UNKNOWN)
         if isinstance(answer, Accepted) and answer.attempt == submit.attempt:
-            return SubmitOutcome.ACCEPTED
+            return SubmitAnswer(SubmitOutcome.ACCEPTED, answer.incarnation, answer.num_output)
         if not isinstance(answer, Refused):
-            return SubmitOutcome.UNKNOWN
+            return SubmitAnswer(SubmitOutcome.UNKNOWN)
         outcome = _REFUSALS[answer.reason]
         report = _log.warning if outcome is SubmitOutcome.FAILED else _log.debug
         report("refused", rid=submit.request_id, worker=worker_id, reason=answer.reason.value, detail=answer.detail)
-        return outcome
+        return SubmitAnswer(outcome, newest_attempt=answer.newest_attempt)
 
-    async def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
-        """Stop the request at the worker. What gets no answer has a time limit there as well."""
+    async def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> bool:
+        """Stop the request at the worker; return whether it has heard it."""
         data = encode(Cancel(request_id=request_id, attempt=attempt))
-        for _ in range(CANCEL_TRIES):
-            try:
-                await self._bus.request(self._subjects.cancel(worker_id), data, timeout_s=CANCEL_LIMIT_S)
-            except BusTimeoutError:
-                continue
-            except BusError:
-                return  # nobody there: nothing runs
-            return
-        _log.warning("cancel_without_answer", rid=request_id, worker=worker_id)
+        try:
+            await self._bus.request(self._subjects.cancel(worker_id), data, timeout_s=CANCEL_LIMIT_S)
+        except BusError:
+            return False
+        return True
 
-    async def replay(self, worker_id: WorkerId, replay: Replay) -> TokenBatch | ReplayOutcome:
+    async def renew(self, worker_id: WorkerId, renew: Renew) -> Renewed | Silence:
+        """Renew the lease on what runs there."""
+        try:
+            data = await self._bus.request(self._subjects.renew(worker_id), encode(renew), timeout_s=RENEW_LIMIT_S)
+            return decode(data, Renewed)
+        except NoRespondersError:
+            return Silence.NOBODY
+        except (BusError, WireError) as error:
+            level = _log.debug if isinstance(error, BusTimeoutError) else _log.warning
+            level("renewal_without_answer", worker=worker_id, error=str(error))
+            return Silence.NO_ANSWER
+
+    async def replay(self, worker_id: WorkerId, replay: Replay) -> TokenBatch | Silence:
         """Ask for tokens from an index on."""
         try:
             data = await self._bus.request(
@@ -117,5 +151,5 @@ class WorkerCalls:
             decode_union(data, _ANSWERS)
         except (BusError, WireError) as error:
             _log.debug("replay_without_answer", rid=replay.request_id, worker=worker_id, error=str(error))
-            return ReplayOutcome.NO_ANSWER
-        return ReplayOutcome.UNKNOWN
+            return Silence.NO_ANSWER
+        return Silence.UNKNOWN

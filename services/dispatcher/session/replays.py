@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from services.dispatcher.session.calls import ReplayOutcome, WorkerCalls
-from services.dispatcher.session.session import FailureCode, Session
+from services.dispatcher.session.calls import Silence, WorkerCalls
+from services.dispatcher.session.leases import Loss
+from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
 from shared.ids import WorkerId
 from shared.log import get_logger
@@ -31,10 +32,17 @@ class Replays:
         silence_s: see `SessionLimits`.
         now: the event loop's clock.
         tasks: owns the questions that are under way.
+        on_lost: called with a session that its worker does not know, or that it does not answer about.
     """
 
     def __init__(
-        self, table: SessionTable, calls: WorkerCalls, silence_s: float, now: Callable[[], float], tasks: TaskOwner
+        self,
+        table: SessionTable,
+        calls: WorkerCalls,
+        silence_s: float,
+        now: Callable[[], float],
+        tasks: TaskOwner,
+        on_lost: Callable[[Session, Loss], None],
     ) -> None:
         self.num_asked = 0
         """Questions since the start."""
@@ -43,6 +51,7 @@ class Replays:
         self._silence_s = silence_s
         self._now = now
         self._tasks = tasks
+        self._on_lost = on_lost
         self._num_open = 0
 
     def ask(self, session: Session) -> bool:
@@ -84,12 +93,11 @@ class Replays:
                 self._table.receive(session, first_index, part, FINISH_REASONS[finish], now_s, extra)
             start += count
 
-    def _on_nothing(self, session: Session, outcome: ReplayOutcome, first_index: int) -> None:
+    def _on_nothing(self, session: Session, outcome: Silence, first_index: int) -> None:
         if len(session.tokens) > first_index or not self._calls.connected:
             return  # the tokens came by themselves, or nobody could be asked
         session.num_lost_replies += 1
-        if outcome is ReplayOutcome.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
-            _log.warning("tokens_lost", rid=session.request.request_id, worker=session.worker_id)
-            session.fail(FailureCode.WORKER_LOST)
+        if outcome is Silence.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
+            self._on_lost(session, Loss.UNKNOWN if outcome is Silence.UNKNOWN else Loss.SILENT)
         else:
             session.silence_s = self._silence_s

@@ -1,7 +1,7 @@
 """One request in the dispatcher: what was asked, every token so far, and where it runs. No text here.
 
 The log (prompt, sampling, tokens) is all that another worker needs to go on: `next_submit` builds a submission from it,
-for the first attempt and for any later one.
+for the first attempt and for any later one. Attempts fence: only tokens of the present one count, whoever sends them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.dispatcher.session.gaps import GapHistogram
-from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
@@ -42,6 +42,8 @@ class NewRequest:
     qoe: QoeTarget | None = None
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
+    resumable: bool = False
+    """Its name comes from the client: if this dispatcher dies, another one may be asked for the same request."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,7 +64,7 @@ class FailureCode(StrEnum):
     NO_CAPACITY = "no_capacity"
     QUEUE_FULL = "queue_full"
     TOO_LONG = "context_length_exceeded"
-    WORKER_LOST = "worker_lost"
+    SUPERSEDED = "request_superseded"
     REQUEST_FAILED = "request_failed"
     TIMED_OUT = "request_timeout"
     INTERNAL = "internal_error"
@@ -93,6 +95,28 @@ class Reader(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class History:
+    """What became of the attempts so far."""
+
+    num_attempts: int = 0
+    """The highest number that was ever given to one: none is used twice."""
+    num_at_start: int = 0
+    """Output tokens when the present attempt began."""
+    has_started: bool = False
+    """Its worker has said that it computes something for the present attempt."""
+    incarnation: Incarnation = NOBODY
+    """Process of the worker that accepted the present attempt."""
+    num_blames: int = 0
+    """Workers in a row that died while they worked on it and before it had a token of them: it may be what kills."""
+    on_probation: bool = False
+    """It lost its worker before it had a token, so it is placed by itself: if it kills, it is seen."""
+    num_recoveries: int = 0
+    """How often it went on elsewhere."""
+    on_progress: asyncio.Event | None = None
+    """Set when the present attempt has given a token, or the session has ended."""
+
+
 class Session:
     """Owned by `Sessions`; only its methods change it."""
 
@@ -107,6 +131,8 @@ class Session:
         "finish",
         "first_token_s",
         "held",
+        "history",
+        "is_placing",
         "is_suspect",
         "last_token_s",
         "logprobs",
@@ -119,6 +145,7 @@ class Session:
         "replaying",
         "request",
         "silence_s",
+        "started_s",
         "stream",
         "tokens",
         "was_stopped",
@@ -129,8 +156,14 @@ class Session:
         self.request = request
         self.stream = stream
         self.attempt = 0
-        """Number of submissions so far; tokens of any other attempt are ignored."""
+        """The present one; tokens of any other attempt are ignored."""
+        self.history = History()
+        self.is_placing = False
+        """A worker has been asked whether it takes the present attempt, and has not answered."""
         self.worker_id: WorkerId | None = None
+        """Where the present attempt runs; None while it runs nowhere."""
+        self.started_s: float | None = None
+        """When a worker first computed something for it."""
         self.tokens: list[int] = []
         """Every output token, in order, from all attempts."""
         self.num_delivered = 0
@@ -169,26 +202,28 @@ class Session:
 
     @property
     def is_running(self) -> bool:
-        """Whether a worker has accepted it and its answer goes on."""
-        return self.admitted_s is not None and not self.ended.is_set()
+        """Whether a worker has accepted it, its answer goes on, and nobody is being asked to take it."""
+        return self.admitted_s is not None and not self.is_placing and not self.ended.is_set()
 
-    def next_submit(self, dispatcher_id: DispatcherId, now_s: float, fork_of: RequestId | None = None) -> Submit:
-        """Begin the next attempt and return its submission, which goes on after the tokens so far.
+    def next_submit(
+        self, dispatcher_id: DispatcherId, incarnation: Incarnation, now_s: float, fork_of: RequestId | None = None
+    ) -> Submit:
+        """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
         Args:
             dispatcher_id: where the tokens go.
+            incarnation: of this process.
             now_s: the event loop's clock.
             fork_of: see `Submit.fork_of`.
         """
-        self.attempt += 1
-        self.held.clear()
-        self.progress_s = now_s
+        self.history.num_attempts += 1
         age_s = max(0.0, now_s - self.request.arrival_s)
         return Submit(
             request_id=self.request.request_id,
             stream=self.stream,
-            attempt=self.attempt,
+            attempt=self.history.num_attempts,
             dispatcher_id=dispatcher_id,
+            incarnation=incarnation,
             prompt=self.request.prompt,
             generated=pack_token_ids(self.tokens),
             sampling=self.request.sampling,
@@ -200,12 +235,44 @@ class Session:
             cache_salt=self.request.cache_salt,
         )
 
+    def begin(self, worker_id: WorkerId, attempt: int, now_s: float) -> None:
+        """From now on only this attempt at this worker counts."""
+        self.worker_id, self.attempt = worker_id, attempt
+        self.held.clear()
+        self.history.num_at_start = len(self.tokens)
+        self.history.has_started = False
+        self.history.incarnation = NOBODY
+        self.num_lost_replies = 0
+        self.is_suspect = False
+        self.progress_s = self.asked_s = now_s
+
+    def fence(self) -> None:
+        """From now on nothing that any worker sends counts: the attempt is given up."""
+        self.worker_id = None
+        self.attempt = 0
+        self.held.clear()
+        if self.history.on_progress is not None:
+            self.history.on_progress.set()
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether the present attempt has given a token."""
+        return len(self.tokens) > self.history.num_at_start
+
     def accept(self, worker_id: WorkerId, now_s: float) -> None:
-        """A worker runs it; also true once a token arrives before the worker's answer does."""
+        """The worker runs it."""
         self.worker_id = worker_id
         if self.admitted_s is None:
             self.admitted_s = now_s
         self.progress_s = now_s
+
+    def start(self, now_s: float) -> None:
+        """Its worker computes something for the present attempt; this may be heard before that it was accepted."""
+        self.history.has_started = True
+        if self.admitted_s is None:
+            self.admitted_s = now_s
+        if self.started_s is None:
+            self.started_s = now_s
 
     def attach(self, reader: Reader, now_s: float) -> None:
         """Give the reader what has come so far, and everything from now on."""
@@ -264,7 +331,7 @@ class Session:
             self._deliver(token_ids, finish, now_s)
         if finish and not self.ended.is_set():
             self.finish = finish
-            self.ended.set()
+            self._end()
 
     def take_logprob(self, index: int) -> TokenLogprob | None:
         """Return what is known of a token's probability, and forget it: nobody asks twice, and it takes memory."""
@@ -301,6 +368,8 @@ class Session:
             self._gaps.add(0.0, len(token_ids) - 1)
         self.last_token_s = self.progress_s = now_s
         self.tokens += token_ids
+        if self.history.on_progress is not None:
+            self.history.on_progress.set()
         if self.qoe is not None:
             self.qoe.deliver(now_s - self.request.arrival_s, len(token_ids))
 
@@ -310,13 +379,18 @@ class Session:
         if not self.reader.on_tokens(token_ids, finish, now_s) and not self.ended.is_set():
             self.was_stopped = True
             self.finish = FinishReason.STOP
-            self.ended.set()
+            self._end()
 
     def fail(self, code: FailureCode) -> None:
         """End it without (the rest of) an answer, unless it has ended."""
         if not self.ended.is_set():
             self.failure = code
-            self.ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        self.ended.set()
+        if self.history.on_progress is not None:
+            self.history.on_progress.set()
 
 
 def _how_much(part: Part) -> tuple[int, FinishReason, int]:

@@ -2,7 +2,7 @@
 
     admit ──► waiting room ──► submit to a worker ──► tokens … finish ──► release
                   ▲   refused: the next worker, or back        │ silence, lost numbers: replay
-                  └──────────────────────────────────          │ worker dead or stuck: fail
+                  └────────────────────────────────────────────┘ worker lost or about to stop: the next attempt
 
 A session ends exactly once: with a finish reason, or with a failure. Whoever was admitted must be released; releasing
 one that still runs cancels it at its worker at once.
@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from services.dispatcher.limits.waiting_room import WaitingRoom
 from services.dispatcher.policy.admission import Admission, AdmissionInput, decide_admission
 from services.dispatcher.policy.placement import Placement
-from services.dispatcher.session.calls import SubmitOutcome, WorkerCalls
+from services.dispatcher.session.calls import WorkerCalls
+from services.dispatcher.session.leases import Leases, Loss
+from services.dispatcher.session.owners import Owners
+from services.dispatcher.session.placing import Placing, SessionLimits
+from services.dispatcher.session.recovery import Recovery
 from services.dispatcher.session.replays import Replays
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
 from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
-from shared.ids import DispatcherId, RequestId, WorkerId
-from shared.log import get_logger
+from shared.ids import NOBODY, DispatcherId, Incarnation, WorkerId
 from shared.messages.report import ClusterView
 from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason
 
-_log = get_logger()
+__all__ = ["SessionLimits", "Sessions"]
 
 SWEEP_PERIOD_S = 0.5
 """How often silent requests are looked for."""
@@ -42,17 +43,11 @@ _REFUSED = {
     Admission.NO_WORKER: FailureCode.NO_CAPACITY,
     Admission.TOO_MANY: FailureCode.QUEUE_FULL,
 }
-_ENDED_BY_WORKER = {FinishReason.CANCELLED: FailureCode.TIMED_OUT, FinishReason.ERROR: FailureCode.REQUEST_FAILED}
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """See `DispatcherSettings`."""
-
-    max_requests: int = 4096
-    max_queued: int = 256
-    queue_limit_s: float = 30.0
-    silence_s: float = 2.0
+_ENDED_BY_WORKER = {
+    FinishReason.CANCELLED: FailureCode.TIMED_OUT,
+    FinishReason.ERROR: FailureCode.REQUEST_FAILED,
+    FinishReason.SUPERSEDED: FailureCode.SUPERSEDED,
+}
 
 
 class Sessions:
@@ -63,34 +58,65 @@ class Sessions:
         *,
         dispatcher_id: DispatcherId,
         calls: WorkerCalls,
+        owners: Owners,
         cluster: ClusterState,
         placement: Placement,
         limits: SessionLimits,
         now: Callable[[], float],
         tasks: TaskOwner,
-        first_stream: int = 0,
+        incarnation: Incarnation = NOBODY,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, first_stream)
+        self.table = SessionTable(self._on_gap, first_stream=incarnation)
         self.draining = False
-        self._dispatcher_id = dispatcher_id
         self._calls = calls
-        self._place = placement
+        self._owners = owners
         self._limits = limits
         self._now = now
         self._tasks = tasks
-        self._waiting = WaitingRoom()
-        self._replays = Replays(self.table, calls, limits.silence_s, now, tasks)
+        self._leases = Leases(
+            dispatcher_id=dispatcher_id,
+            incarnation=incarnation,
+            calls=calls,
+            table=self.table,
+            lost_after_s=limits.lost_after_s,
+            now=now,
+            tasks=tasks,
+            on_lost=self._on_lost,
+            on_back=self._on_room,
+        )
+        self._placing = Placing(
+            calls=calls,
+            cluster=cluster,
+            leases=self._leases,
+            owners=owners,
+            placement=placement,
+            limits=limits,
+            now=now,
+            tasks=tasks,
+        )
+        self.recovery = Recovery(self._placing, self._leases, tasks)
+        self._replays = Replays(self.table, calls, limits.silence_s, now, tasks, self.recovery.lost)
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for room."""
-        return len(self._waiting)
+        return len(self._placing.waiting)
 
     @property
     def num_replays(self) -> int:
         """Questions for lost tokens since the start."""
         return self._replays.num_asked
+
+    @property
+    def num_drops(self) -> int:
+        """Sequences that some worker has yet to be told to give up."""
+        return self._leases.num_drops
+
+    def run(self) -> None:
+        """Look after sessions and workers from now on."""
+        self._tasks.start(self._sweep_forever(), name="sweep")
+        self._tasks.start(self._leases.run(), name="leases")
 
     async def admit(self, request: NewRequest) -> Session:
         """Return the session once a worker has accepted the request.
@@ -128,9 +154,7 @@ class Sessions:
             self.release(session)
             raise RequestFailedError(session.failure)
         try:
-            refused: set[WorkerId] = set()
-            if parent is None or not await self._submit_fork(session, parent, refused):
-                await self._queue_and_submit(session, refused)
+            await self._placing.place(session, parent)
         except BaseException:
             self.release(session)
             raise
@@ -150,7 +174,7 @@ class Sessions:
                 num_new=num_new,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
-                num_queued=len(self._waiting),
+                num_queued=self.num_queued,
                 max_queued=self._limits.max_queued,
                 num_ready_workers=self.cluster.num_ready,
                 num_loading_workers=self.cluster.num_loading,
@@ -159,92 +183,18 @@ class Sessions:
         if decision is not Admission.ADMIT:
             raise RequestFailedError(_REFUSED[decision])
 
-    async def _queue_and_submit(self, session: Session, refused: set[WorkerId]) -> None:
-        if not len(self._waiting) and await self._submit_somewhere(session, refused):
-            return
-        if len(self._waiting) >= self._limits.max_queued:  # they came while this one asked the workers
-            raise RequestFailedError(FailureCode.QUEUE_FULL)
-        request = session.request
-        until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self._waiting.enter()
-        try:
-            while await self._waiting.turn(ticket, until_s):
-                if await self._submit_somewhere(session, set()):
-                    return
-        finally:
-            self._waiting.leave(ticket)
-        has_worker = self.cluster.num_ready > 0
-        raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
-
-    async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
-        """Offer the request to one worker after the other but those that refused it; return whether one has it.
-
-        Raises:
-            RequestFailedError: no worker can ever take it.
-        """
-        while True:
-            placed = self._place(self.cluster.loads(), session.request.num_tokens, refused)
-            if placed is None:
-                return False
-            if await self._submit(session, placed.worker_id):
-                return True
-            refused.add(placed.worker_id)
-
-    async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
-        """Offer the request to its parent's worker, which has its prompt; return whether that one takes it."""
-        worker_id = parent.worker_id
-        if worker_id is None or parent.failure is not None:
-            return False
-        refused.add(worker_id)
-        return await self._submit(session, worker_id, parent.request.request_id)
-
-    async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
-        """Begin the next attempt on this worker; return whether it has the request.
-
-        Raises:
-            RequestFailedError: no worker can ever take it.
-        """
-        outcome = await self._attempt(session, worker_id, fork_of)
-        if outcome is SubmitOutcome.TOO_LONG:
-            raise RequestFailedError(FailureCode.TOO_LONG)
-        if outcome is SubmitOutcome.FAILED:
-            raise RequestFailedError(FailureCode.INTERNAL)
-        return outcome is SubmitOutcome.ACCEPTED
-
-    async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
-        submit = session.next_submit(self._dispatcher_id, self._now(), fork_of)
-        session.worker_id = worker_id
-        session.num_placed_tokens = 0 if fork_of is not None else session.request.num_prompt_tokens
-        self.cluster.submitted(worker_id, session.num_placed_tokens, self._now())
-        outcome = await self._calls.submit(worker_id, submit)
-        if outcome is SubmitOutcome.ACCEPTED or session.admitted_s is not None:
-            session.accept(worker_id, self._now())
-            session.silence_s = self._limits.silence_s
-            return SubmitOutcome.ACCEPTED
-        self._left(session)
-        if outcome is SubmitOutcome.UNKNOWN:
-            self._cancel(worker_id, session)
-        session.worker_id = None
-        return outcome
-
     def release(self, session: Session) -> None:
         """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""
         if not self.table.close(session):
             return
-        if session.worker_id is not None:
-            self._left(session)
-            if not session.ended.is_set() or session.was_stopped or session.failure is not None:
-                self._cancel(session.worker_id, session)
+        if not session.ended.is_set() or session.was_stopped or session.failure is not None:
+            self._placing.withdraw(session)
+        elif session.worker_id is not None:
+            self._placing.left(session)
         session.fail(FailureCode.INTERNAL)  # wakes whoever still waits; nothing happens to one that has ended
-        self._waiting.signal()
-
-    def _left(self, session: Session) -> None:
-        assert session.worker_id is not None
-        self.cluster.ended(session.worker_id, session.num_placed_tokens, self._now())
-
-    def _cancel(self, worker_id: WorkerId, session: Session) -> None:
-        request_id, attempt = session.request.request_id, session.attempt
-        self._tasks.start(self._calls.cancel(worker_id, request_id, attempt), name=f"cancel-{request_id}")
+        if session.request.resumable and session.failure is not FailureCode.SUPERSEDED:
+            self._tasks.start(self._owners.forget(session.request.request_id), name="forget-owner")
+        self._on_room()
 
     def outcome(self, session: Session) -> FailureCode | None:
         """Return why an ended session has no whole answer; None if it has one."""
@@ -255,29 +205,45 @@ class Sessions:
         self.table.apply(batch, self._now())
 
     def on_view(self, view: ClusterView) -> None:
-        """Take the monitor's view: requests of lost workers fail, and waiting ones may find room."""
+        """Take the monitor's view: requests of lost workers go on elsewhere, and waiting ones may find room."""
         for worker_id in self.cluster.apply(view, self._now()):
-            for session in self.table.on_worker(worker_id):
-                _log.warning("worker_lost", rid=session.request.request_id, worker=worker_id, attempt=session.attempt)
-                session.fail(FailureCode.WORKER_LOST)
+            if not (worker_id in self.cluster.silent and self._leases.is_fresh(worker_id)):  # it may answer us
+                self._lose(worker_id, Loss.GONE)
         for worker_id in self.cluster.restarted:  # the new process knows which requests it has: ask it about each
             for session in self.table.on_worker(worker_id):
                 session.is_suspect = True
-        self._waiting.signal()
+        for worker_id in self.cluster.draining:
+            for session in self.table.on_worker(worker_id):
+                self.recovery.leave(session)
+        self._on_room()
+
+    def _on_lost(self, worker_id: WorkerId, loss: Loss, incarnation: Incarnation) -> None:
+        """A worker no longer runs what it accepted, but for what its present process accepted."""
+        kept = {NOBODY, incarnation} if loss is Loss.RESTARTED else set()
+        for session in self.table.on_worker(worker_id):
+            if session.history.incarnation not in kept:
+                self.recovery.lost(session, loss)
+
+    def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
+        for session in self.table.on_worker(worker_id):
+            self.recovery.lost(session, loss)
+
+    def _on_room(self) -> None:
+        self._placing.waiting.signal()
 
     def fail_all(self, code: FailureCode) -> None:
         """End every request (the drain limit is reached)."""
         for session in self.table:
             session.fail(code)
 
-    async def sweep_forever(self) -> None:
-        """Look after silent requests until cancelled."""
+    async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_PERIOD_S)
             self.sweep()
 
     def sweep(self) -> None:
         """Ask for tokens that may have been lost: after silence, and after a gap in a worker's numbers."""
+        self._on_room()  # the broker may be back
         now_s = self._now()
         longest_s = self._limits.silence_s * MAX_SILENCE_FACTOR
         for session in self.table:

@@ -52,6 +52,7 @@ class SessionTable:
         self._sessions: dict[int, Session] = {}
         self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
+        self._heard_s: dict[WorkerId, float] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -81,6 +82,7 @@ class SessionTable:
         self.counters.num_batches += 1
         self.counters.num_tokens += len(batch.tokens)
         self._check_channel(batch)
+        self._heard_s[batch.worker_id] = now_s
         sessions = self._sessions
         tokens = batch.tokens.tolist()
         start = 0
@@ -103,8 +105,8 @@ class SessionTable:
             ):
                 self.counters.num_ignored += 1
             else:
-                if session.admitted_s is None:  # its first token overtook the worker's answer
-                    session.accept(batch.worker_id, now_s)
+                if not session.history.has_started:
+                    session.start(now_s)
                 self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
             start = stop
 
@@ -132,18 +134,42 @@ class SessionTable:
         if not complete:
             self._on_gap(session)
 
+    def on_counter(self, worker_id: WorkerId, counter: int) -> None:
+        """Take a worker's word that all messages below this number have been sent: it is late if some are missing."""
+        expected = self._channels.get(worker_id, 0)
+        if counter > expected:
+            self.counters.num_lost_messages += counter - expected
+            self._channels[worker_id] = counter
+            self._suspect(worker_id)
+
+    def expected(self, worker_id: WorkerId) -> int:
+        """Return the number that a worker's next message should have."""
+        return self._channels.get(worker_id, 0)
+
+    def heard_s(self, worker_id: WorkerId) -> float:
+        """Return when a worker's last message came; 0 if none has."""
+        return self._heard_s.get(worker_id, 0.0)
+
+    def new_process(self, worker_id: WorkerId) -> None:
+        """A worker has been started anew: its messages are numbered from 0."""
+        self._channels.pop(worker_id, None)
+
+    def _suspect(self, worker_id: WorkerId) -> None:
+        for session in self.on_worker(worker_id):
+            session.is_suspect = True
+
     def _check_channel(self, batch: TokenBatch) -> None:
         """A number that is missing may have been the last token of any request of that worker."""
         expected = self._channels.get(batch.worker_id)
         if expected is None and len(self._channels) >= MAX_CHANNELS:
             self._channels.clear()  # ids of workers that are long gone
+            self._heard_s.clear()
         self._channels[batch.worker_id] = batch.counter + 1
         if expected is None or batch.counter == expected:
             return
         if batch.counter > expected:
             self.counters.num_lost_messages += batch.counter - expected
-        for session in self.on_worker(batch.worker_id):
-            session.is_suspect = True
+        self._suspect(batch.worker_id)
 
 
 def extras_of(batch: TokenBatch) -> Iterable[StreamExtra | None]:

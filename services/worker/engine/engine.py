@@ -81,6 +81,35 @@ class Engine:
         """
         return self.residents.add(new)
 
+    def hand_over(self, new: NewSequence) -> int | None:
+        """Let a newer attempt of a request go on in the row of an older one, or end that one; see `Residents`."""
+        return self.residents.hand_over(new)
+
+    def num_outputs(self, request_id: RequestId, attempt: int) -> int:
+        """Return how many output tokens a sequence has that is here, 0 if it is not."""
+        row = self.row_of.get((request_id, attempt))
+        return 0 if row is None else int(self.table.num_output[row])
+
+    def rows_of(self, channel: int) -> list[int]:
+        """Return the rows of a channel."""
+        table = self.table
+        return np.flatnonzero((table.status != Status.FREE) & (table.channel == channel)).tolist()
+
+    def pause(self, channel: int) -> None:
+        """Let no sequence of a channel run until `resume`; for rows in flight this must be repeated when they are back.
+
+        Those that run give up their KV: it stays in the prefix cache until its memory is needed.
+        """
+        table = self.table
+        for row in self.rows_of(channel):
+            table.hold[row] |= Hold.PAUSED
+            if table.status[row] == Status.RUNNING and not table.hold[row] & Hold.IN_FLIGHT:
+                self._preempt(row)
+
+    def resume(self, channel: int) -> None:
+        """Let the sequences of a channel run again; the caller wakes the step loop."""
+        self.table.hold[self.rows_of(channel)] &= ~Hold.PAUSED
+
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
         """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
         return self.residents.cancel(request_id, attempt)
@@ -320,6 +349,7 @@ class Engine:
     def _admit(self, rows: list[int], leaving: I32) -> None:
         table = self.table
         found = self.sharing.admit(rows, ("copies", self._next_step_id), leaving)
+        self.residents.note_started([row for row in rows if not table.at_executor[row]])
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens

@@ -40,7 +40,7 @@ class StepEvents:
     first_index: U32
     """Index of the token in the request's output, `generated` counted; of an end without a token: the next index."""
     tokens: I32
-    """-1 where the sequence ended without a token."""
+    """-1 where the sequence ended without a token, or has only been started."""
     finish: U8
     """`shared.types.FinishReason`; 0 where the sequence goes on."""
     extras: tuple[RowExtra, ...] = ()

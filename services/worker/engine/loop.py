@@ -62,6 +62,7 @@ class StepLoop:
         self._num_failures = 0
         self._flight: deque[tuple[Batch, Future[BatchOutput]]] = deque()
         self._events = NO_EVENTS
+        self._begun_s = 0.0
         self._wake = asyncio.Event()
         self._closing = False
         gate.attach(self.wake)
@@ -70,6 +71,11 @@ class StepLoop:
     def num_in_flight(self) -> int:
         """Batches that the executor has not answered."""
         return len(self._flight)
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds for which the executor has been busy with the step that it runs now; 0 if it has none."""
+        return self._now() - self._begun_s if self._flight else 0.0
 
     def wake(self) -> None:
         """Look at the engine again."""
@@ -92,6 +98,7 @@ class StepLoop:
                 self._fill()
                 self._flush()
                 if self._flight and self._flight[0][1].done():
+                    self._begun_s = self._now()  # of the next one, if one is queued
                     self._take_in(*self._flight.popleft())
                     continue
                 await self._rest()
@@ -106,6 +113,8 @@ class StepLoop:
                 return
             future = self._executor.submit(batch)
             future.add_done_callback(self._on_done)
+            if not self._flight:
+                self._begun_s = self._now()
             self._flight.append((batch, future))
 
     def _flush(self) -> None:

@@ -80,6 +80,36 @@ class Residents:
             self._take_over(row, generated)
         return row
 
+    def hand_over(self, new: NewSequence) -> int | None:
+        """Let a newer attempt of a request that is here go on where the older one is; return its row.
+
+        The older attempt ends: with SUPERSEDED if the newer one has its row, else as cancelled, and then the newer one
+        begins anew (None): its prompt, sampling or tokens so far are others.
+        """
+        row = self._newest.get(new.request_id)
+        if row is None or self._table.sequence(row).key[1] >= new.attempt:
+            return None
+        if self._table.hold[row] & Hold.CANCELLED or not self._continues(row, new):
+            self._cancel(row)
+            return None
+        table, key = self._table, (new.request_id, new.attempt)
+        self._events.append(self._ends([row], FinishReason.SUPERSEDED))
+        del self.row_of[table.sequence(row).key]
+        table.rename(row, new)
+        table.hold[row] &= ~Hold.PAUSED
+        self.row_of[key] = row
+        self.next_expiry_s = min(self.next_expiry_s, new.expires_s)
+        return row
+
+    def _continues(self, row: int, new: NewSequence) -> bool:
+        """Return whether the row's sequence is the new one, at its tokens so far or later."""
+        sequence, num_known = self._table.sequence(row), int(new.generated.size)
+        if num_known > self._table.num_output[row] or sequence.sampling != new.sampling:
+            return False
+        if sequence.cache_salt != new.cache_salt or not np.array_equal(sequence.prompt, new.prompt):
+            return False
+        return np.array_equal(self._log.read(row, 0, num_known), new.generated)
+
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
         """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
         row = self.row_of.get((request_id, attempt))
@@ -122,8 +152,19 @@ class Residents:
         """Forget rows that end without a token and say so."""
         if not rows:
             return NO_EVENTS
+        events = self._ends(rows, finish)
+        for row in rows:
+            self.forget(row, finish)
+        return events
+
+    def note_started(self, rows: Sequence[int]) -> None:
+        """Say that rows are in a step for the first time: events without a token and without an end."""
+        if rows:
+            self._events.append(self._ends(rows, FinishReason.NONE))
+
+    def _ends(self, rows: Sequence[int], finish: FinishReason) -> StepEvents:
         table, where = self._table, np.array(rows, dtype=np.intp)
-        events = StepEvents(
+        return StepEvents(
             channel=table.channel[where],
             stream=table.stream[where],
             attempt=table.attempt[where],
@@ -131,9 +172,6 @@ class Residents:
             tokens=np.full(where.size, -1, dtype=np.int32),
             finish=np.full(where.size, finish, dtype=np.uint8),
         )
-        for row in rows:
-            self.forget(row, finish)
-        return events
 
     def forget(self, row: int, finish: FinishReason) -> None:
         """Free everything that a row holds and keep its outputs for replays."""
@@ -141,7 +179,7 @@ class Residents:
         key, num_output = table.sequence(row).key, int(table.num_output[row])
         self._finished.add(key, self._log.read(row, 0, num_output), finish)
         del self.row_of[key]
-        if self._newest[key[0]] == row:
+        if self._newest.get(key[0]) == row:
             del self._newest[key[0]]
         self._sharing.release(row, is_sound=finish is not FinishReason.ERROR)
         self._sharing.forget(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -34,6 +35,7 @@ class Hold:
     RETRY: Final = np.uint8(4)  # was in a failed batch and waits for its turn to be tried in a smaller one
     NO_ROOM: Final = np.uint8(8)  # the KV memory has shrunk below what the whole sequence needs
     FORK: Final = np.uint8(16)  # waits for the prompt of the sequence that it forks
+    PAUSED: Final = np.uint8(32)  # its dispatcher has not been heard for too long
 
 
 class SequenceTable:
@@ -131,6 +133,12 @@ class SequenceTable:
         self.status[row] = Status.PREEMPTED
         self.num_computed[row] = 0
         self.preempted.insert(row, self.arrival_s, self.order)
+
+    def rename(self, row: int, new: NewSequence) -> None:
+        """Give a live row to a newer attempt of its request: another name, channel, handle and time limit."""
+        self.cold[row] = replace(self.sequence(row), key=(new.request_id, new.attempt))
+        self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
+        self.expires_s[row] = new.expires_s
 
     def free(self, row: int) -> None:
         """Forget a row, whatever its queue."""

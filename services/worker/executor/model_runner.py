@@ -70,6 +70,8 @@ class ModelInfo:
     capacity: KvCapacity
     device: str
     dtype: str
+    dry_step_s: float
+    """Seconds that the largest step took while it was measured."""
     kernels: str
     """What computes the forward pass: a `Kernels.name`."""
 

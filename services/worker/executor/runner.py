@@ -6,6 +6,7 @@ KV blocks → in deterministic mode, a proof on the model's own shapes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -95,6 +96,7 @@ class _Loader:
         self._dtype = _dtype(settings.dtype)
         self._device = weights.outer.storage.device
         self._kernels = kernels
+        self._dry_step_s = 0.0
 
     def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
         """Return a runner with a cache of its own."""
@@ -113,6 +115,7 @@ class _Loader:
             capacity=KvCapacity(num_blocks, settings.block_size),
             device=str(self._device),
             dtype=settings.dtype,
+            dry_step_s=self._dry_step_s,
             kernels=self._kernels.name,
         )
         rope = RopeTable(spec.rope, spec.rotary_dim, max_model_len, self._dtype, self._device)
@@ -143,6 +146,7 @@ class _Loader:
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
 
         def dry_steps() -> None:
+            began_s = time.perf_counter()
             try:
                 num_long = max_group_rows(spec, self._dtype, context) + 1
                 runner.run(_worst_batch(settings, spec.vocab_size, context, num_long))
@@ -151,6 +155,7 @@ class _Loader:
                     f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
                     "If it ran out of memory, lower max_batch_tokens, max_batch_rows or max_model_len",
                 ) from error
+            self._dry_step_s = time.perf_counter() - began_s
 
         measured = peak_bytes(self._device, dry_steps)
         if measured is None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.ids import DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.event import Event
+from shared.messages.lease import Renew, Renewed
+from shared.messages.owner import Owner
 from shared.messages.plan import Plan
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.messages.request import (
@@ -39,6 +41,7 @@ _SUBMIT = Submit(
     stream=StreamId(4_000_000_000),
     attempt=2,
     dispatcher_id=DispatcherId("d0"),
+    incarnation=Incarnation(77),
     prompt=pack_token_ids([1, 2, 70_000, 2**32 - 1]),
     generated=pack_token_ids([9, 8]),
     sampling=SamplingParams(
@@ -70,6 +73,7 @@ _REPORT = WorkerReport(
     phase=WorkerPhase.DRAINING,
     pid=4242,
     host="a-host",
+    incarnation=Incarnation(2**47 + 1),
     model="demo",
     device="cpu",
     kernels="native avx2",
@@ -103,8 +107,20 @@ _STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
 
 MESSAGES: dict[str, ControlMessage] = {
     "submit": _SUBMIT,
-    "accepted": Accepted(request_id=RequestId("r-0123"), attempt=2),
-    "refused": Refused(request_id=RequestId("r-0123"), reason=RefusalReason.DRAINING, detail="shutting down – soon"),
+    "accepted": Accepted(request_id=RequestId("r-0123"), attempt=2, incarnation=Incarnation(2**47 + 1), num_output=3),
+    "refused": Refused(
+        request_id=RequestId("r-0123"),
+        reason=RefusalReason.DRAINING,
+        detail="shutting down – soon",
+        newest_attempt=4,
+    ),
+    "renew": Renew(
+        dispatcher_id=DispatcherId("d0"),
+        incarnation=Incarnation(77),
+        drop=((RequestId("r-0123"), 2), (RequestId("q"), 1)),
+    ),
+    "renewed": Renewed(incarnation=Incarnation(2**47 + 1), counter=5_000_000_000, num_sequences=12, step_age_s=0.25),
+    "owner": Owner(worker_id=WorkerId("w0"), attempt=2),
     "cancel": Cancel(request_id=RequestId("r-0123"), attempt=2),
     "cancelled": Cancelled(request_id=RequestId("r-0123"), found=True),
     "replay": Replay(request_id=RequestId("r-0123"), attempt=2, first_index=300),

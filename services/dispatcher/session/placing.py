@@ -1,0 +1,231 @@
+"""Finds a worker for a session: offers it to one after the other, and lets it wait where none has room.
+
+Three ways in: a new request (`place`), one whose worker is lost (`place_again`: it goes to the front of the queue), and
+one whose worker is about to stop (`move`: it stays there unless another one takes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.dispatcher.limits.waiting_room import WaitingRoom
+from services.dispatcher.policy.placement import Placement
+from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.leases import Leases
+from services.dispatcher.session.owners import Owners
+from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from services.dispatcher.state import ClusterState
+from shared.ids import RequestId, WorkerId
+from shared.messages.owner import Owner
+from shared.tasks import TaskOwner
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """See `DispatcherSettings`."""
+
+    max_requests: int = 4096
+    max_queued: int = 256
+    queue_limit_s: float = 30.0
+    silence_s: float = 2.0
+    lost_after_s: float = 3.0
+
+
+class Placing:
+    """Owns the waiting room, and the way of a submission to a worker and back."""
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        *,
+        calls: WorkerCalls,
+        cluster: ClusterState,
+        leases: Leases,
+        owners: Owners,
+        placement: Placement,
+        limits: SessionLimits,
+        now: Callable[[], float],
+        tasks: TaskOwner,
+    ) -> None:
+        self.waiting = WaitingRoom()
+        self._calls = calls
+        self._cluster = cluster
+        self._leases = leases
+        self._owners = owners
+        self._choose = placement
+        self._limits = limits
+        self._now = now
+        self._tasks = tasks
+
+    async def place(self, session: Session, parent: Session | None) -> None:
+        """Return once a worker has accepted a new session.
+
+        Raises:
+            RequestFailedError: no room in time, or no worker can ever take it.
+        """
+        refused: set[WorkerId] = set()
+        if session.request.resumable and await self._take_over(session, refused):
+            return
+        if parent is not None and await self._submit_fork(session, parent, refused):
+            return
+        if not len(self.waiting) and await self._submit_somewhere(session, refused):
+            return
+        if len(self.waiting) >= self._limits.max_queued:  # they came while this one asked the workers
+            raise RequestFailedError(FailureCode.QUEUE_FULL)
+        await self._wait_and_submit(session, first=False)
+
+    async def _take_over(self, session: Session, refused: set[WorkerId]) -> bool:
+        """Ask the worker that may run the request for another dispatcher; return whether it goes on there."""
+        owner = await self._owners.find(session.request.request_id)
+        if owner is None:
+            return False
+        session.history.num_attempts = max(session.history.num_attempts, owner.attempt)
+        if owner.worker_id in self._leases.lost_workers:
+            return False
+        refused.add(owner.worker_id)
+        return await self._submit(session, owner.worker_id)
+
+    async def place_again(self, session: Session, lost: WorkerId | None) -> None:
+        """Return once a worker has accepted a session whose worker is lost, or the session has ended.
+
+        Raises:
+            RequestFailedError: no room in time.
+        """
+        refused = set() if lost is None else {lost}
+        if not await self._submit_somewhere(session, refused) and not session.ended.is_set():
+            await self._wait_and_submit(session, first=True)
+        if session.ended.is_set():
+            self.withdraw(session)
+
+    async def move(self, session: Session) -> bool:
+        """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
+        worker_id, attempt, num_tokens = session.worker_id, session.attempt, session.num_placed_tokens
+        incarnation = session.history.incarnation
+        assert worker_id is not None, "a running session has a worker"
+        refused = {worker_id} | self._leases.lost_workers
+        placed = self._choose(self._cluster.loads(), session.request.num_tokens, refused)
+        if placed is None:
+            return False
+        accepted = await self._attempt(session, placed.worker_id, None) is SubmitOutcome.ACCEPTED
+        if accepted:
+            self._cluster.ended(worker_id, num_tokens, self._now())
+            self.cancel(worker_id, session.request.request_id, attempt)
+        else:
+            session.begin(worker_id, attempt, self._now())
+            session.num_placed_tokens, session.history.incarnation = num_tokens, incarnation
+            session.is_suspect = True  # what came meanwhile was ignored
+        if session.ended.is_set():
+            self.withdraw(session)
+        return accepted
+
+    def withdraw(self, session: Session) -> None:
+        """Take a session from its worker, which may still run it."""
+        if session.worker_id is None:
+            return
+        self.left(session)
+        self.cancel(session.worker_id, session.request.request_id, session.attempt)
+        session.fence()
+
+    def left(self, session: Session) -> None:
+        """Count a session as no longer at its worker."""
+        assert session.worker_id is not None
+        self._cluster.ended(session.worker_id, session.num_placed_tokens, self._now())
+
+    def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        """Have the worker end an attempt, at once or as soon as it can be reached."""
+        self._tasks.start(self._cancel(worker_id, request_id, attempt), name=f"cancel-{request_id}")
+
+    async def _cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
+        if not await self._calls.cancel(worker_id, request_id, attempt):
+            self._leases.drop(worker_id, request_id, attempt)
+
+    async def _wait_and_submit(self, session: Session, *, first: bool) -> None:
+        request = session.request
+        until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
+        ticket = self.waiting.enter(first=first)
+        try:
+            while await self.waiting.turn(ticket, until_s):
+                if session.ended.is_set() or await self._submit_somewhere(session, set()):
+                    return
+        finally:
+            self.waiting.leave(ticket)
+        has_worker = self._cluster.num_ready > 0 and self._calls.connected
+        raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
+
+    async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
+        """Offer the session to one worker after the other but those that refused it; return whether one has it.
+
+        Raises:
+            RequestFailedError: no worker can ever take it.
+        """
+        while self._calls.connected and not session.ended.is_set():
+            lost = self._leases.lost_workers
+            placed = self._choose(self._cluster.loads(), session.request.num_tokens, refused | lost)
+            if placed is None:
+                return False
+            if await self._submit(session, placed.worker_id):
+                return True
+            refused.add(placed.worker_id)
+        return False
+
+    async def _submit_fork(self, session: Session, parent: Session, refused: set[WorkerId]) -> bool:
+        """Offer the session to its parent's worker, which has its prompt; return whether that one takes it."""
+        worker_id = parent.worker_id
+        if worker_id is None or parent.failure is not None:
+            return False
+        refused.add(worker_id)
+        return await self._submit(session, worker_id, parent.request.request_id)
+
+    async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
+        """Begin the next attempt on this worker; return whether it has the session.
+
+        Raises:
+            RequestFailedError: no worker can ever take it.
+        """
+        outcome = await self._attempt(session, worker_id, fork_of)
+        if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
+            outcome = await self._attempt(session, worker_id, fork_of)
+        if session.admitted_s is not None:  # what began somewhere goes on wherever it can
+            return outcome is SubmitOutcome.ACCEPTED
+        if outcome is SubmitOutcome.TOO_LONG:
+            raise RequestFailedError(FailureCode.TOO_LONG)
+        if outcome in {SubmitOutcome.FAILED, SubmitOutcome.OLD}:
+            raise RequestFailedError(FailureCode.INTERNAL)
+        return outcome is SubmitOutcome.ACCEPTED
+
+    async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
+        submit = session.next_submit(self._leases.dispatcher_id, self._leases.incarnation, self._now(), fork_of)
+        session.begin(worker_id, submit.attempt, self._now())
+        session.is_placing = True
+        session.num_placed_tokens = 0 if fork_of is not None else session.request.num_prompt_tokens
+        self._cluster.submitted(worker_id, session.num_placed_tokens, self._now())
+        try:
+            answer = await self._calls.submit(worker_id, submit)
+        finally:
+            session.is_placing = False
+        history = session.history
+        history.num_attempts = max(history.num_attempts, answer.newest_attempt)
+        may_run = answer.outcome in {SubmitOutcome.ACCEPTED, SubmitOutcome.UNKNOWN}
+        if session.attempt != submit.attempt:  # it was given up meanwhile
+            if may_run:
+                self.cancel(worker_id, submit.request_id, submit.attempt)
+            return SubmitOutcome.ELSEWHERE
+        if answer.outcome is SubmitOutcome.ACCEPTED or history.has_started:  # or a token overtook the answer
+            self._accept(session, worker_id, answer)
+            return SubmitOutcome.ACCEPTED
+        self.left(session)
+        session.fence()
+        if may_run:
+            self.cancel(worker_id, submit.request_id, submit.attempt)
+        return answer.outcome
+
+    def _accept(self, session: Session, worker_id: WorkerId, answer: SubmitAnswer) -> None:
+        if answer.outcome is SubmitOutcome.ACCEPTED:
+            self._leases.heard(worker_id, answer.incarnation)
+            session.history.incarnation = answer.incarnation
+        session.accept(worker_id, self._now())
+        session.silence_s = self._limits.silence_s
+        session.is_suspect = answer.num_output > len(session.tokens)
+        if session.request.resumable:
+            owner = Owner(worker_id=worker_id, attempt=session.attempt)
+            self._tasks.start(self._owners.note(session.request.request_id, owner), name="note-owner")

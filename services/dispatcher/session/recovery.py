@@ -1,0 +1,128 @@
+"""Sessions that lost their worker go on elsewhere, from prompt, tokens and position; their readers see a pause.
+
+A request may be what kills workers. Who lost its worker before it had a token there is on probation: such sessions are
+placed one at a time, each until it has a token, so that a death has one suspect. Blamed twice in a row, a request ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Final
+
+from services.dispatcher.session.leases import Leases, Loss
+from services.dispatcher.session.placing import Placing
+from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from shared.ids import WorkerId
+from shared.log import get_logger
+from shared.tasks import TaskOwner
+
+_log = get_logger()
+
+MAX_BLAMES: Final = 2
+"""Workers that one request may take with it."""
+MAX_MOVES: Final = 16
+"""Sessions that are moved from draining workers at a time."""
+
+
+class Recovery:
+    """Owns the tasks that bring sessions to other workers.
+
+    Args:
+        placing: finds workers.
+        leases: tells lost workers what is no longer theirs.
+        tasks: owns the recoveries under way.
+    """
+
+    def __init__(self, placing: Placing, leases: Leases, tasks: TaskOwner) -> None:
+        self.num_lost: Counter[Loss] = Counter()
+        """Sessions that lost their worker since the start."""
+        self.num_recovered = 0
+        """Of these, the ones that another worker took."""
+        self.num_poison = 0
+        """Sessions that ended because they were blamed for their workers' deaths."""
+        self._placing = placing
+        self._leases = leases
+        self._tasks = tasks
+        self._probation = asyncio.Lock()
+        self._moves = asyncio.Semaphore(MAX_MOVES)
+        self._moving: set[Session] = set()
+
+    def lost(self, session: Session, loss: Loss) -> None:
+        """A running session's worker no longer runs it."""
+        worker_id = session.worker_id
+        if worker_id is None or not session.is_running:
+            return
+        request_id = session.request.request_id
+        self.num_lost[loss] += 1
+        _log.info("request_lost_worker", rid=request_id, worker=worker_id, how=loss.value, tokens=len(session.tokens))
+        self._leases.drop(worker_id, request_id, session.attempt)
+        self._placing.left(session)
+        is_guilty = loss.may_be_fatal and self._blame(session)
+        session.fence()
+        if is_guilty:
+            self.num_poison += 1
+            _log.error("poison_request", rid=request_id, deaths=session.history.num_blames)
+            session.fail(FailureCode.REQUEST_FAILED)
+            return
+        away_from = None if loss is Loss.UNKNOWN else worker_id
+        self._tasks.start(self._recover(session, away_from), name=f"recover-{request_id}")
+
+    def leave(self, session: Session) -> None:
+        """Bring a session away from a worker that is about to stop, if another one takes it."""
+        if session.is_running and session not in self._moving:
+            self._moving.add(session)
+            self._tasks.start(self._move(session), name=f"move-{session.request.request_id}")
+
+    def _blame(self, session: Session) -> bool:
+        """Note that a worker died with this session; return whether it is the cause."""
+        history = session.history
+        if session.has_progressed:
+            history.num_blames, history.on_probation = 0, False
+            return False
+        if history.has_started or history.on_probation:
+            history.num_blames += 1
+        history.on_probation = True
+        return history.num_blames >= MAX_BLAMES
+
+    async def _recover(self, session: Session, away_from: WorkerId | None) -> None:
+        try:
+            if session.history.on_probation:
+                async with self._probation:
+                    await self._place_and_watch(session, away_from)
+            else:
+                await self._placing.place_again(session, away_from)
+        except RequestFailedError as error:
+            _log.warning("not_recovered", rid=session.request.request_id, reason=error.code.value)
+            session.fail(error.code)
+            return
+        if session.worker_id is not None:
+            self._on_recovered(session)
+
+    async def _place_and_watch(self, session: Session, away_from: WorkerId | None) -> None:
+        """Place a session and wait until it has a token, has ended, or has lost its worker again."""
+        history = session.history
+        await self._placing.place_again(session, away_from)
+        attempt = session.attempt
+        history.on_progress = asyncio.Event()
+        try:
+            while attempt and session.attempt == attempt and not session.has_progressed and not session.ended.is_set():
+                history.on_progress.clear()
+                await history.on_progress.wait()
+        finally:
+            history.on_progress = None
+            history.on_probation = history.on_probation and not session.has_progressed
+
+    async def _move(self, session: Session) -> None:
+        try:
+            async with self._moves:
+                if session.is_running and session.worker_id is not None and await self._placing.move(session):
+                    self.num_lost[Loss.DRAINING] += 1
+                    self._on_recovered(session)
+        finally:
+            self._moving.discard(session)
+
+    def _on_recovered(self, session: Session) -> None:
+        self.num_recovered += 1
+        session.history.num_recoveries += 1
+        _log.info("request_goes_on", rid=session.request.request_id, worker=session.worker_id, attempt=session.attempt)
