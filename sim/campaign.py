@@ -15,7 +15,9 @@ from functools import partial
 
 import numpy as np
 
+from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.executor.shadow_kv import TokenDraw
+from services.worker.watchdog import StuckStepError
 from shared.subjects import Subjects
 from sim.checkers import Checker, judge_numbers, judge_peaks
 from sim.fault_cluster import FaultCluster, Outcome
@@ -34,6 +36,8 @@ IDLE_LIMIT_S = 90.0
 """Seconds after the last call in which every trace of it must be gone."""
 PROBE_LIMIT_S = 4.0
 _LOOK_S = 0.25
+_MAY_DIE = (ExecutorBrokenError, StuckStepError)
+"""With these a worker ends by its own judgement of its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,9 @@ class _Run:
         self._violations += judge_numbers(self._trace.epochs, self._trace.attempts)
         self._violations += judge_peaks(cluster.peaks, sum(len(call.answers) for call in cluster.calls))
         for node in cluster.nodes:
-            self._violations += [f"{name} of {node.name} died: {error!r}" for name, error in node.failures]
+            self._violations += [
+                f"{name} of {node.name} died: {error!r}" for name, error in node.failures if type(error) not in _MAY_DIE
+            ]
 
     def _coverage(self, cluster: FaultCluster) -> Counter[str]:
         """Return what was reached: what the services logged and sent, which faults were, how calls ended."""

@@ -25,8 +25,11 @@ COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one client wants, and how it behaves. If the request is resumable, it asks again under the same name when its
-    connection breaks, and gets the same answer from its beginning."""
+    """What one client wants, and how it behaves.
+
+    If the request is resumable, it asks again under the same name when its connection breaks, and gets the same answer
+    from its beginning.
+    """
 
     at_s: float
     request: SimRequest
