@@ -167,6 +167,10 @@ class _Run:
         found.update(f"fault {fault.kind.value}" for fault in self._scenario.plan.faults)
         found.update(f"call {call.outcome.name.lower()}" for call in cluster.calls)
         found.update(f"refused {call.code.value}" for call in cluster.calls if call.code is not None)
+        for node in cluster.dispatchers:
+            if node.service is not None:
+                lost = node.service.sessions.recovery.num_lost
+                found.update({f"lost {loss.value}": count for loss, count in lost.items()})
         answers = [answer for call in cluster.calls for answer in call.answers]
         found.update(f"failed {answer.failure.value}" for answer in answers if answer.failure is not None)
         found.update(f"finished {answer.finish.name.lower()}" for answer in answers)

@@ -255,13 +255,13 @@ class FaultCluster:
             sessions = node.service.sessions
             found += [f"{node.name}: {len(sessions.table)} sessions"] if len(sessions.table) else []
             found += [f"{node.name}: {sessions.num_queued} requests that wait"] if sessions.num_queued else []
+            found += [f"{node.name}: {sessions.num_drops} sequences to give up"] if sessions.num_drops else []
         for worker in self.workers:
             assert worker.worker is not None, "it serves"
-            stats = worker.worker.service.engine.stats
-            if worker.worker.service.engine.has_work:
-                found.append(f"{worker.name}: sequences {sorted(worker.worker.service.engine.row_of)}")
-            if stats.num_used_blocks:
-                found.append(f"{worker.name}: {stats.num_used_blocks} blocks")
+            engine, leases = worker.worker.service.engine, worker.worker.service.leases
+            found += [f"{worker.name}: sequences {sorted(engine.row_of)}"] if engine.has_work else []
+            found += [f"{worker.name}: {engine.stats.num_used_blocks} blocks"] if engine.stats.num_used_blocks else []
+            found += [f"{worker.name}: {len(leases)} leases"] if len(leases) else []
         if self.broker.router.askers:
             found.append(f"{len(self.broker.router.askers)} questions that wait for an answer")
         return found

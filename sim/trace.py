@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from shared.bus import KvEntry, Message
 from shared.memory_bus import MemoryBroker
 from shared.messages.plan import Plan
-from shared.messages.request import RequestMessage, Submit
+from shared.messages.request import Accepted, RequestMessage, Submit
 from shared.wire import WireError, decode_json, decode_union
 
 SPY = "spy"
@@ -102,6 +102,8 @@ class Trace:
             self.attempts.setdefault(session, []).append(found.attempt)
             name += (" again" if found.attempt > 1 else "") + (" with tokens" if found.generated else "")
             name += " as a fork" if found.fork_of is not None else ""
+        elif isinstance(found, Accepted) and found.num_output:
+            name += " with tokens"
         self.counts[f"sent {name}"] += 1
         if self._print is not None:
             about = f"{found.request_id} " if hasattr(found, "request_id") else ""

@@ -104,6 +104,7 @@ class SimWorker:
         self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
         self.executor = StickyExecutor(params.cost, self.kv, failure=params.failure)
         self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
+        self.reporter.pid, self.reporter.host = 1, params.worker_id  # as in a container, before and after a restart
         self.service: WorkerService = build_worker(
             self._settings,
             bus,

@@ -13,7 +13,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from services.dispatcher.session.leases import Loss
 from sim.campaign import SeedReport, run_seed
+from sim.fault_cluster import Outcome
 from sim.faults import BROKER_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
 
 NUM_SEEDS = 200
@@ -21,9 +23,32 @@ SEEDS_PER_TEST = 10
 
 REQUIRED = (
     *(f"fault {kind.value}" for kind in FaultKind),
-    "call answered",
-    "call cut",
-    "call left",
+    *(f"call {outcome.name.lower()}" for outcome in Outcome if outcome is not Outcome.OPEN),
+    *(f"lost {loss.value}" for loss in Loss),
+    "log request_goes_on",
+    "log poison_request",
+    "log worker_back",
+    "log worker_recovered",
+    "log worker_restarted",
+    "log lease_ran_out",
+    "log lease_renewed",
+    "log orphans_ended",
+    "log drain_limit_reached",
+    "log planner_superseded",
+    "log view_not_written",
+    "log submit_without_answer",
+    "sent submit again with tokens",
+    "sent submit as a fork",
+    "sent accepted with tokens",
+    "sent refused full",
+    "sent refused duplicate",
+    "sent refused cancelled",
+    "sent replay",
+    "sent replay_unknown",
+    "sent cancel",
+    "failed draining",
+    "finished stop",
+    "finished error",
 )
 """Paths that the seeds together must reach."""
 
