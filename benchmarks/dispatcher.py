@@ -1,10 +1,10 @@
-"""The dispatcher's cost: CPU per token, SSE included, and the latency that it adds to a token.
+"""The dispatcher's cost: CPU per token, SSE included, memory, and the latency that it adds to a token.
 
-A real dispatcher and monitor run as processes; this process plays the worker (it answers submissions and publishes one
-token batch per step) and reads all SSE streams over bare sockets. CPU is the kernel's count for the dispatcher alone.
-Latency is from the moment a step's tokens are handed to the bus to the moment the client's socket has the chunk.
+A real dispatcher and monitor run as processes; this process plays the workers (each answers submissions and publishes
+one token batch per step) and reads all SSE streams over bare sockets. CPU is the kernel's count for the dispatcher
+alone. Latency is from the moment a step's tokens are handed to the bus to the moment the client's socket has the chunk.
 
-    python -m benchmarks.dispatcher [--streams 32 256] [--steps 300] [--period-ms 50]
+    python -m benchmarks.dispatcher [--streams 32 256] [--steps 300] [--period-ms 50] [--workers 1]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,11 +29,13 @@ from benchmarks.harness import (
     percentiles,
     print_table,
     read_stream,
+    rss_bytes,
     service,
     wait_ready,
 )
 from shared.bus import Endpoint, Message, ServiceInfo
-from shared.ids import DispatcherId, WorkerId
+from shared.ids import NOBODY, DispatcherId, WorkerId
+from shared.messages.lease import Renew, Renewed
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.messages.request import Accepted, Cancel, Cancelled, Submit
 from shared.nats_bus import NatsBus
@@ -42,8 +45,9 @@ from shared.types import FinishReason
 from shared.wire import decode, encode, encode_json
 
 TEXT = "Once upon a time there was a small fox who lived beside a quiet river and dreamed of the sea. " * 200
-WORKER = WorkerId("bench-worker")
 WARMUP_STEPS = 20
+MAX_SEQUENCES = 4096
+CONNECTS_AT_ONCE = 100
 
 
 @dataclass
@@ -52,10 +56,25 @@ class PlayedWorker:
 
     bus: NatsBus
     subjects: Subjects
+    worker_id: WorkerId
     token_ids: list[int]
     streams: list[Submit] = field(default_factory=list)
+    sent_s: list[float] = field(default_factory=list)
+    """When the tokens of each step were handed to the bus."""
     counter: int = 0
     number: int = 0
+
+    async def serve(self) -> None:
+        info = ServiceInfo("bench-worker", "0.0.0", "Plays a worker for a benchmark", {}, self.worker_id)
+        subjects, name = self.subjects, self.worker_id
+        await self.bus.serve(
+            info,
+            [
+                Endpoint("submit", subjects.submit(name), self.submit, max_in_flight=1024),
+                Endpoint("cancel", subjects.cancel(name), self.cancel, max_in_flight=1024),
+                Endpoint("renew", subjects.renew(name), self.renew),
+            ],
+        )
 
     async def submit(self, message: Message) -> bytes:
         submit = decode(message.data, Submit)
@@ -65,29 +84,33 @@ class PlayedWorker:
     async def cancel(self, message: Message) -> bytes:
         return encode(Cancelled(request_id=decode(message.data, Cancel).request_id, found=True))
 
+    async def renew(self, message: Message) -> bytes:
+        decode(message.data, Renew)
+        return encode(Renewed(incarnation=NOBODY, counter=self.counter, num_sequences=len(self.streams)))
+
     async def report_for_ever(self) -> None:
         while True:
             report = WorkerReport(
-                worker_id=WORKER,
+                worker_id=self.worker_id,
                 sequence_number=self.number,
                 phase=WorkerPhase.READY,
                 model="model",
                 max_model_len=1024,
                 block_size=16,
                 num_blocks=100_000,
-                max_sequences=4096,
+                max_sequences=MAX_SEQUENCES,
                 num_running=len(self.streams),
                 num_steps=self.counter,
             )
             self.number += 1
-            await self.bus.publish(self.subjects.report(WORKER), encode_json(report))
+            await self.bus.publish(self.subjects.report(self.worker_id), encode_json(report))
             await asyncio.sleep(0.5)
 
     async def step(self, index: int, *, last: bool) -> None:
         count = len(self.streams)
         token = self.token_ids[index % len(self.token_ids)]
         batch = TokenBatch(
-            worker_id=WORKER,
+            worker_id=self.worker_id,
             counter=self.counter,
             stream=np.array([s.stream for s in self.streams], dtype=np.uint32),
             attempt=np.array([s.attempt for s in self.streams], dtype=np.uint16),
@@ -99,10 +122,24 @@ class PlayedWorker:
         self.counter += 1
         await self.bus.publish(self.subjects.tokens(DispatcherId(self.streams[0].dispatcher_id)), batch.pack())
 
+    async def run_steps(self, steps: int, period_s: float, delay_s: float) -> None:
+        """Publish a token per stream and period, beginning after a delay."""
+        self.sent_s.clear()
+        next_s = time.monotonic() + delay_s
+        for index in range(steps):
+            await asyncio.sleep(max(0.002, next_s - time.monotonic()))
+            next_s = max(next_s + period_s, time.monotonic())
+            self.sent_s.append(time.monotonic())
+            if self.streams:
+                await self.step(index, last=index == steps - 1)
 
-async def measure(worker: PlayedWorker, pid: int, port: int, streams: int, steps: int, period_s: float) -> list[str]:
+
+async def measure(
+    workers: list[PlayedWorker], pid: int, port: int, streams: int, steps: int, period_s: float
+) -> list[str]:
     """Stream `steps` tokens to `streams` readers and return one row of the table."""
-    worker.streams.clear()
+    for worker in workers:
+        worker.streams.clear()
     readings = [SseReading() for _ in range(streams)]
     body: dict[str, object] = {
         "model": "model",
@@ -111,31 +148,42 @@ async def measure(worker: PlayedWorker, pid: int, port: int, streams: int, steps
         "stream": True,
         "ignore_eos": True,
     }
-    readers = [asyncio.ensure_future(read_stream("127.0.0.1", port, "/v1/completions", body, r)) for r in readings]
-    async with asyncio.timeout(30):
-        while len(worker.streams) < streams:
-            await asyncio.sleep(0.01)
-    sent_s: list[float] = []
-    cpu_before = time_before = 0.0
-    for index in range(steps):
-        if index == WARMUP_STEPS:
-            cpu_before, time_before = cpu_s(pid), time.monotonic()
-        started = time.monotonic()
-        sent_s.append(started)
-        await worker.step(index, last=index == steps - 1)
-        await asyncio.sleep(max(0.002, period_s - (time.monotonic() - started)))
-    elapsed_s = time.monotonic() - time_before
-    used_s = cpu_s(pid) - cpu_before
-    await asyncio.gather(*readers)
-    delays = [
-        arrival - sent
-        for reading in readings
-        for arrival, sent in zip(reading.arrivals_s[-steps:][WARMUP_STEPS:-1], sent_s[WARMUP_STEPS:-1], strict=False)
-        if len(reading.arrivals_s) >= steps - 1
+    readers = []
+    for start in range(0, streams, CONNECTS_AT_ONCE):
+        for reading in readings[start : start + CONNECTS_AT_ONCE]:
+            readers.append(asyncio.ensure_future(read_stream("127.0.0.1", port, "/v1/completions", body, reading)))
+        async with asyncio.timeout(30):
+            while sum(len(worker.streams) for worker in workers) < len(readers):
+                await asyncio.sleep(0.01)
+    stepping = [
+        asyncio.ensure_future(worker.run_steps(steps, period_s, period_s * number / len(workers)))
+        for number, worker in enumerate(workers)
     ]
-    tokens = streams * (steps - WARMUP_STEPS)
+    await asyncio.sleep(WARMUP_STEPS * period_s)
+    cpu_before, time_before = cpu_s(pid), time.monotonic()
+    await asyncio.sleep((steps - WARMUP_STEPS - 2) * period_s)
+    elapsed_s, used_s = time.monotonic() - time_before, cpu_s(pid) - cpu_before
+    memory_mb = rss_bytes(pid) / 1e6
+    await asyncio.gather(*stepping, *readers)
+    tokens = streams * elapsed_s / period_s
+    delays = _delays(workers, readings, steps)
     latency = percentiles(delays, scale=1e3) if delays else "chunks were joined"
-    return [str(streams), str(tokens), f"{1e6 * used_s / tokens:.1f}", f"{100 * used_s / elapsed_s:.1f}", latency]
+    shares = [f"{1e6 * used_s / tokens:.1f}", f"{100 * used_s / elapsed_s:.1f}", f"{memory_mb:.0f}"]
+    return [str(streams), f"{1 / period_s:g}", *shares, latency]
+
+
+def _delays(workers: list[PlayedWorker], readings: list[SseReading], steps: int) -> list[float]:
+    """Return how long each token was on its way. A reader does not know its worker: it is the one whose clock fits."""
+    delays: list[float] = []
+    for reading in readings:
+        if len(reading.arrivals_s) < steps - 1:
+            continue  # an event held two tokens
+        arrivals = np.array(reading.arrivals_s[-steps:][WARMUP_STEPS : steps - 1])
+        sent = [np.array(worker.sent_s[WARMUP_STEPS : steps - 1])[: len(arrivals)] for worker in workers]
+        ways = [arrivals[: len(one)] - one for one in sent]
+        fitting = [way for way in ways if way.min() > 0]
+        delays += min(fitting, key=lambda way: float(np.median(way))).tolist()
+    return delays
 
 
 async def idle_share(pid: int, seconds: float) -> float:
@@ -150,23 +198,21 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--period-ms", type=float, default=50.0)
+    parser.add_argument("--period-ms", type=float, nargs="+", default=[50.0])
+    parser.add_argument("--workers", type=int, default=1, help="played; their steps lie evenly in a period")
     chosen = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
     port = free_port()
-    async with broker() as url:
-        bus = await NatsBus.connect(url, name="bench")
-        worker = PlayedWorker(bus, Subjects(), token_ids)
-        info = ServiceInfo("bench-worker", "0.0.0", "Plays a worker for a benchmark", {}, WORKER)
-        await bus.serve(
-            info,
-            [
-                Endpoint("submit", worker.subjects.submit(WORKER), worker.submit, max_in_flight=1024),
-                Endpoint("cancel", worker.subjects.cancel(WORKER), worker.cancel),
-            ],
-        )
-        reporting = asyncio.ensure_future(worker.report_for_ever())
+    async with broker() as url, AsyncExitStack() as stack:
+        workers = []
+        for number in range(chosen.workers):
+            bus = await NatsBus.connect(url, name=f"bench-{number}")
+            stack.push_async_callback(bus.close)
+            worker = PlayedWorker(bus, Subjects(), WorkerId(f"bench-{number}"), token_ids)
+            await worker.serve()
+            workers.append(worker)
+        reporting = [asyncio.ensure_future(worker.report_for_ever()) for worker in workers]
         flags = ["--nats-url", url, "--port", str(port), "--model", str(DEMO_MODEL), "--served-model-name", "model"]
         async with (
             service("monitor", "--nats-url", url, "--instance-id", "monitor"),
@@ -175,14 +221,15 @@ async def main() -> None:
             await wait_ready(f"http://127.0.0.1:{port}")
             idle = await idle_share(dispatcher.pid, 3.0)
             rows = [
-                await measure(worker, dispatcher.pid, port, streams, chosen.steps, chosen.period_ms / 1e3)
+                await measure(workers, dispatcher.pid, port, streams, chosen.steps, period_ms / 1e3)
                 for streams in chosen.streams
+                for period_ms in chosen.period_ms
             ]
-        reporting.cancel()
-        await bus.close()
+        for task in reporting:
+            task.cancel()
     print_table(
-        f"Dispatcher, one token per stream every {chosen.period_ms:g} ms ({machine()})",
-        ["streams", "tokens", "CPU per token, µs", "CPU share, %", "bus to client, ms (p50 / p99)"],
+        f"Dispatcher, {chosen.workers} played workers ({machine()})",
+        ["streams", "tokens/s each", "CPU per token, µs", "CPU share, %", "memory, MB", "to client, ms (p50 / p99)"],
         rows,
     )
     print(f"\nWithout streams: {100 * idle:.2f} % of a core; it is contained in the figures above.")

@@ -30,6 +30,19 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
+def rss_bytes(pid: int) -> int:
+    """Return the resident memory of a process, in bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def num_open_files(pid: int) -> int:
+    """Return how many descriptors a process has open."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
 def free_port() -> int:
     """Return a TCP port of 127.0.0.1 that was free a moment ago."""
     with socket.socket() as probe:

@@ -78,8 +78,10 @@ async def worker_hops(url: str, rounds: int) -> tuple[list[float], list[float], 
     ended = asyncio.Event()
 
     def on_tokens(message: Message) -> None:
-        arrivals.append(time.perf_counter())
-        if TokenBatch.unpack(message.data).finish.any():
+        now_s, batch = time.perf_counter(), TokenBatch.unpack(message.data)
+        if len(batch.tokens):  # not the news that the request has been begun
+            arrivals.append(now_s)
+        if batch.finish.any():
             ended.set()
 
     await bus.subscribe(subjects.tokens(ME), on_tokens)
@@ -131,7 +133,18 @@ async def main() -> None:
             async with (
                 service("monitor", "--nats-url", url, "--instance-id", "monitor"),
                 service(
-                    "worker", "--instance-id", WORKER, *common, "--executor", "modelled", "--profile", str(profile)
+                    "worker",
+                    "--instance-id",
+                    WORKER,
+                    "--lease-s",
+                    "3600",
+                    "--orphan-s",
+                    "7200",
+                    *common,
+                    "--executor",
+                    "modelled",
+                    "--profile",
+                    str(profile),
                 ),
                 service("dispatcher", "--instance-id", "dispatcher", *common, "--port", str(port)),
             ):

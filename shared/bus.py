@@ -226,8 +226,14 @@ class Bus(Protocol):
         """
         ...
 
-    async def key_value(self, bucket: str, *, history: int = 1) -> KeyValue:
-        """Open the bucket, and create it if it does not exist (file storage)."""
+    async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
+        """Open the bucket, and create it if it does not exist (file storage).
+
+        Args:
+            bucket: its name.
+            history: values that are kept of each key.
+            max_age_s: a value that is older than this is gone; 0: values stay. Of a bucket that is created only.
+        """
         ...
 
     async def flush(self) -> None:

@@ -163,13 +163,13 @@ class MemoryBus:
         self._services[service] = None
         return service
 
-    async def key_value(self, bucket: str, *, history: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
         """See `Bus.key_value`. Only newest values can be read, whatever the history."""
         await self.trip("the key-value store")
         found = self._broker.buckets.get(check_bucket(bucket))
         if found is None:
             assert history >= 1, "a bucket keeps at least the newest value"
-            found = self._broker.buckets[bucket] = MemoryBucket(self._router)
+            found = self._broker.buckets[bucket] = MemoryBucket(self._router, max_age_s)
         return MemoryKeyValue(found, self)
 
     async def flush(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Protocol
 
@@ -36,8 +37,10 @@ class KvTransport(Protocol):
 class MemoryBucket:
     """The broker's side of one bucket. A deleted key keeps its revision, as a marker does in the live one."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, max_age_s: float = 0.0) -> None:
         self.entries: dict[str, KvEntry] = {}
+        self._written_s: dict[str, float] = {}
+        self._max_age_s = max_age_s
         self._router = router
         self._revision = 0
         self._watches: dict[MemoryWatch, None] = {}
@@ -47,10 +50,22 @@ class MemoryBucket:
         self._revision += 1
         entry = KvEntry(key, value, self._revision)
         self.entries[key] = entry
+        self._written_s[key] = asyncio.get_running_loop().time()
         for watch in list(self._watches):
             if watch.wants(key):
                 self._router.after(self._router.latency_s, partial(watch.arrive, entry))
         return self._revision
+
+    def find(self, key: str) -> KvEntry | None:
+        """Return the key's entry; None if it has no value, or one that is too old."""
+        entry = self.entries.get(key)
+        if entry is None or entry.value is None or not self._is_young(key):
+            return None
+        return entry
+
+    def _is_young(self, key: str) -> bool:
+        age_s = asyncio.get_running_loop().time() - self._written_s[key]
+        return not self._max_age_s or age_s < self._max_age_s
 
     def revision_of(self, key: str) -> int:
         """Return the revision of the key's last write or deletion; 0 if there never was one."""
@@ -59,7 +74,7 @@ class MemoryBucket:
 
     def present(self) -> list[KvEntry]:
         """Return the entries that have a value, oldest revision first."""
-        entries = [entry for entry in self.entries.values() if entry.value is not None]
+        entries = [entry for key, entry in self.entries.items() if entry.value is not None and self._is_young(key)]
         return sorted(entries, key=lambda entry: entry.revision)
 
     def add(self, watch: MemoryWatch) -> None:
@@ -82,9 +97,9 @@ class MemoryKeyValue:
         """See `KeyValue.get`."""
         check_key(key)
         await self._go(key)
-        entry = self._bucket.entries.get(key)
+        entry = self._bucket.find(key)
         await self._go(key, back=True)
-        return None if entry is None or entry.value is None else entry
+        return entry
 
     async def put(self, key: str, value: bytes) -> int:
         """See `KeyValue.put`."""
@@ -94,8 +109,7 @@ class MemoryKeyValue:
         """See `KeyValue.create`."""
         self._check(key, value)
         await self._go(key)
-        entry = self._bucket.entries.get(key)
-        if entry is not None and entry.value is not None:
+        if self._bucket.find(key) is not None:
             raise WrongRevisionError(key, 0)
         return await self._apply(key, value)
 

@@ -208,10 +208,10 @@ class NatsBus:
         self._services.append(service)
         return service
 
-    async def key_value(self, bucket: str, *, history: int = 1) -> KeyValue:
+    async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
         """See `Bus.key_value`."""
         self._check_open()
-        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), history, self.stats)
+        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), history, self.stats, max_age_s)
         self._buckets.append(opened)
         return opened
 

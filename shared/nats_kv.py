@@ -35,23 +35,26 @@ _T = TypeVar("_T")
 class NatsKeyValue:
     """One bucket; implements `shared.bus.KeyValue`. Made by `open`."""
 
-    def __init__(self, client: Client, name: str, history: int, stats: BusStats) -> None:
+    def __init__(self, client: Client, name: str, history: int, stats: BusStats, max_age_s: float = 0.0) -> None:
         self._client = client
         self._name = name
         self._history = history
+        self._max_age_s = max_age_s
         self._stats = stats
         self._js = JetStreamContext(client, timeout=KV_TIMEOUT_S)
         self._bucket: Bucket | None = None
         self._watches: dict[NatsWatch, None] = {}
 
     @classmethod
-    async def open(cls, client: Client, name: str, history: int, stats: BusStats) -> NatsKeyValue:
+    async def open(
+        cls, client: Client, name: str, history: int, stats: BusStats, max_age_s: float = 0.0
+    ) -> NatsKeyValue:
         """Return the bucket; it is created if it does not exist.
 
         Raises:
             BusError: the broker has no JetStream, or did not answer.
         """
-        opened = cls(client, name, history, stats)
+        opened = cls(client, name, history, stats, max_age_s)
         with _translated(name):
             await cancellable(opened.ensure())
         return opened
@@ -61,7 +64,9 @@ class NatsKeyValue:
         try:
             self._bucket = await self._js.key_value(self._name)
         except nats.js.errors.BucketNotFoundError:
-            config = KeyValueConfig(bucket=self._name, history=self._history, storage=StorageType.FILE)
+            config = KeyValueConfig(
+                bucket=self._name, history=self._history, storage=StorageType.FILE, ttl=self._max_age_s or None
+            )
             try:
                 self._bucket = await self._js.create_key_value(config)
             except nats.js.errors.BadRequestError:  # somebody created it in between, with another history

@@ -16,7 +16,7 @@ from sim.worker import SimWorkerParams
 READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
 MONITOR = "monitor"
 BLOCK_SIZE = 4
-ORPHAN_S = 12.0
+ORPHAN_S = 7.0
 """Shorter than live, so that a run sees it."""
 FIRST_TOKEN, VOCABULARY = 256, 4096
 COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from services.worker.emitter import Emitter
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.leases import Leases
+from services.worker.uploads import Uploads
 from shared.bus import Message
 from shared.ids import StreamId
 from shared.messages.request import (
@@ -24,10 +28,12 @@ from shared.messages.request import (
     Replay,
     ReplayUnknown,
     Submit,
+    Upload,
+    Uploaded,
 )
 from shared.subjects import check_token
 from shared.token_batch import stream_batch
-from shared.wire import decode, encode
+from shared.wire import decode, decode_union, encode
 
 _REASONS = {
     AddRefusal.FULL: RefusalReason.FULL,
@@ -36,6 +42,7 @@ _REASONS = {
     AddRefusal.DUPLICATE: RefusalReason.DUPLICATE,
 }
 
+_QUESTIONS: TypeAdapter[Submit | Upload] = TypeAdapter(Annotated[Submit | Upload, Field(discriminator="kind")])
 MAX_REMEMBERED = 16_384
 """Requests whose newest attempt is remembered."""
 MAX_TOMBSTONES = 4096
@@ -54,6 +61,7 @@ class Intake:
         self._now = now
         self._wake = wake
         self._open = False
+        self._uploads = Uploads()
         self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._newest: OrderedDict[str, int] = OrderedDict()
 
@@ -66,8 +74,12 @@ class Intake:
         self._open = False
 
     async def submit(self, message: Message) -> bytes:
-        """Answer a `Submit` with `Accepted` or `Refused`."""
-        return encode(self._admit(decode(message.data, Submit)))
+        """Answer a `Submit` with `Accepted` or `Refused`, and a part of a long one with `Uploaded`."""
+        asked = decode_union(message.data, _QUESTIONS)
+        if isinstance(asked, Upload):
+            num_bytes = self._uploads.add(asked, self._now()) if self._open else 0
+            return encode(Uploaded(request_id=asked.request_id, num_bytes=num_bytes))
+        return encode(self._admit(asked))
 
     def _admit(self, submit: Submit) -> Accepted | Refused:
         def refuse(reason: RefusalReason, detail: str = "", newest_attempt: int = 0) -> Refused:
@@ -81,7 +93,13 @@ class Intake:
         is_here = (submit.request_id, submit.attempt) in self._engine.row_of
         if submit.attempt < newest or (submit.attempt == newest and not is_here):
             return refuse(RefusalReason.DUPLICATE, newest_attempt=newest)
-        if len(submit.prompt) % 4 or len(submit.generated) % 4:
+        if submit.uploaded is not None:
+            data = self._uploads.take(submit.request_id, submit.attempt, sum(submit.uploaded))
+            if data is None:
+                return refuse(RefusalReason.FULL, "not all of its parts are here")
+            ids = {"prompt": data[: submit.uploaded[0]], "generated": data[submit.uploaded[0] :]}
+            submit = submit.model_copy(update=ids)
+        if not submit.prompt or len(submit.prompt) % 4 or len(submit.generated) % 4:
             return refuse(RefusalReason.INVALID, "token ids are not whole u32 values")
         try:
             check_token(submit.dispatcher_id)

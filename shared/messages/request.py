@@ -17,8 +17,10 @@ from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
 from shared.messages.base import ControlMessage
 from shared.types import QoeTarget, RequestClass, SamplingParams
 
-MAX_PROMPT_TOKENS = 250_000
-"""Longest prompt that fits one message (4 bytes per token, 1 MiB per message)."""
+MAX_PROMPT_TOKENS = 1_000_000
+"""Longest prompt that a worker is sent."""
+MAX_INLINE_BYTES = 900_000
+"""Token ids that a submission carries itself; if there are more, all of them are uploaded before."""
 
 
 def pack_token_ids(token_ids: NDArray[np.integer] | list[int]) -> bytes:
@@ -40,8 +42,8 @@ class Submit(ControlMessage):
     """Where the tokens go."""
     incarnation: Incarnation = Incarnation(0)
     """Of the dispatcher's process, which holds the lease on the sequence (`shared.messages.lease`)."""
-    prompt: Annotated[bytes, Field(min_length=4, max_length=4 * MAX_PROMPT_TOKENS)]
-    """Token ids of the prompt, little-endian u32."""
+    prompt: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)]
+    """Token ids of the prompt, little-endian u32; empty if it was uploaded."""
     generated: Annotated[bytes, Field(max_length=4 * MAX_PROMPT_TOKENS)] = b""
     """Token ids that earlier attempts produced and the dispatcher has; generation goes on after them."""
     sampling: SamplingParams
@@ -58,6 +60,9 @@ class Submit(ControlMessage):
     cache_salt: Annotated[str, Field(max_length=64)] = ""
     """Requests share cached KV only under the same salt; the dispatcher derives it from the caller's key."""
 
+    uploaded: Annotated[tuple[int, int] | None, Field()] = None
+    """Bytes of prompt and of generated ids, in this order, that came before as `Upload`s; None: they are in here."""
+
     def prompt_ids(self) -> NDArray[np.uint32]:
         """Return the prompt as an array [num_prompt_tokens]."""
         return np.frombuffer(self.prompt, dtype="<u4")
@@ -65,6 +70,26 @@ class Submit(ControlMessage):
     def generated_ids(self) -> NDArray[np.uint32]:
         """Return the tokens generated so far as an array [num_generated]."""
         return np.frombuffer(self.generated, dtype="<u4")
+
+
+class Upload(ControlMessage):
+    """A part of what does not fit a submission: its prompt and generated ids. Sent in order, each after its answer."""
+
+    kind: Literal["upload"] = "upload"
+    request_id: RequestId
+    attempt: Annotated[int, Field(ge=1, le=65_535)]
+    offset: Annotated[int, Field(ge=0, le=8 * MAX_PROMPT_TOKENS)]
+    """Bytes before this part."""
+    data: Annotated[bytes, Field(min_length=1, max_length=MAX_INLINE_BYTES)]
+
+
+class Uploaded(ControlMessage):
+    """Answer to `Upload`."""
+
+    kind: Literal["uploaded"] = "uploaded"
+    request_id: RequestId
+    num_bytes: Annotated[int, Field(ge=0)]
+    """Bytes of the upload that are there."""
 
 
 class RefusalReason(StrEnum):
@@ -139,5 +164,6 @@ class ReplayUnknown(ControlMessage):
 
 
 RequestMessage = Annotated[
-    Submit | Accepted | Refused | Cancel | Cancelled | Replay | ReplayUnknown, Field(discriminator="kind")
+    Submit | Upload | Uploaded | Accepted | Refused | Cancel | Cancelled | Replay | ReplayUnknown,
+    Field(discriminator="kind"),
 ]

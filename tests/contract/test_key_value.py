@@ -269,3 +269,15 @@ async def test_a_random_history_leaves_what_a_dictionary_would(net: Net) -> None
     newest = {entry.key: entry for entry in watched.items}
     assert {key: entry.value for key, entry in newest.items() if entry.value is not None} == values
     assert [entry.revision for entry in watched.items] == list(range(1, max(last.values()) + 1))
+
+
+@contract
+async def test_values_of_a_bucket_with_an_age_limit_go_by_themselves(net: Net) -> None:
+    bucket = await (await net.connect()).key_value(net.unique("bucket"), max_age_s=1.0)
+    await bucket.put("r-1", b"w0")
+    assert (await bucket.keys(), await bucket.get("r-1") is None) == (["r-1"], False)
+    async with asyncio.timeout(10):
+        while await bucket.get("r-1") is not None:
+            await asyncio.sleep(0.2)
+    assert await bucket.keys() == []
+    await bucket.create("r-1", b"w1")

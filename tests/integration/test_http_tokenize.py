@@ -14,8 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import load_text
-from services.dispatcher.http.tokenize import MAX_CHARS
-from shared.messages.request import MAX_PROMPT_TOKENS
+from services.dispatcher.http.tokenize import MAX_CHARS, MAX_LISTED_TOKENS
 from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
 from tests.support.text_models import sentencepiece_json, write_model_folder
 
@@ -115,7 +114,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("/detokenize", {"tokens": [True]}, "invalid_type", "tokens"),
     ("/detokenize", {"tokens": [-1]}, "integer_below_min_value", "tokens"),
     ("/detokenize", {"tokens": [10**6]}, "integer_above_max_value", "tokens"),
-    ("/detokenize", {"tokens": [1] * (MAX_PROMPT_TOKENS + 1)}, "array_above_max_length", "tokens"),
+    ("/detokenize", {"tokens": [1] * (MAX_LISTED_TOKENS + 1)}, "array_above_max_length", "tokens"),
 ]
 
 
@@ -148,8 +147,8 @@ async def test_a_full_tokenizer_queue_is_a_429(tmp_path: Path) -> None:
 
 async def test_as_many_tokens_as_a_prompt_may_have_are_listed(served: Running) -> None:
     """Each mark is two tokens."""
-    _, told = await served.post("/tokenize", prompt="\u0301" * (MAX_PROMPT_TOKENS // 2))
-    assert told["count"] == len(told["tokens"]) == MAX_PROMPT_TOKENS
+    _, told = await served.post("/tokenize", prompt="\u0301" * (MAX_LISTED_TOKENS // 2))
+    assert told["count"] == len(told["tokens"]) == MAX_LISTED_TOKENS
 
 
 async def test_the_event_loop_goes_on_while_a_text_is_cut(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from services.dispatcher.session.calls import SubmitOutcome, WorkerCalls
+from services.worker.executor.shadow_kv import expected_outputs
+from services.worker.uploads import MAX_WAITING_BYTES, Uploads
 from shared.cost import CostModel
-from shared.ids import RequestId, StreamId
+from shared.ids import RequestId, StreamId, WorkerId
 from shared.memory_bus import MemoryBroker
-from shared.messages.request import RefusalReason, Refused, pack_token_ids
+from shared.messages.request import MAX_INLINE_BYTES, RefusalReason, Refused, Upload, pack_token_ids
+from shared.subjects import Subjects
 from shared.types import FinishReason
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams
@@ -182,3 +186,53 @@ def test_many_dispatcher_processes_leave_no_channel_behind() -> None:
             assert len(worker.service.emitter._names) <= 4
 
     run(main())
+
+
+@pytest.mark.parametrize("num_generated", [0, 300_000])
+def test_a_prompt_over_the_size_of_a_message_is_uploaded_and_computed(num_generated: int) -> None:
+    """The bus refuses messages over 1 MiB; the prompt alone has 2."""
+
+    async def main() -> None:
+        broker = MemoryBroker()
+        model = {"max_model_len": 1_000_000, "max_batch_tokens": 100_000, "prefix_caching": False}
+        worker = SimWorker(SimWorkerParams("w0", COST, 60_000, **model), broker.connect("w0"))  # type: ignore[arg-type]
+        await worker.start()
+        dispatcher = FakeDispatcher(broker.connect("d0"))
+        await dispatcher.start()
+        calls = WorkerCalls(dispatcher.bus, Subjects(), submit_limit_s=2.0)
+        submit = dispatcher.make([256 + i % 1000 for i in range(500_000)], num_generated + 4)
+        generated = pack_token_ids([300 + i % 7 for i in range(num_generated)])
+        submit = submit.model_copy(update={"generated": generated, "stream": StreamId(0)})
+        dispatcher.streams.append(Stream(submit, WorkerId("w0"), tokens=submit.generated_ids().tolist()))
+        answer = await calls.submit(WorkerId("w0"), submit)
+        assert answer.outcome is SubmitOutcome.ACCEPTED
+        assert answer.num_output == num_generated
+        await dispatcher.streams[0].ended.wait()
+        ids, known = submit.prompt_ids().astype("i4"), submit.generated_ids().astype("i4")
+        expected = expected_outputs(ids, known, num_generated + 4, 0, worker.draw)
+        assert dispatcher.streams[0].tokens == expected.tolist()
+        await worker.stop()
+        assert not worker.failures
+
+    run(main())
+
+
+def test_uploads_take_parts_in_order_and_forget_what_is_old_or_too_much() -> None:
+    uploads = Uploads()
+
+    def part(name: str, offset: int, size: int) -> Upload:
+        return Upload(request_id=RequestId(name), attempt=1, offset=offset, data=bytes([offset % 251]) * size)
+
+    assert uploads.add(part("r", 0, 10), 0.0) == 10
+    assert uploads.add(part("r", 0, 10), 0.1) == 10, "a copy changes nothing"
+    assert uploads.add(part("r", 20, 10), 0.2) == 10, "a part before it is missing"
+    assert uploads.add(part("r", 10, 5), 0.3) == 15
+    assert uploads.take("r", 2, 15) is None
+    assert uploads.take("r", 1, 15) == bytes(10) + bytes([10]) * 5
+    assert uploads.take("r", 1, 15) is None
+    uploads.add(part("old", 0, 10), 1.0)
+    for number in range(100):
+        uploads.add(part(f"r{number}", 0, MAX_INLINE_BYTES), 40.0)
+    assert uploads.take("old", 1, 10) is None
+    assert len(uploads) * MAX_INLINE_BYTES <= MAX_WAITING_BYTES
+    assert uploads.take("r99", 1, MAX_INLINE_BYTES) is not None

@@ -19,12 +19,13 @@ from services.dispatcher.session.session import FailureCode
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import PromptCodec, TooManyTokensError
 from services.dispatcher.text.template import TemplateRefusalError
-from shared.messages.request import MAX_PROMPT_TOKENS
 
 R = TypeVar("R")
 
 MAX_CHARS: Final = 1_048_576
 """Characters of one text; a tokenizer needs some 200 bytes of memory for each."""
+MAX_LISTED_TOKENS: Final = 250_000
+"""Token ids in one answer or question."""
 _KNOWN: Final = frozenset(
     {
         *TOKENIZE,
@@ -43,6 +44,8 @@ async def tokenize(front: Front, request: web.BaseRequest, _public_id: str) -> w
 
     def work() -> bytes:
         ids = encode()
+        if len(ids) > MAX_LISTED_TOKENS:
+            raise TooManyTokensError(len(ids))
         strings = front.codec.tokens_of(ids) if with_strings else None
         content = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
         return json.dumps(content).encode()
@@ -52,7 +55,7 @@ async def tokenize(front: Front, request: web.BaseRequest, _public_id: str) -> w
     except TemplateRefusalError as error:
         raise refused_by_template(error, param) from None
     except TooManyTokensError as error:
-        message = f"The text has {error.num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are listed."
+        message = f"The text has {error.num_tokens} tokens; at most {MAX_LISTED_TOKENS} are listed."
         raise invalid(FailureCode.TOO_LONG.value, param, message) from None
     return web.Response(body=body, content_type="application/json")
 
@@ -62,7 +65,7 @@ async def detokenize(front: Front, request: web.BaseRequest, _public_id: str) ->
     fields = await _fields(front, request)
     if fields.values.get("tokens") is None:
         raise invalid("missing_required_parameter", "tokens", "Missing required parameter: 'tokens'.")
-    ids = fields.tokens("tokens", MAX_PROMPT_TOKENS, front.codec.vocab_size)
+    ids = fields.tokens("tokens", MAX_LISTED_TOKENS, front.codec.vocab_size)
     body = await _run(front, lambda: json.dumps({"prompt": front.codec.decode(ids)}).encode())
     return web.Response(body=body, content_type="application/json")
 

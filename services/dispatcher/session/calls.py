@@ -12,6 +12,7 @@ from shared.ids import NOBODY, Incarnation, RequestId, WorkerId
 from shared.log import get_logger
 from shared.messages.lease import Renew, Renewed
 from shared.messages.request import (
+    MAX_INLINE_BYTES,
     Accepted,
     Cancel,
     RefusalReason,
@@ -20,6 +21,8 @@ from shared.messages.request import (
     ReplayUnknown,
     RequestMessage,
     Submit,
+    Upload,
+    Uploaded,
 )
 from shared.subjects import Subjects
 from shared.token_batch import MAGIC, TokenBatch
@@ -99,6 +102,8 @@ class WorkerCalls:
     async def submit(self, worker_id: WorkerId, submit: Submit) -> SubmitAnswer:
         """Offer the request to the worker."""
         try:
+            if len(submit.prompt) + len(submit.generated) > MAX_INLINE_BYTES:
+                submit = await self._upload(worker_id, submit)
             data = await self._bus.request(
                 self._subjects.submit(worker_id), encode(submit), timeout_s=self._submit_limit_s
             )
@@ -118,6 +123,28 @@ class WorkerCalls:
         report = _log.warning if outcome is SubmitOutcome.FAILED else _log.debug
         report("refused", rid=submit.request_id, worker=worker_id, reason=answer.reason.value, detail=answer.detail)
         return SubmitAnswer(outcome, newest_attempt=answer.newest_attempt)
+
+    async def _upload(self, worker_id: WorkerId, submit: Submit) -> Submit:
+        """Send the ids of a long submission ahead, and return it without them.
+
+        Raises:
+            BusError, WireError: no answer, or none that fits.
+        """
+        data, offset = submit.prompt + submit.generated, 0
+        while offset < len(data):
+            part = Upload(
+                request_id=submit.request_id,
+                attempt=submit.attempt,
+                offset=offset,
+                data=data[offset : offset + MAX_INLINE_BYTES],
+            )
+            subject = self._subjects.submit(worker_id)
+            answer = decode(await self._bus.request(subject, encode(part), timeout_s=self._submit_limit_s), Uploaded)
+            if answer.num_bytes <= offset:
+                break  # it takes no more: the submission will be refused
+            offset = answer.num_bytes
+        uploaded = (len(submit.prompt), len(submit.generated))
+        return submit.model_copy(update={"prompt": b"", "generated": b"", "uploaded": uploaded})
 
     async def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> bool:
         """Stop the request at the worker; return whether it has heard it."""

@@ -6,6 +6,8 @@ that could not be written, or is too old, costs a second computation of the same
 
 from __future__ import annotations
 
+from typing import Final
+
 from shared.bus import Bus, BusError, KeyValue
 from shared.errors import WireError
 from shared.ids import RequestId
@@ -15,6 +17,10 @@ from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
 
 _log = get_logger()
+
+
+KEEP_S: Final = 3600.0
+"""How long a record stays whose request nobody ends: its dispatcher died and its client did not come back."""
 
 
 class Owners:
@@ -55,5 +61,5 @@ class Owners:
 
     async def _records(self) -> KeyValue:
         if self._opened is None:
-            self._opened = await self._bus.key_value(self._bucket)
+            self._opened = await self._bus.key_value(self._bucket, max_age_s=KEEP_S)
         return self._opened

@@ -67,7 +67,7 @@ class Sessions:
         incarnation: Incarnation = NOBODY,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, first_stream=incarnation)
+        self.table = SessionTable(self._on_gap, self._on_given_up, first_stream=incarnation)
         self.draining = False
         self._calls = calls
         self._owners = owners
@@ -251,12 +251,15 @@ class Sessions:
                 continue
             if session.progress_s > session.asked_s:
                 session.silence_s = self._limits.silence_s
-            if now_s - session.request.arrival_s > session.request.limit_s:
+            if session.is_over(now_s):
                 session.fail(FailureCode.TIMED_OUT)
             elif session.is_suspect:
                 session.is_suspect = not self._replays.ask(session)
             elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._replays.ask(session):
                 session.silence_s = min(session.silence_s * 2, longest_s)
+
+    def _on_given_up(self, session: Session) -> None:
+        self.recovery.lost(session, Loss.UNKNOWN)
 
     def _on_gap(self, session: Session) -> None:
         session.is_suspect = not self._replays.ask(session)

@@ -41,14 +41,19 @@ class SessionTable:
 
     Args:
         on_gap: called with a session that misses tokens.
+        on_given_up: called with a session that its worker has ended without being asked, as it does when it was cut off
+            from here for long.
         first_stream: the first handle. Different in each process of a dispatcher: workers may still send tokens for
             requests of the process before, and these must not meet a handle of this one.
     """
 
-    def __init__(self, on_gap: Callable[[Session], None], first_stream: int = 0) -> None:
+    def __init__(
+        self, on_gap: Callable[[Session], None], on_given_up: Callable[[Session], None], first_stream: int = 0
+    ) -> None:
         self.counters = TableCounters()
         self.gaps = GapHistogram()
         self._on_gap = on_gap
+        self._on_given_up = on_given_up
         self._sessions: dict[int, Session] = {}
         self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
@@ -120,6 +125,9 @@ class SessionTable:
         extra: StreamExtra | None = None,
     ) -> None:
         """Hand a part of its output to a session, and say so if parts before it are missing."""
+        if finish is FinishReason.CANCELLED and not session.is_over(now_s):
+            self._on_given_up(session)
+            return
         try:
             if extra is None:
                 complete = session.receive(first_index, token_ids, finish, now_s)

@@ -25,6 +25,8 @@ from shared.messages.request import (
     Replay,
     ReplayUnknown,
     Submit,
+    Upload,
+    Uploaded,
     pack_token_ids,
 )
 from shared.messages.steps import StepLogPage, StepRecord
@@ -66,6 +68,7 @@ _SUBMIT = Submit(
     remaining_s=30.0,
     fork_of=RequestId("r-0122"),
     cache_salt="tenant-7",
+    uploaded=(16, 8),
 )
 _REPORT = WorkerReport(
     worker_id=WorkerId("w0"),
@@ -120,6 +123,8 @@ MESSAGES: dict[str, ControlMessage] = {
         drop=((RequestId("r-0123"), 2), (RequestId("q"), 1)),
     ),
     "renewed": Renewed(incarnation=Incarnation(2**47 + 1), counter=5_000_000_000, num_sequences=12, step_age_s=0.25),
+    "upload": Upload(request_id=RequestId("r-0123"), attempt=2, offset=900_000, data=b"\1\2\3\4"),
+    "uploaded": Uploaded(request_id=RequestId("r-0123"), num_bytes=900_004),
     "owner": Owner(worker_id=WorkerId("w0"), attempt=2),
     "cancel": Cancel(request_id=RequestId("r-0123"), attempt=2),
     "cancelled": Cancelled(request_id=RequestId("r-0123"), found=True),
