@@ -89,6 +89,26 @@ def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_
     go(main())
 
 
+def test_a_request_that_its_worker_gave_up_unasked_goes_on() -> None:
+    """As after an outage that was longer than a worker keeps what nobody wants."""
+
+    async def main() -> None:
+        async with two_workers() as (made, first, _):
+            first.script = None
+            session = await made.sessions.admit(made.request())
+            taker = Taker()
+            session.attach(taker, 0.0)
+            running = first.running.pop(("r", 1))
+            first.script = lambda _submit: ANSWER
+            await first.emit(running, ANSWER[:2])
+            await first.emit(running, [], FinishReason.CANCELLED)
+            assert await finish(made, session) is None
+            assert taker.tokens == ANSWER
+            assert made.sessions.recovery.num_lost == {Loss.UNKNOWN: 1}
+
+    go(main())
+
+
 def test_a_worker_that_was_lost_is_used_again_once_it_answers() -> None:
     async def main() -> None:
         async with two_workers() as (made, first, second):
