@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-torch-kernels check format clean
+.PHONY: help install demo test test-torch-kernels mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,6 +43,9 @@ test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
 test-torch-kernels: $(VENV)/.dev ## run what the CPU kernels compute once more without them
 	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "not gpu" tests/unit/test_executor_runner.py tests/unit/test_executor_deterministic.py \
 	  tests/unit/test_model_oracle.py tests/integration/test_cluster_text.py
+
+mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice
+	$(BIN)/python -m tests.mutation
 
 check: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

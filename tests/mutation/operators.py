@@ -1,7 +1,7 @@
 """Small faults that a programmer could make, one at a time: where a module has room for one, and how it looks then.
 
-Left alone are assertions and methods that only check (`check_…`), log lines, docstrings, types and `__slots__`: a fault
-there changes no behaviour.
+Left alone are assertions and methods that only check (`check_…`), log lines, docstrings, types, decorators and
+`__slots__`: a fault there changes no behaviour.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def find_mutants(tree: ast.Module) -> list[Mutant]:
 
 def _mutable(node: ast.AST) -> Iterator[ast.AST]:
     """Return the nodes that may be changed, parents first."""
-    types = (getattr(node, "returns", None), getattr(node, "annotation", None))
+    kept = (getattr(node, "returns", None), getattr(node, "annotation", None), *getattr(node, "decorator_list", ()))
     for child in ast.iter_child_nodes(node):
-        if child not in types and not _is_left_alone(child):
+        if child not in kept and not _is_left_alone(child):
             yield child
             yield from _mutable(child)
 
