@@ -221,7 +221,7 @@ def make_batch(extras: bytes) -> TokenBatch:
 
 
 def test_extras_that_cannot_be_read_cost_nothing_but_themselves() -> None:
-    table = SessionTable(lambda _: None, lambda _: None, first_stream=7)
+    table = SessionTable(lambda _: None, first_stream=7)
     session = table.open(NewRequest(RequestId("r"), b"\0\0\0\0", WITH_LOGPROBS, 0.0, 600.0))
     session.begin(WorkerId("w0"), 1, 0.0)
     table.apply(make_batch(b"\1\2\3"), 1.0)

@@ -89,26 +89,6 @@ def test_a_worker_that_hangs_is_left_after_the_limit_and_told_what_it_lost_when_
     go(main())
 
 
-def test_a_request_that_its_worker_gave_up_unasked_goes_on() -> None:
-    """As after an outage that was longer than a worker keeps what nobody wants."""
-
-    async def main() -> None:
-        async with two_workers() as (made, first, _):
-            first.script = None
-            session = await made.sessions.admit(made.request())
-            taker = Taker()
-            session.attach(taker, 0.0)
-            running = first.running.pop(("r", 1))
-            first.script = lambda _submit: ANSWER
-            await first.emit(running, ANSWER[:2])
-            await first.emit(running, [], FinishReason.CANCELLED)
-            assert await finish(made, session) is None
-            assert taker.tokens == ANSWER
-            assert made.sessions.recovery.num_lost == {Loss.UNKNOWN: 1}
-
-    go(main())
-
-
 def test_a_worker_that_was_lost_is_used_again_once_it_answers() -> None:
     async def main() -> None:
         async with two_workers() as (made, first, second):
@@ -351,5 +331,34 @@ def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing() -> None:
             with pytest.raises(RequestFailedError):
                 await made.sessions.admit(made.request())
             assert not len(made.sessions.table)
+
+    go(main())
+
+
+def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
+    """The dispatcher's process was frozen for so long that the worker gave its request up."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            await worker.emit(worker.running["r", 1], ANSWER[:4])
+            worker.script = lambda _: ANSWER
+            await worker.emit(worker.running.pop(("r", 1)), [], FinishReason.CANCELLED)
+            assert await finish(made, session) is None
+            assert session.tokens == ANSWER
+            assert [submit.attempt for submit in worker.submits] == [1, 2]
+
+    go(main())
+
+
+def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request(limit_s=10.0))
+            await asyncio.sleep(9.99)
+            await worker.emit(worker.running["r", 1], [], FinishReason.CANCELLED)
+            assert await finish(made, session) is FailureCode.TIMED_OUT
 
     go(main())

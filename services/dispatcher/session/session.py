@@ -22,8 +22,6 @@ from sluice_client.qoe import QoeTarget as ReaderTarget
 
 MAX_HELD_PARTS = 1024
 """Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
-CLOCK_MARGIN_S = 0.1
-"""The ends of a request's time, as its worker and its dispatcher count it, are this close."""
 Part = tuple[list[int], FinishReason, Sequence[TokenLogprob]]
 """Some of the output: token ids, how it ends, and log-probabilities: one per token, or none."""
 
@@ -206,10 +204,6 @@ class Session:
     def is_running(self) -> bool:
         """Whether a worker has accepted it, its answer goes on, and nobody is being asked to take it."""
         return self.admitted_s is not None and not self.is_placing and not self.ended.is_set()
-
-    def is_over(self, now_s: float) -> bool:
-        """Whether its time is over: its worker ends it then as well, a little earlier or later."""
-        return now_s - self.request.arrival_s > self.request.limit_s - CLOCK_MARGIN_S
 
     def next_submit(
         self, dispatcher_id: DispatcherId, incarnation: Incarnation, now_s: float, fork_of: RequestId | None = None

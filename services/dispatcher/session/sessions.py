@@ -67,7 +67,7 @@ class Sessions:
         incarnation: Incarnation = NOBODY,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, self._on_given_up, first_stream=incarnation)
+        self.table = SessionTable(self._on_gap, self._on_disowned, first_stream=incarnation)
         self.draining = False
         self._calls = calls
         self._owners = owners
@@ -224,6 +224,9 @@ class Sessions:
             if session.history.incarnation not in kept:
                 self.recovery.lost(session, loss)
 
+    def _on_disowned(self, session: Session) -> None:
+        self.recovery.lost(session, Loss.UNKNOWN)
+
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
         for session in self.table.on_worker(worker_id):
             self.recovery.lost(session, loss)
@@ -251,15 +254,12 @@ class Sessions:
                 continue
             if session.progress_s > session.asked_s:
                 session.silence_s = self._limits.silence_s
-            if session.is_over(now_s):
+            if now_s - session.request.arrival_s > session.request.limit_s:
                 session.fail(FailureCode.TIMED_OUT)
             elif session.is_suspect:
                 session.is_suspect = not self._replays.ask(session)
             elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._replays.ask(session):
                 session.silence_s = min(session.silence_s * 2, longest_s)
-
-    def _on_given_up(self, session: Session) -> None:
-        self.recovery.lost(session, Loss.UNKNOWN)
 
     def _on_gap(self, session: Session) -> None:
         session.is_suspect = not self._replays.ask(session)

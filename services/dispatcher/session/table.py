@@ -17,6 +17,8 @@ from shared.types import FinishReason
 
 _log = get_logger()
 
+SLACK_S = 1.0
+"""Clocks of two processes may differ by this much at the end of a request's time."""
 MAX_STREAM = 2**32 - 1
 MAX_CHANNELS = 4096
 """Workers whose message numbers are remembered."""
@@ -41,19 +43,22 @@ class SessionTable:
 
     Args:
         on_gap: called with a session that misses tokens.
-        on_given_up: called with a session that its worker has ended without being asked, as it does when it was cut off
-            from here for long.
+        on_disowned: called with a session that its worker has ended though its time is not over.
         first_stream: the first handle. Different in each process of a dispatcher: workers may still send tokens for
             requests of the process before, and these must not meet a handle of this one.
     """
 
     def __init__(
-        self, on_gap: Callable[[Session], None], on_given_up: Callable[[Session], None], first_stream: int = 0
+        self,
+        on_gap: Callable[[Session], None],
+        on_disowned: Callable[[Session], None] = lambda _: None,
+        *,
+        first_stream: int = 0,
     ) -> None:
         self.counters = TableCounters()
         self.gaps = GapHistogram()
         self._on_gap = on_gap
-        self._on_given_up = on_given_up
+        self._on_disowned = on_disowned
         self._sessions: dict[int, Session] = {}
         self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
@@ -125,8 +130,8 @@ class SessionTable:
         extra: StreamExtra | None = None,
     ) -> None:
         """Hand a part of its output to a session, and say so if parts before it are missing."""
-        if finish is FinishReason.CANCELLED and not session.is_over(now_s):
-            self._on_given_up(session)
+        if finish is FinishReason.CANCELLED and now_s - session.request.arrival_s < session.request.limit_s - SLACK_S:
+            self._on_disowned(session)  # as an orphan: this process was away for too long
             return
         try:
             if extra is None:
