@@ -20,11 +20,15 @@ from sim.faults import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
 from sim.nodes import POISON_SEED
 from sim.requests import SimAnswer, undisturbed_text
 from sim.scenario import MONITOR, Scenario
+from sluice_client.qoe import QoeTarget, final_qoe
 
 CALM_GAP_S = 4.0
 """Longest pause that a reader sees while nothing fails; the clusters are small and often full."""
 RECOVERY_S = 12.0
 """What a fault may cost beyond its own duration."""
+CLOCK_SLACK_S = 1.1
+"""By how much a worker and a dispatcher may differ about the end of a request's time; the sweep comes by period."""
+QOE_TOLERANCE = 1e-6
 QUEUE_S = 30.0
 """How long a request waits for room before it is refused."""
 MAX_TASKS_PER_REQUEST = 8
@@ -72,9 +76,11 @@ class Checker:
         if answer.num_counted is not None and answer.num_counted != len(answer.tokens):
             yield f"I3: {name} counts {answer.num_counted} tokens"
         yield from self._judge_logprobs(name, answer)
+        yield from _judge_qoe(name, answer)
         if call.outcome is not Outcome.ANSWERED:
             return
         yield from self._judge_gaps(call, answer)
+        yield from self._judge_end(call)
         if answer.failure is not None:
             if not self._may_fail(call, answer.failure, answer):
                 yield f"I1: {name} failed without a cause"
@@ -95,14 +101,14 @@ class Checker:
         begun_s, ended_s = call.begun_s, call.ended_s
         match code:
             case FailureCode.NO_CAPACITY | FailureCode.MODEL_LOADING | FailureCode.QUEUE_FULL:
-                return self._had_no_worker(call.dispatcher, begun_s, ended_s)
+                return _is_late(call) or self._had_no_worker(call.dispatcher, begun_s, ended_s)
             case FailureCode.DRAINING:
                 restarts = [fault for fault in self._scenario.plan.faults if fault.kind is FaultKind.RESTART]
                 return any(fault.target == call.dispatcher for fault in restarts)
             case FailureCode.REQUEST_FAILED:
                 return self._may_be_blamed(answer)
             case FailureCode.TIMED_OUT:
-                return ended_s - begun_s >= call.answers[0].request.limit_s
+                return _is_late(call)
         return False
 
     def _had_no_worker(self, dispatcher: str, begun_s: float, ended_s: float) -> bool:
@@ -131,6 +137,13 @@ class Checker:
             if after_s - before_s > allowed_s + (QUEUE_S if self._has_poison else 0.0):
                 yield f"I7: {describe_call(call)} paused for {after_s - before_s:.1f} s from {before_s:.1f} s on"
 
+    def _judge_end(self, call: Call) -> Iterator[str]:
+        """I1: it ended in its time, unless its dispatcher stood still meanwhile."""
+        struck = self._overlapping(call.begun_s, call.ended_s, 0.0)
+        still_s = sum(fault.duration_s for fault in struck if fault.target == call.dispatcher)
+        if call.ended_s - call.begun_s > call.ask.request.limit_s + CLOCK_SLACK_S + still_s:
+            yield f"I1: {describe_call(call)} ended after its limit of {call.ask.request.limit_s:g} s"
+
     def _troubles(self, names: set[str], begun_s: float, ended_s: float, after_s: float) -> bool:
         return any(fault.target in names for fault in self._overlapping(begun_s, ended_s, after_s))
 
@@ -140,6 +153,24 @@ class Checker:
             late_s = after_s + (MAX_DELAY_S if fault.kind in MESSAGE_KINDS else 0.0)
             if self._begun_s + fault.at_s <= ended_s and begun_s <= self._begun_s + fault.end_s + late_s:
                 yield fault
+
+
+def _judge_qoe(name: str, answer: SimAnswer) -> Iterator[str]:
+    """I3: the dispatcher's estimate is that of the tokens as they came."""
+    target = answer.request.qoe
+    if answer.num_counted is None or answer.num_before_reader:
+        return
+    if (answer.qoe is None) != (target is None):
+        yield f"I3: {name} has QoE {answer.qoe}, its request names {target}"
+    elif answer.qoe is not None and target is not None:
+        expected = final_qoe(QoeTarget(target.ttft_s, target.speed_tokens_per_s), answer.delivered_s)
+        if abs(answer.qoe - expected) > QOE_TOLERANCE:
+            yield f"I3: {name} has QoE {answer.qoe:.3f}, its tokens give {expected:.3f}"
+
+
+def _is_late(call: Call) -> bool:
+    """Return whether the call's time was over when it ended."""
+    return call.ended_s - call.begun_s >= call.ask.request.limit_s - CLOCK_SLACK_S
 
 
 def _is_whole(answer: SimAnswer, text: Sequence[int]) -> bool:

@@ -58,6 +58,8 @@ class SimAnswer:
     """The dispatcher's own estimate, final; None when no reader follows."""
     logprobs: list[TokenLogprob | None] | None = None
     """One per token, if they were asked for."""
+    num_before_reader: int = 0
+    """Tokens that had come before anybody read; the dispatcher's QoE counts them as they came."""
     num_counted: int | None = None
     """Output tokens by the dispatcher's own count; None until the answer has ended."""
 
@@ -100,6 +102,7 @@ async def _follow(dispatcher: DispatcherService, answer: SimAnswer, session: Ses
         if parent is not None:
             await dispatcher.sessions.place(session, parent)
         session.attach(answer, asyncio.get_running_loop().time())
+        answer.num_before_reader = len(answer.tokens)
         await session.ended.wait()
     except RequestFailedError as error:
         answer.failure = error.code

@@ -10,7 +10,7 @@ from shared.cost import CostModel
 from shared.types import QoeTarget
 from sim.faults import FaultPlan, FaultSpace, draw_faults
 from sim.nodes import POISON_SEED
-from sim.requests import SimRequest
+from sim.requests import DAY_S, SimRequest
 from sim.worker import SimWorkerParams
 
 READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
@@ -100,6 +100,7 @@ def _draw_ask(name: str, num_dispatchers: int, random: np.random.Generator) -> A
         stop_after=int(random.integers(1, num_output + 1)) if random.random() < 0.15 else None,
         logprobs=int(random.integers(0, 3)) if random.random() < 0.2 else None,
         is_resumable=is_resumable,
+        limit_s=round(float(random.uniform(2.0, 10.0)), 3) if random.random() < 0.12 else DAY_S,
     )
     return Ask(
         at_s=round(float(random.random()) * 9.0, 3),

@@ -47,6 +47,7 @@ REQUIRED = (
     "sent replay_unknown",
     "sent cancel",
     "failed draining",
+    "failed request_timeout",
     "finished stop",
     "finished error",
 )

@@ -11,7 +11,7 @@ import pytest
 from services.dispatcher.session.session import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.cost import CostModel
-from shared.types import FinishReason
+from shared.types import FinishReason, QoeTarget
 from sim.checkers import Checker, judge_numbers, judge_peaks
 from sim.fault_cluster import Call, Outcome, Peaks
 from sim.faults import Fault, FaultKind, FaultPlan
@@ -19,14 +19,17 @@ from sim.nodes import POISON_SEED
 from sim.requests import SimAnswer, SimRequest, undisturbed_text
 from sim.scenario import Ask, Scenario
 from sim.worker import SimWorkerParams
+from sluice_client.qoe import QoeTarget as ReaderTarget
+from sluice_client.qoe import final_qoe
 
 DRAW = TokenDraw.of_vocabulary(500, (2,), 256)
+READER = ReaderTarget(1.0, 4.8)
 COST = CostModel(0.06, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def ask(*, seed: int = 1, stop_after: int | None = None) -> Ask:
-    request = SimRequest("r", np.arange(300, 320), 20, seed=seed, stop_after=stop_after)
-    return Ask(1.0, request, 1, 0, None, is_resumable=False)
+    request = SimRequest("r", np.arange(300, 320), 20, seed=seed, stop_after=stop_after, qoe=QoeTarget(), limit_s=60.0)
+    return Ask(1.0, request, 1, 0, None)
 
 
 def scenario(*faults: Fault, asks: tuple[Ask, ...] = ()) -> Scenario:
@@ -39,7 +42,7 @@ def whole_call(asked: Ask | None = None, *, begun_s: float = 101.0) -> Call:
     asked = ask() if asked is None else asked
     text = undisturbed_text(asked.request, DRAW)
     times = [0.06 * (i + 1) for i in range(len(text))]
-    answer = SimAnswer(asked.request, begun_s, text, times, FinishReason.LENGTH, num_counted=len(text))
+    answer = SimAnswer(asked.request, begun_s, text, times, FinishReason.LENGTH, qoe=1.0, num_counted=len(text))
     return Call(asked, "d0", begun_s, [answer], Outcome.ANSWERED, ended_s=begun_s + 1.2)
 
 
@@ -73,11 +76,28 @@ def _end_early(call: Call) -> None:
 def _pause(call: Call) -> None:
     answer = call.answers[0]
     answer.delivered_s[10:] = [at_s + 9.0 for at_s in answer.delivered_s[10:]]
+    answer.qoe = final_qoe(READER, answer.delivered_s)
     call.ended_s += 9.0
 
 
+def _misjudge(call: Call) -> None:
+    call.answers[0].qoe = 0.9
+
+
+def _judge_nobody(call: Call) -> None:
+    call.answers[0].qoe = None
+
+
+def _overrun(call: Call) -> None:
+    call.ask = replace(call.ask, request=replace(call.ask.request, limit_s=0.05))
+
+
+def _time_out(call: Call) -> None:
+    call.answers[0].failure = FailureCode.TIMED_OUT
+
+
 def _fail(call: Call) -> None:
-    call.answers[0].failure = FailureCode.WORKER_LOST
+    call.answers[0].failure = FailureCode.INTERNAL
 
 
 def _never_end(call: Call) -> None:
@@ -100,6 +120,10 @@ def _cut(call: Call) -> None:
         (_miscount, "I3"),
         (_end_early, "I2"),
         (_pause, "I7"),
+        (_misjudge, "I3"),
+        (_judge_nobody, "I3"),
+        (_overrun, "I1"),
+        (_time_out, "I1"),
         (_fail, "I1"),
         (_never_end, "I1"),
         (_refuse, "I1"),
