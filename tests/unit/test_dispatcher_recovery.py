@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.dispatcher.session.leases import Loss
 from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
 from shared.ids import Incarnation
 from shared.messages.report import Liveness, WorkerPhase
@@ -301,6 +302,31 @@ def test_a_request_is_not_blamed_for_workers_that_only_hang() -> None:
     go(main())
 
 
+@pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
+def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
+    incarnation: int, loss: Loss
+) -> None:
+    """Else a poison request whose worker comes back before anybody misses it would never be blamed."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            worker.incarnation = Incarnation(1)
+            session = await made.sessions.admit(made.request())
+            await worker.emit(worker.running["r", 1], [])
+            await asyncio.sleep(0.001)
+            worker.incarnation = Incarnation(incarnation)
+            worker.running.clear()
+            made.sessions._replays.ask(session)
+            await asyncio.sleep(0.01)
+            assert made.sessions.recovery.num_lost == {loss: 1}
+            assert session.history.num_blames == (loss is Loss.RESTARTED)
+            made.sessions.release(session)
+            await asyncio.sleep(1.0)
+
+    go(main())
+
+
 def test_a_lost_last_message_is_noticed_by_the_numbers_of_the_renewals() -> None:
     async def main() -> None:
         async with cluster(silence_s=3600.0) as made:
@@ -344,6 +370,21 @@ def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing() -> None:
     go(main())
 
 
+@pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
+def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(reason: RefusalReason) -> None:
+    """The request is sent again by way of a dispatcher that knows nothing of it, and the worker remembers its end."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            worker.judge = lambda submit: reason if submit.attempt == 1 else None
+            session, taker = await made.serve(resumable=True)
+            assert taker.tokens == ANSWER
+            assert [submit.attempt for submit in worker.submits] == [1, 2]
+            assert session.admitted_s is not None
+            assert session.admitted_s - session.request.arrival_s < 0.1
+
+
 def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
     """The dispatcher's process was frozen for so long that the worker gave its request up."""
 
@@ -359,6 +400,16 @@ def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
             assert [submit.attempt for submit in worker.submits] == [1, 2]
 
     go(main())
+
+
+def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
+            assert taker.tokens == session.tokens == ANSWER
+            (submit,) = worker.submits
+            assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
 
 
 def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
