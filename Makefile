@@ -8,7 +8,7 @@ SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 COMPOSE_CHECK := ../shared/tools/compose-check.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-torch-kernels test-compose check format clean
+.PHONY: help install demo test test-faults test-torch-kernels test-compose mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,9 @@ test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, a
 	  echo "test-compose: skipped, there is no $(COMPOSE_CHECK). With an engine: docker-compose up -d --build," \
 	    "then $(BIN)/python -m pytest -m compose tests/compose"; \
 	fi
+
+mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice
+	$(BIN)/python -m tests.mutation
 
 check: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

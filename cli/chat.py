@@ -102,7 +102,7 @@ def run_chat(server: Server, console: Console, *, paced: bool) -> int:
     Raises:
         CommandError: it is no URL, or nothing answers there; with input from a pipe, also when an answer breaks off.
     """
-    check_url(url)
+    check_url(server.url)
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         with suppress(ImportError):  # line editing and history of what was typed

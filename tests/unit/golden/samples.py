@@ -129,7 +129,7 @@ MESSAGES: dict[str, ControlMessage] = {
     "cancel": Cancel(request_id=RequestId("r-0123"), attempt=2),
     "cancelled": Cancelled(request_id=RequestId("r-0123"), found=True),
     "replay": Replay(request_id=RequestId("r-0123"), attempt=2, first_index=300),
-    "replay_unknown": ReplayUnknown(request_id=RequestId("r-0123")),
+    "replay_unknown": ReplayUnknown(request_id=RequestId("r-0123"), incarnation=Incarnation(123456789)),
     "worker_report": _REPORT,
     "worker_status": _STATUS,
     "cluster_view": ClusterView(sequence_number=5, workers=(_STATUS,)),
