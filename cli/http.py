@@ -20,15 +20,16 @@ class Answer:
     body: bytes
 
 
-async def ask(url: str, *, limit_s: float = 5.0) -> Answer:
-    """Return what GET says.
+async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
+    """Return what GET says; a key is sent along if there is one.
 
     Raises:
         CommandError: nothing answers there, or no HTTP, or not within the time.
     """
     timeout = aiohttp.ClientTimeout(total=limit_s)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
             return Answer(response.status, await response.content.read(MAX_ANSWER_BYTES))
     except aiohttp.InvalidURL as error:
         raise CommandError(f"'{url}' is no URL", "Use --url http://127.0.0.1:8000", UNREACHABLE) from error

@@ -8,12 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.dispatcher.access.access import Access
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.doorway import Doorway, affordable_connections
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
+from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
+from services.dispatcher.http.unsent import ReaderLimits
+from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.text.generation_config import SamplingDefaults, read_sampling_defaults
@@ -85,6 +90,9 @@ class Dispatcher:
         bus: connected; the caller closes it.
         text: from `load_text`.
         on_failure: called when a task of it dies.
+
+    Raises:
+        ConfigError: the file of keys cannot be used.
     """
 
     def __init__(
@@ -104,14 +112,18 @@ class Dispatcher:
             codec=text.codec,
             pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
             sessions=self.service.sessions,
-            streams=EventStreams(settings.keep_alive_s, settings.write_limit_s, now),
+            streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
+            sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),
+            live=LiveCalls(self.service.sessions, now),
             metrics=DispatcherMetrics(settings.model_name()),
             max_model_len=text.folder.max_model_len or 2**31 - 1,
             created_unix_s=int(time.time()),
             now=now,
             unix_now=time.time,
             draw_seed=lambda: secrets.randbits(63),
-            rules=ParamRules(text.codec.vocab_size, text.defaults, settings.max_requests),
+            rules=ParamRules(text.codec.vocab_size, text.defaults, min(settings.max_choices, settings.max_requests)),
+            access=Access(settings.api_key, settings.api_keys_file, now),
+            tenants=Tenants(),
             doorway=_doorway(settings),
         )
         self.server = HttpServer(self.front)
@@ -125,6 +137,8 @@ class Dispatcher:
         port = await self.server.start(self._settings.host, self._settings.port)
         await self.service.start()
         self._tasks.start(self.front.streams.sweep_forever(), name="streams")
+        self._tasks.start(self.front.access.reload_forever(), name="keys")
+        self._tasks.start(self.front.sockets.sweep_forever(), name="sockets")
         return port
 
     async def drain(self) -> None:
@@ -134,6 +148,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End everything; requests that still run are cancelled at their workers."""
         self.service.sessions.draining = True
+        await self.front.sockets.close()
         await self.server.close()
         await self._tasks.close()
         await self.service.stop()

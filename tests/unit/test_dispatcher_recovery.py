@@ -307,3 +307,33 @@ def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing() -> None:
             assert not len(made.sessions.table)
 
     go(main())
+
+
+@pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
+def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(reason: RefusalReason) -> None:
+    """The request is sent again by way of a dispatcher that knows nothing of it, and the worker remembers its end."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            worker.judge = lambda submit: reason if submit.attempt == 1 else None
+            session, taker = await made.serve(resumable=True)
+            assert taker.tokens == ANSWER
+            assert [submit.attempt for submit in worker.submits] == [1, 2]
+            assert session.admitted_s is not None
+            assert session.admitted_s - session.request.arrival_s < 0.1
+
+    go(main())
+
+
+def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            fields = {"generated": tuple(ANSWER[:7]), "num_attempts": 3, "resumable": True}
+            session, taker = await made.serve(**fields)
+            assert taker.tokens == session.tokens == ANSWER
+            (submit,) = worker.submits
+            assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
+
+    go(main())

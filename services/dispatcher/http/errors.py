@@ -8,6 +8,7 @@ Messages name parameters and limits, never paths, subjects, hosts or the text of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final
@@ -52,8 +53,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.close = close
         if retry_after_s is not None:
-            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
-            self.headers["Retry-After-Ms"] = str(round(retry_after_s * 1000))
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+            self.headers["Retry-After-Ms"] = str(max(1, math.ceil(retry_after_s * 1000)))
 
     @property
     def type(self) -> str:
@@ -118,17 +119,31 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.SUPERSEDED: (409, "The same request, by its idempotency key, goes on over a newer connection.", None),
     FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),
     FailureCode.TIMED_OUT: (504, "The request took longer than the server allows.", None),
+    FailureCode.CANCELLED: (409, "The request was cancelled.", None),
+    FailureCode.RESUME_MISMATCH: (
+        409,
+        "The answer, made anew, does not continue what was sent of it. Ask again, with another Idempotency-Key.",
+        None,
+    ),
     FailureCode.INTERNAL: (500, "The server failed to handle the request.", None),
 }
 
 
-_NOT_TO_RETRY: Final = (FailureCode.REQUEST_FAILED, FailureCode.TIMED_OUT)
-"""It would cost as much again, and end alike."""
+_NOT_TO_RETRY: Final = (
+    FailureCode.REQUEST_FAILED,
+    FailureCode.TIMED_OUT,
+    FailureCode.CANCELLED,
+    FailureCode.SUPERSEDED,
+    FailureCode.RESUME_MISMATCH,
+)
+"""It would cost as much again and end alike, or undo what somebody wants."""
 
 
 def failure_error(code: FailureCode, prefix: str = "") -> ApiError:
     """Return the error of a request that has no (whole) answer; `prefix` says what part of it failed."""
     status, message, retry_after_s = _FAILURES[code]
     message = prefix + message
-    headers = {"x-should-retry": "false"} if code in _NOT_TO_RETRY else {}
+    headers = {} if retry_after_s is None else {"x-should-retry": "true"}
+    if code in _NOT_TO_RETRY:
+        headers["x-should-retry"] = "false"
     return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)

@@ -15,12 +15,15 @@ from typing import Final
 from aiohttp import web
 
 from services.dispatcher.http import models, probes
+from services.dispatcher.http.cancel import cancel_request, is_cancel_path
 from services.dispatcher.http.chat import chat_completions
 from services.dispatcher.http.completions import completions
 from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionLimits, ConnectionServer, head_too_large
 from services.dispatcher.http.errors import ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import authorise
 from services.dispatcher.http.tokenize import detokenize, tokenize
+from services.dispatcher.http.websocket import open_socket
 from services.dispatcher.session.session import FailureCode
 from shared.errors import StartupError
 from shared.log import get_logger
@@ -48,6 +51,7 @@ _ROUTES: Final[dict[str, Route]] = {
     "/v1/detokenize": {"POST": detokenize},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
+    "/v1/ws": {"GET": open_socket},
     "/v1/models": _get(models.list_models),
     "/v1/cluster": _get(probes.cluster),
     "/live": _get(probes.live),
@@ -57,6 +61,7 @@ _ROUTES: Final[dict[str, Route]] = {
     "/metrics": _get(probes.metrics),
 }
 _MODEL_ROUTE: Final = _get(models.get_model)
+_CANCEL_ROUTE: Final[Route] = {"POST": cancel_request}
 
 
 def _find(method: str, path: str) -> Endpoint:
@@ -68,6 +73,8 @@ def _find(method: str, path: str) -> Endpoint:
     route = _ROUTES.get(path)
     if route is None and path.startswith(models.PREFIX):
         route = _MODEL_ROUTE
+    if route is None and is_cancel_path(path):
+        route = _CANCEL_ROUTE
     if route is None:
         raise ApiError(404, "unknown_url", "There is nothing at this URL.")
     endpoint = route.get(method)
@@ -119,6 +126,7 @@ class HttpServer:
         public_id = _public_id(request)
         try:
             _check_head(request)
+            authorise(self._front, request)
             response = await _find(request.method, request.path)(self._front, request, public_id)
         except ApiError as error:
             _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)

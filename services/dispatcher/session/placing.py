@@ -14,7 +14,7 @@ from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import Leases
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
 from services.dispatcher.state import ClusterState
 from shared.ids import RequestId, WorkerId
 from shared.messages.owner import Owner
@@ -70,9 +70,20 @@ class Placing:
             return
         if not len(self.waiting) and await self._submit_somewhere(session, refused):
             return
-        if len(self.waiting) >= self._limits.max_queued:  # they came while this one asked the workers
-            raise RequestFailedError(FailureCode.QUEUE_FULL)
+        if self._is_queue_full(session.request):
+            raise RequestFailedError(self.crowded())
         await self._wait_and_submit(session, first=False)
+
+    def _is_queue_full(self, request: NewRequest) -> bool:
+        """Return whether one more may not wait: others may have come while this one asked the workers."""
+        most = request.max_tenant_queued
+        if most is not None and self.waiting.num_of(request.tenant) >= most:
+            return True
+        return self.waiting.num_before(request.tier) >= self._limits.max_queued
+
+    def crowded(self) -> FailureCode:
+        """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
+        return FailureCode.QUEUE_FULL if self._calls.connected else FailureCode.NO_CAPACITY
 
     async def _take_over(self, session: Session, refused: set[WorkerId]) -> bool:
         """Ask the worker that may run the request for another dispatcher; return whether it goes on there."""
@@ -142,15 +153,15 @@ class Placing:
     async def _wait_and_submit(self, session: Session, *, first: bool) -> None:
         request = session.request
         until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self.waiting.enter(first=first)
+        ticket = self.waiting.enter(request.tier, request.tenant, first=first)
+        self.waiting.shrink(self._limits.max_queued)
         try:
             while await self.waiting.turn(ticket, until_s):
                 if session.ended.is_set() or await self._submit_somewhere(session, set()):
                     return
         finally:
             self.waiting.leave(ticket)
-        has_worker = self._cluster.num_ready > 0 and self._calls.connected
-        raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
+        raise RequestFailedError(self.crowded() if self._cluster.num_ready else FailureCode.NO_CAPACITY)
 
     async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
         """Offer the session to one worker after the other but those that refused it; return whether one has it.
