@@ -50,7 +50,7 @@ def num_ready() -> int:
 def expected(engine: Engine) -> list[str]:
     """The texts of the undisturbed run."""
     assert engine.containers()
-    texts = texts_of(read_all([URL]))
+    texts = texts_of(read_all([URL], count=16))
     assert len(set(texts)) == len(texts)
     return texts
 
@@ -113,7 +113,7 @@ def test_a_paused_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, 
         finally:
             engine.act("unpause", "worker-0")
 
-    readers = read_all([URL], pause)
+    readers = read_all([URL], pause, count=16)
     assert texts_of(readers) == expected
     gaps = [reader.longest_gap_s for reader in readers]
     assert max(gaps) > 1.0, "some reader was of the paused worker"
@@ -122,12 +122,12 @@ def test_a_paused_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, 
 
 
 def test_a_killed_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
-    readers = read_all([URL], lambda: engine.act("kill", "worker-1"))
+    readers = read_all([URL], lambda: engine.act("kill", "worker-1"), count=16)
     assert texts_of(readers) == expected
     assert max(reader.longest_gap_s for reader in readers) < 30.0
     engine.act("start", "worker-1")
     wait_until(lambda: num_ready() == 2, "the killed worker is back", 120)
-    assert texts_of(read_all([URL])) == expected
+    assert texts_of(read_all([URL], count=16)) == expected
 
 
 def test_a_restarted_broker_is_a_pause_for_all_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
@@ -135,5 +135,5 @@ def test_a_restarted_broker_is_a_pause_for_all_readers_and_no_more(engine: Engin
         engine.act("kill", "nats")
         engine.act("start", "nats")
 
-    assert texts_of(read_all([URL], restart)) == expected
+    assert texts_of(read_all([URL], restart, count=16)) == expected
     wait_until(lambda: num_ready() == 2, "the workers are back", 60)

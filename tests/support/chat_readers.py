@@ -12,8 +12,10 @@ from typing import Any
 
 from tests.support.processes import wait_until
 
-PROMPTS = [f"Tell me a story about {who}." for who in ("a fox", "a hare", "the sea", "a king", "snow", "a mill")]
-MAX_TOKENS = 600
+_WHO = ("a fox", "a hare", "the sea", "a king", "snow", "a mill", "an owl", "a boat")
+PROMPTS = [f"Tell me a {kind} story about {who}." for kind in ("short", "long") for who in _WHO]
+MAX_TOKENS = 900
+"""So many that a disturbance comes long before the end."""
 READ_LIMIT_S = 240.0
 
 
@@ -73,16 +75,16 @@ class Reader:
             self.finish = choice["finish_reason"] or self.finish
 
 
-def read_all(urls: Sequence[str], disturb: Callable[[], None] | None = None) -> list[Reader]:
-    """Stream every prompt at once, in turn from each URL; disturb while all stream; return when all have ended.
+def read_all(urls: Sequence[str], disturb: Callable[[], None] | None = None, *, count: int = 8) -> list[Reader]:
+    """Stream so many prompts at once, in turn from each URL; disturb while all stream; return when all have ended.
 
     Raises:
         AssertionError: an answer had ended before the disturbance.
     """
-    readers = [Reader(urls[index % len(urls)], prompt, index) for index, prompt in enumerate(PROMPTS)]
+    readers = [Reader(urls[index % len(urls)], prompt, index) for index, prompt in enumerate(PROMPTS[:count])]
     try:
         if disturb is not None:
-            wait_until(lambda: all(reader.num_events > 8 or reader.error for reader in readers), "all stream", 60)
+            wait_until(lambda: all(reader.num_events or reader.error for reader in readers), "all stream", 60)
             assert not any(reader.finish for reader in readers), "the answers are too short for a disturbance"
             disturb()
     finally:

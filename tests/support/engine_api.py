@@ -35,6 +35,7 @@ class Engine:
         assert host.startswith("unix://"), f"DOCKER_HOST={host} is no socket of this machine"
         self._path = host.removeprefix("unix://")
         self._project = project
+        self._ids: dict[str, str] = {}
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """Return the JSON that the engine answers, or its bytes if they are none; an error is an AssertionError."""
@@ -53,7 +54,12 @@ class Engine:
             return content
 
     def containers(self) -> dict[str, str]:
-        """Return the containers of the project: id by name of the compose service."""
+        """Return the containers of the project: id by name of the compose service. They are looked up once."""
+        if not self._ids:
+            self._ids = self._find()
+        return self._ids
+
+    def _find(self) -> dict[str, str]:
         filters = quote(json.dumps({"label": [f"com.docker.compose.project={self._project}"]}))
         found = self.ask("GET", f"/containers/json?all=1&filters={filters}")
         return {one["Labels"]["com.docker.compose.service"]: one["Id"] for one in found}

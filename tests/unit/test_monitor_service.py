@@ -279,7 +279,7 @@ def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_a
         ("worker_incompatible", "other"),
         ("worker_incompatible", "other"),
     ]
-    shown = {status.report.worker_id: status for status in room.views[-1][1].workers}
+    shown = {str(status.report.worker_id): status for status in room.views[-1][1].workers}
     assert {name: status.incompatible for name, status in shown.items()} == {"new": "", "other": "-7"}
     assert shown[WorkerId("other")].liveness is Liveness.DEAD
     assert dict(room.monitor.counters) | {"views_written": 0} == {
