@@ -52,7 +52,9 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = output_of(capsys, "up", "--help")
-    not_for_up = {"instance_id", "log_format"}
+    # how to sign in at a named broker: children read it from the same environment and file
+    sign_in = {"nats_user", "nats_password", "nats_password_file", "nats_replicas"}
+    not_for_up = {"instance_id", "log_format", "health_file"} | sign_in
     for name in set(UpSettings.model_fields) - not_for_up:
         assert f"--{name.replace('_', '-')}" in out
     assert "--json" in out
