@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-torch-kernels check format clean
+.PHONY: help install demo test test-faults test-torch-kernels check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,10 +38,13 @@ demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading spe
 	$(BIN)/sluice demo
 
 test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not faults"
+
+test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
+	$(BIN)/python -m pytest -m faults tests/faults
 
 test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
-	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu"
+	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu and not faults"
 
 check: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cli.hints import Running
 from cli.model import Model
 from cli.settings import UpSettings
 from cli.supervisor import ChildSpec
@@ -43,6 +44,11 @@ class ClusterPlan:
         """Where the API is, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104  compared
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def running(self) -> Running:
+        """What a person needs to use it."""
+        return Running(self.url, self.nats_url, self.model_name, self.settings.has_keys)
 
     def worker_names(self) -> list[str]:
         """Return the names, and ids, of the workers."""
@@ -87,7 +93,12 @@ class ClusterPlan:
         flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
         flags += ["--generation-config", settings.generation_config]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
-        return self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+        flags += ["--api-keys-file", str(settings.api_keys_file.absolute())] if settings.api_keys_file else []
+        flags += ["--allow-no-key"] if settings.allow_no_key else []
+        spec = self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+        # a key in the flags could be read by everybody on this machine
+        key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}
+        return replace(spec, env={**spec.env, **key})
 
 
 def names_of(settings: UpSettings, model: Model) -> tuple[str, ...]:

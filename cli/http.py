@@ -41,15 +41,16 @@ def check_url(text: str) -> str:
     return text
 
 
-async def ask(url: str, *, limit_s: float = 5.0) -> Answer:
-    """Return what GET says.
+async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
+    """Return what GET says; a key is sent along if there is one.
 
     Raises:
         CommandError: nothing answers there, or no HTTP, or not within the time; or it is no URL.
     """
     timeout = aiohttp.ClientTimeout(total=limit_s)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
             return Answer(response.status, await response.content.read(MAX_ANSWER_BYTES))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__

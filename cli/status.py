@@ -13,13 +13,16 @@ STALE_AFTER_S = 3.0
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
 
 
-async def run_status(url: str, *, as_json: bool) -> str:
-    """Return what to print.
+async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
+    """Return what to print; a key is sent along if there is one.
 
     Raises:
         CommandError: nothing answers there, or it is no dispatcher.
     """
-    answer = await ask(f"{check_url(url).rstrip('/')}/v1/cluster")
+    answer = await ask(f"{check_url(url).rstrip('/')}/v1/cluster", api_key=api_key)
+    if answer.status in (401, 403):
+        hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"
+        raise CommandError(f"{url} does not let this key see its cluster ({answer.status})", hint, FAILED)
     if answer.status != 200:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)

@@ -65,9 +65,17 @@ def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _split_names(value: object) -> object:
+    """Return the names of a text with commas; what was given, but names nothing, is a slip and not the default."""
+    names = split_values(value) if isinstance(value, str) else value
+    if names == [] and value != "":
+        raise ValueError("no name is given (write at least one, or leave the setting out)")
+    return names
+
+
 ModelNames = Annotated[
     tuple[str, ...],
-    BeforeValidator(lambda value: split_values(value) if isinstance(value, str) else value),
+    BeforeValidator(_split_names),
     AfterValidator(_check_names),
     Field(max_length=64),
 ]

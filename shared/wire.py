@@ -3,7 +3,7 @@
 Whatever arrives, `decode` either returns a message that passed every check of its model or raises `WireError`: no other
 exception, no class looked up by a name on the wire, no memory beyond a small multiple of the size limit. In order:
 
-    size ─► msgpack or JSON under limits ─► a map with text keys ─► version (same major) ─► kind ─► the pydantic model
+    size ─► checksum (msgpack) ─► msgpack or JSON under limits ─► a map ─► version (same major) ─► kind ─► the model
 
 Version and kind come before the model, so that a message of another major version, whose fields may mean anything, is
 refused by its version. Unknown fields are ignored at every depth (also inside values whose own model refuses them), so
@@ -11,6 +11,8 @@ that a newer minor version may add some. Values are read leniently where nothing
 the declared types.
 
     submit (msgpack): {"version": 1, "kind": "submit", "request_id": "r-1", "stream": 7, …, "sampling": {…}}
+
+Msgpack ends with a checksum (`shared.checksum`). JSON has none: people read and write it, and no answer is made of it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, from_json
 
 from shared.bus import MAX_PAYLOAD_BYTES
+from shared.checksum import check_seal, seal
 from shared.errors import WireError, WireSizeError
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 
@@ -61,7 +64,7 @@ def encode(message: ControlMessage) -> bytes:
     """
     name = type(message).__name__
     try:
-        data: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+        data = seal(msgpack.packb(message.model_dump(), use_bin_type=True))
     except OverflowError:
         raise WireError(f"{name} has an integer of more than 64 bits") from None
     return _check_size(data, name)
@@ -73,7 +76,7 @@ def decode(data: bytes, kind: type[M]) -> M:
     Raises:
         WireError: they hold anything else; the reason names it without repeating the contents.
     """
-    return _validate(_unpack(_check_size(data, kind.__name__)), kind)
+    return _validate(_unpack(_check_size(data, kind.__name__), kind.__name__), kind)
 
 
 def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
@@ -82,7 +85,7 @@ def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
     Raises:
         WireError: as `decode`.
     """
-    return _validate_union(_unpack(_check_size(data, "message")), adapter)
+    return _validate_union(_unpack(_check_size(data, "message"), "message"), adapter)
 
 
 def encode_json(message: ControlMessage) -> bytes:
@@ -141,11 +144,12 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
     raise WireError(f"msgpack extension type {code} is not part of the protocol")
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def _unpack(data: bytes, what: str) -> dict[str, Any]:
+    body = check_seal(data, what)
     count = _ContainerCount()
     try:
         fields = msgpack.unpackb(
-            data,
+            body,
             raw=False,
             strict_map_key=True,
             object_hook=count,

@@ -125,6 +125,7 @@ class DispatcherService:
                 "draining": sessions.draining,
                 "num_requests": len(sessions.table),
                 "num_queued": sessions.num_queued,
+                "num_tasks": len(asyncio.all_tasks()),
                 "num_tokens": counters.num_tokens,
                 "num_ignored_rows": counters.num_ignored,
                 "num_lost_messages": counters.num_lost_messages,

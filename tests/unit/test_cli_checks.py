@@ -37,10 +37,19 @@ def test_own_addresses_need_no_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
 def test_other_addresses_are_refused_unless_accepted(host: str) -> None:
     with pytest.raises(
-        StartupError, match=r"asks for no key\. Listen on 127\.0\.0\.1, or accept it with --allow-no-key"
+        StartupError,
+        match=r"no key\. Give it keys with --api-keys-file, listen on 127\.0\.0\.1, or accept it with --allow-no-key",
     ):
         checks.check_settings(settings(host=host))
     checks.check_settings(settings(host=host, allow_no_key=True))
+    checks.check_settings(settings(host=host, api_key="k" * 16))
+
+
+def test_a_file_of_keys_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(
+        StartupError, match=r"there is no file of keys .*nowhere\.toml\. Make one with `sluice keys create`"
+    ):
+        checks.check_settings(settings(api_keys_file=tmp_path / "nowhere.toml"))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +249,18 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     assert "--deterministic" in worker
     assert "--no-prefix-caching" in worker
     assert flag(specs["dispatcher"], "--port") == "8123"
+
+
+def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: Path) -> None:
+    key = "k" * 20
+    chosen = settings(host="0.0.0.0", api_key=key, api_keys_file="keys.toml", allow_no_key=True)
+    specs = {spec.name: spec for spec in ClusterPlan(chosen, Model(tmp_path, "m"), "nats://x", 80).specs()}
+    dispatcher = specs["dispatcher"]
+    assert flag(dispatcher.argv, "--api-keys-file") == str(Path("keys.toml").absolute())
+    assert "--allow-no-key" in dispatcher.argv
+    assert dispatcher.env["SLUICE_DISPATCHER_API_KEY"] == key
+    assert not any(key in part for spec in specs.values() for part in spec.argv)
+    assert not any(key in value for name, spec in specs.items() if name != "dispatcher" for value in spec.env.values())
 
 
 def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_path: Path) -> None:

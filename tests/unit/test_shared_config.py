@@ -440,3 +440,10 @@ def test_a_model_may_have_several_names(argv: list[str], env: dict[str, str], na
 def test_a_model_may_not_have_any_name(name: str) -> None:
     with pytest.raises(ConfigError, match="is no name for a model"):
         load(Named, "", [f"--names={name}"], {})
+
+
+@pytest.mark.parametrize(("argv", "env"), [(["--names", ","], {}), (["--names="], {}), ([], {"SLUICE_NAMES": " ,, "})])
+def test_names_that_name_nothing_are_not_taken_for_the_default(argv: list[str], env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"NAMES|--names") as refusal:
+        load(Named, "", argv, env)
+    assert "no name is given (write at least one, or leave the setting out)" in str(refusal.value)
