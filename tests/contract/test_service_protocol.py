@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shared.bus import Bus, Endpoint, Message, NoRespondersError, ServiceInfo
+from shared.checksum import seal
 from shared.messages.plan import Plan
 from shared.nats_service import ServiceError
 from shared.wire import decode, encode
@@ -147,7 +148,12 @@ async def test_a_message_that_is_none_is_answered_with_400_and_counted_without_i
     server, tool = await net.connect("s"), await net.connect("t")
     await server.serve(INFO, [Endpoint("submit", ENDPOINT["subject"], read)])
     await server.flush()
-    bad = {b"secret": "not msgpack", encode(Plan(epoch=1))[:-1]: "not msgpack", _of_version(2): "speaks protocol 2"}
+    bad = {
+        b"secret": "checksum",
+        encode(Plan(epoch=1))[:-1]: "checksum",
+        seal(b"secret"): "not msgpack",
+        _of_version(2): "speaks protocol 2",
+    }
     for data, reason in bad.items():
         with pytest.raises(ServiceError, match=reason) as caught:
             await tool.request(ENDPOINT["subject"], data, timeout_s=WAIT_S)
@@ -155,7 +161,7 @@ async def test_a_message_that_is_none_is_answered_with_400_and_counted_without_i
         assert "secret" not in str(caught.value)
     assert await tool.request(ENDPOINT["subject"], encode(Plan(epoch=1)), timeout_s=WAIT_S)
     (figures,) = (await ask(tool, "$SRV.STATS.sluice-worker"))["endpoints"]
-    assert (figures["num_requests"], figures["num_errors"]) == (4, len(bad))
+    assert (figures["num_requests"], figures["num_errors"]) == (len(bad) + 1, len(bad))
     assert server.stats.handler_errors == 0, "the sender is wrong, not the handler"
 
 
