@@ -1,16 +1,15 @@
-"""Where a step's time goes on the CPU: parts of the forward pass, head, choice of the token, the rest; as a picture.
+"""Where a step's time goes on the CPU: the parts of the forward pass, and the rest, which is Python; as a picture.
 
     python -m benchmarks.step_profile --model FOLDER [--dtype bfloat16] [--threads 2] [--svg FILE]
 
-The kernels time their parts themselves, on their first thread. Medians would not add up, so the mean of the faster half
-of the steps is shown.
+The kernels time their parts themselves, on their first thread. Rows are greedy, so that the choice of the token is part
+of the head. Medians would not add up, so the mean of the faster half of the steps is shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from shared.types import SamplingParams
 
 NUM_STEPS = 40
 PREFILL_TOKENS = 512
-COLUMNS = (*PARTS, "head", "choose", "rest")
-COLOURS = ("#888888", "#bbbbbb", "#1b6ca8", "#66b2e0", "#d1495b", "#2a9d8f", "#e9a23b", "#c9761a", "#555555")
-COLOURS_AFTER = ("#7b4ea3", "#a98bc4", "#dddddd")
+COLUMNS = (*PARTS, "rest")
+BLUES, WARM, COLD = ("#1b6ca8", "#66b2e0"), ("#e9a23b", "#c9761a"), ("#7b4ea3", "#dddddd")
+COLOURS = ("#888888", "#bbbbbb", *BLUES, "#d1495b", "#2a9d8f", *WARM, "#555555", *COLD)
 
 
 def main() -> None:
@@ -66,7 +65,6 @@ def profile(runner: ModelRunner, num_rows: int, num_tokens: int, start: int) -> 
     """Return the seconds of each of `COLUMNS` for steps of some shape."""
     forward: Any = vars(runner)["_forward"]
     assert isinstance(forward, NativeForward)
-    watches = Watch(forward, "logits"), Watch(runner, "_choose")
     steps = []
     for number in range(NUM_STEPS):
         forward.part_seconds = np.zeros(len(PARTS))
@@ -74,34 +72,10 @@ def profile(runner: ModelRunner, num_rows: int, num_tokens: int, start: int) -> 
         began = time.perf_counter()
         runner.run(batch)
         whole = time.perf_counter() - began
-        known = [*forward.part_seconds.tolist(), *(watch.seconds for watch in watches)]
+        known = forward.part_seconds.tolist()
         steps.append([*known, whole - sum(known)])
-    for watch in watches:
-        watch.remove()
     steps.sort(key=sum)
     return [float(part) for part in np.mean(steps[: NUM_STEPS // 2], axis=0)]
-
-
-class Watch:
-    """Times one method of one object."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.seconds = 0.0
-        self._owner, self._name = owner, name
-        method: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return method(*arguments)
-            finally:
-                self.seconds = time.perf_counter() - began
-
-        setattr(owner, name, timed)
-
-    def remove(self) -> None:
-        """Put the method back."""
-        delattr(self._owner, self._name)
 
 
 def make_batch(runner: ModelRunner, num_rows: int, num_tokens: int, start: int, *, is_first: bool) -> Batch:
@@ -127,12 +101,11 @@ def make_batch(runner: ModelRunner, num_rows: int, num_tokens: int, start: int, 
 def picture(bars: dict[str, list[float]], title: str) -> str:
     """Return an SVG with one bar per kind of step, its parts as shares of the whole."""
     width, height, left = 860, 34, 130
-    colours = (*COLOURS, *COLOURS_AFTER)
     lines = [f'<text x="10" y="20" font-size="14">Share of a step by part: {title}</text>']
     for place, (name, bar) in enumerate(bars.items()):
         top, x = 36 + place * height, float(left)
         lines.append(f'<text x="10" y="{top + 17}">{name}</text>')
-        for part, colour, column in zip(bar, colours, COLUMNS, strict=True):
+        for part, colour, column in zip(bar, COLOURS, COLUMNS, strict=True):
             size = part / sum(bar) * (width - left - 90)
             label = f"{column}: {part * 1e3:.2f} ms, {part / sum(bar):.0%}"
             place_and_size = f'x="{x:.1f}" y="{top}" width="{size:.1f}" height="24"'
@@ -140,7 +113,7 @@ def picture(bars: dict[str, list[float]], title: str) -> str:
             x += size
         lines.append(f'<text x="{x + 6:.0f}" y="{top + 17}">{sum(bar) * 1e3:.2f} ms</text>')
     below = 36 + len(bars) * height + 14
-    for place, (column, colour) in enumerate(zip(COLUMNS, colours, strict=True)):
+    for place, (column, colour) in enumerate(zip(COLUMNS, COLOURS, strict=True)):
         x, y = 10 + place % 6 * 140, below + place // 6 * 22
         lines.append(f'<rect x="{x}" y="{y - 11}" width="12" height="12" fill="{colour}"/>')
         lines.append(f'<text x="{x + 18}" y="{y}">{column}</text>')

@@ -6,16 +6,29 @@ import asyncio
 import importlib
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from cli.answer import describe_answer, show_answer, start_answer
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
+from cli.http import check_url
 from sluice_client.client import SluiceClient
-from sluice_client.errors import SluiceClientError
+from sluice_client.errors import APIStatusError, SluiceClientError
 
 MAX_MESSAGES = 100
 """Messages of the conversation that are sent along; older ones are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Whom to talk to."""
+
+    url: str
+    model: str
+    """Empty for the first one of the server."""
+    api_key: str
+    """Empty for none."""
 
 
 class Chat:
@@ -24,16 +37,16 @@ class Chat:
     Args:
         runner: of the event loop; its Ctrl-C cancels what runs.
         console: for prompts and figures; answers go to stdout.
-        url: of the API.
-        model: empty for the first one of the server.
+        server: whom to talk to.
         paced: at reading speed.
     """
 
-    def __init__(self, runner: asyncio.Runner, console: Console, url: str, model: str, *, paced: bool) -> None:
+    def __init__(self, runner: asyncio.Runner, console: Console, server: Server, *, paced: bool) -> None:
         self._runner = runner
         self._console = console
-        self._url = url
-        self._model = model
+        self._url = server.url
+        self._model = server.model
+        self._api_key = server.api_key or None
         self._paced = paced
         self._history: list[dict[str, Any]] = []
         self._client: SluiceClient | None = None
@@ -68,10 +81,13 @@ class Chat:
         self._console.line(self._console.style(describe_answer(answer), "dim"))
 
     async def _connect(self) -> str:
-        self._client = SluiceClient(self._url, model=self._model or None)
+        self._client = SluiceClient(self._url, model=self._model or None, api_key=self._api_key)
         await self._client.__aenter__()
         try:
             models = await self._client.models()
+        except APIStatusError as error:
+            hint = "Give a key with --api-key, or set SLUICE_API_KEY" if error.status in (401, 403) else ""
+            raise CommandError(f"{self._url} refuses to talk: {error}", hint, FAILED) from error
         except SluiceClientError as error:
             hint = "Start a cluster with `sluice up`, or name another with --url"
             raise CommandError(f"nothing to talk to at {self._url}: {error}", hint, UNREACHABLE) from error
@@ -80,22 +96,23 @@ class Chat:
         return self._model or (models[0] if models else "")
 
 
-def run_chat(url: str, model: str, console: Console, *, paced: bool) -> int:
+def run_chat(server: Server, console: Console, *, paced: bool) -> int:
     """Talk until the end of input; return the exit code.
 
     Raises:
-        CommandError: nothing answers there; with input from a pipe, also when an answer breaks off.
+        CommandError: it is no URL, or nothing answers there; with input from a pipe, also when an answer breaks off.
     """
+    check_url(server.url)
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         with suppress(ImportError):  # line editing and history of what was typed
             importlib.import_module("readline")
     with asyncio.Runner() as runner:
-        chat = Chat(runner, console, url, model, paced=paced)
+        chat = Chat(runner, console, server, paced=paced)
         try:
             name = chat.connect()
             if is_interactive:
-                console.line(f"{name} at {url}; Ctrl-C stops an answer, Ctrl-D leaves")
+                console.line(f"{name} at {server.url}; Ctrl-C stops an answer, Ctrl-D leaves")
             _converse(chat, console, is_interactive=is_interactive)
         finally:
             chat.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import re
 import socket
@@ -11,6 +10,7 @@ import time
 from urllib.parse import urlsplit
 
 from cli.settings import UpSettings
+from shared.addresses import check_reachable
 from shared.errors import StartupError
 from shared.systems import UnknownSystemError, find_system
 
@@ -24,7 +24,8 @@ def check_settings(settings: UpSettings) -> None:
     """Check what depends on the settings alone.
 
     Raises:
-        StartupError: an unknown system or device, or an address that everybody could reach without a key.
+        StartupError: an unknown system or device, an address that everybody could reach without a key, or no file
+            of keys where one is named.
     """
     try:
         find_system(settings.system)
@@ -32,11 +33,10 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(str(error), "Choose one with --system") from error
     if not _DEVICE.fullmatch(settings.device):
         raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
-    if not settings.allow_no_key and not _is_own_address(settings.host):
-        raise StartupError(
-            f"{settings.host} can be reached from other machines, and the API asks for no key",
-            "Listen on 127.0.0.1, or accept it with --allow-no-key",
-        )
+    check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
+    if settings.api_keys_file is not None and not settings.api_keys_file.is_file():
+        hint = "Make one with `sluice keys create`"
+        raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
 
 
 def find_port(host: str, port: int) -> int:
@@ -98,15 +98,6 @@ def _greeting(connection: socket.socket) -> bytes:
             break
         line += data
     return line.split(b"\n")[0]
-
-
-def _is_own_address(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _explain_bind(host: str, port: int, error: OSError) -> StartupError:

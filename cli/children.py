@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cli.broker import BrokerAccess
+from cli.hints import Running
 from cli.model import Model
 from cli.settings import UpSettings
 from cli.supervisor import ChildSpec
+from shared.nats_roles import Role
 
 DISPATCHER = "dispatcher"
 MONITOR = "monitor"
@@ -25,8 +28,13 @@ class ClusterPlan:
 
     settings: UpSettings
     model: Model
-    nats_url: str
+    broker: BrokerAccess
     port: int
+
+    @property
+    def nats_url(self) -> str:
+        """The broker, as people and their tools reach it."""
+        return self.broker.operator_url
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -44,6 +52,11 @@ class ClusterPlan:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104  compared
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
+    @property
+    def running(self) -> Running:
+        """What a person needs to use it."""
+        return Running(self.url, self.nats_url, self.model_name, self.settings.has_keys)
+
     def worker_names(self) -> list[str]:
         """Return the names, and ids, of the workers."""
         return [f"worker-{index}" for index in range(self.settings.workers)]
@@ -55,12 +68,13 @@ class ClusterPlan:
 
     def _service(self, name: str, *flags: str, instance_id: str = "") -> ChildSpec:
         settings = self.settings
-        common = ("--instance-id", instance_id or name, "--nats-url", self.nats_url, "--cluster", settings.cluster)
+        common = ("--instance-id", instance_id or name, "--nats-url", self.broker.url, "--cluster", settings.cluster)
         logs = ("--log-level", settings.log_level, "--log-format", "json")
         # -P and PYTHONPATH: a folder named `services` where the person stands must not be taken for ours
-        python = (sys.executable, "-P", "-m", f"services.{name.split('-')[0]}")
+        role = Role(name.split("-")[0])
+        python = (sys.executable, "-P", "-m", f"services.{role}")
         path = os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
-        return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path})
+        return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path, **self.broker.env(role)})
 
     def _worker(self, index: int, name: str) -> ChildSpec:
         settings = self.settings
@@ -87,7 +101,12 @@ class ClusterPlan:
         flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
         flags += ["--generation-config", settings.generation_config]
         flags += ["--drain-limit-s", str(settings.drain_limit_s)]
-        return self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+        flags += ["--api-keys-file", str(settings.api_keys_file.absolute())] if settings.api_keys_file else []
+        flags += ["--allow-no-key"] if settings.allow_no_key else []
+        spec = self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+        # a key in the flags could be read by everybody on this machine
+        key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}
+        return replace(spec, env={**spec.env, **key})
 
 
 def names_of(settings: UpSettings, model: Model) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from cli.cluster import Cluster, run_cluster
 from cli.console import Console
 from cli.hints import describe
 from cli.settings import UpSettings
+from shared.errors import StartupError
 from sluice_client.client import SluiceClient
 
 DEFAULTS = {"workers": 2, "port": 0}
@@ -25,13 +26,18 @@ async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_in
         console: where the person looks.
         prompt: the question.
         is_interactive: whether to stay up after the answer until Ctrl-C.
+
+    Raises:
+        StartupError: a key is asked for, and the demo has none.
     """
+    if settings.has_keys and not settings.api_key:
+        raise StartupError("the demo asks its own question, and has no key for it", "Give one with --api-key")
 
     async def show(cluster: Cluster, stop: asyncio.Event) -> int:
         if not await _answer(cluster, console, prompt, stop):
             return 0
         plan = cluster.plan
-        sys.stdout.write(f"\n{describe(console, plan.url, plan.nats_url, plan.model_name, prompt)}\n")
+        sys.stdout.write(f"\n{describe(console, plan.running, prompt)}\n")
         sys.stdout.flush()
         if is_interactive:
             console.line("the cluster stays up; talk to it with the chat command above from another terminal")
@@ -47,7 +53,8 @@ async def _answer(cluster: Cluster, console: Console, prompt: str, stop: asyncio
     plan = cluster.plan
     sys.stdout.write(f"\n{console.style('you', 'bold')}: {prompt}\n\n{console.style(plan.model_name, 'bold')}: ")
     sys.stdout.flush()
-    async with SluiceClient(plan.url, model=plan.model_name) as client:
+    api_key = plan.settings.api_key or None
+    async with SluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
         answer = start_answer(client, [{"role": "user", "content": prompt}], pace="strict", max_tokens=MAX_TOKENS)
         showing = asyncio.create_task(show_answer(answer, sys.stdout), name="answer")
         stopping = asyncio.create_task(stop.wait(), name="stop")

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass
 
 from cli.console import Console
 
 EXAMPLE_PROMPT = "Tell me a story about a fox."
 
 
-def describe(console: Console, url: str, nats_url: str, model: str, prompt: str = EXAMPLE_PROMPT) -> str:
-    """Return the text that says how to use the cluster at this URL."""
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cluster that runs."""
+
+    url: str
+    nats_url: str
+    model: str
+    has_keys: bool = False
+    """Whether its API asks for a key."""
+
+
+def describe(console: Console, running: Running, prompt: str = EXAMPLE_PROMPT) -> str:
+    """Return the text that says how to use the cluster; a key stands in it as a variable, never itself."""
+    url, model, has_keys = running.url, running.model, running.has_keys
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True})
     rows = [
         ("API", f"{url}/v1"),
@@ -19,18 +32,21 @@ def describe(console: Console, url: str, nats_url: str, model: str, prompt: str 
         ("metrics", f"{url}/metrics"),
         ("state", f"sluice status --url {url}"),
         ("chat", f"sluice chat --url {url}"),
-        ("events", f"nats --server {nats_url} sub 'sluice.*.event.>'"),
+        ("events", f"nats --server {running.nats_url} sub 'sluice.*.event.>'"),
     ]
     table = "\n".join(f"  {console.style(f'{name:<9}', 'bold')}{value}" for name, value in rows)
-    curl = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    return f"{table}\n\n{curl}\n\n{_python(url, model, prompt)}\n"
+    key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if has_keys else ""
+    curl = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    hint = "set SLUICE_API_KEY to a key first\n\n" if has_keys else ""
+    return f"{table}\n\n{hint}{curl}\n\n{_python(url, model, prompt, has_keys=has_keys)}\n"
 
 
-def _python(url: str, model: str, prompt: str) -> str:
+def _python(url: str, model: str, prompt: str, *, has_keys: bool) -> str:
+    imports, key = ("import os\n\n", 'os.environ["SLUICE_API_KEY"]') if has_keys else ("", '"unused"')
     return f"""\
-from openai import OpenAI
+{imports}from openai import OpenAI
 
-client = OpenAI(base_url="{url}/v1", api_key="unused")
+client = OpenAI(base_url="{url}/v1", api_key={key})
 messages = [{{"role": "user", "content": {json.dumps(prompt)}}}]
 for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
     print(chunk.choices[0].delta.content or "" if chunk.choices else "", end="", flush=True)"""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from cli.exit_codes import UNREACHABLE, CommandError
+from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 
 MAX_ANSWER_BYTES = 8 * 1024**2
 
@@ -20,18 +21,37 @@ class Answer:
     body: bytes
 
 
-async def ask(url: str, *, limit_s: float = 5.0) -> Answer:
-    """Return what GET says.
+def is_url(text: str) -> bool:
+    """Return whether a text is the address of a web server."""
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        return False
+
+
+def check_url(text: str) -> str:
+    """Return what was given with --url.
 
     Raises:
-        CommandError: nothing answers there, or no HTTP, or not within the time.
+        CommandError: it is no URL.
+    """
+    if not is_url(text):
+        raise CommandError(f"'{text}' is no URL", "Use --url http://127.0.0.1:8000", REFUSED)
+    return text
+
+
+async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
+    """Return what GET says; a key is sent along if there is one.
+
+    Raises:
+        CommandError: nothing answers there, or no HTTP, or not within the time; or it is no URL.
     """
     timeout = aiohttp.ClientTimeout(total=limit_s)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
             return Answer(response.status, await response.content.read(MAX_ANSWER_BYTES))
-    except aiohttp.InvalidURL as error:
-        raise CommandError(f"'{url}' is no URL", "Use --url http://127.0.0.1:8000", UNREACHABLE) from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__
         hint = "Start a cluster with `sluice up`, or name another with --url"

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from cli.http import is_url
 from shared.errors import StartupError
 
 MODEL_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[\w./-]+))?\Z")
@@ -113,12 +113,7 @@ def _check_endpoint() -> None:
     """Refuse an `HF_ENDPOINT` that is no URL: the library would fail somewhere inside."""
     from huggingface_hub.constants import ENDPOINT
 
-    try:
-        url = urlsplit(ENDPOINT)
-        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
-    except ValueError:
-        is_url = False
-    if not is_url:
+    if not is_url(ENDPOINT):
         raise StartupError(f"HF_ENDPOINT is no URL: '{ENDPOINT}'", "Use https://…, or unset it")
 
 

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
+from cli.bus_options import nats_config, tap
+from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
+from cli.keys import keys
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
 
@@ -25,15 +28,18 @@ Examples:
   sluice chat                                  talk with it
   sluice status                                what the workers do
   sluice pull owner/name                       fetch a model from the hub
+  sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
+  sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
+  sluice chaos kill worker-0                   see that nobody notices
 
 \b
 Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench)
+  3    nothing answers at the URL (status, chat, bench), or under the id (chaos)
   130  stopped at once by a second Ctrl-C (bench, pull: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
@@ -80,6 +86,8 @@ _CLUSTER_OPTIONS = (
     ("memory", "SIZE", "Hard budget of each worker, e.g. 512MiB, 4GiB: parameters, KV, workspace. [1GiB]"),
     ("system", "NAME", "Named set of policies. [fcfs-chunked]"),
     ("host", "ADDR", "Address to listen on. [127.0.0.1]"),
+    ("api-keys-file", "FILE", "Keys that requests need (`sluice keys create`). [none: no key is asked for]"),
+    ("api-key", "KEY", "One key, of 16 characters at least; better as SLUICE_API_KEY than as a flag. [none]"),
     ("port", "P", "Port of the API; 0 picks a free one. [up: 8000, demo: 0]"),
     ("max-model-len", "N", "Most tokens of one request. [what the model and the memory allow]"),
     ("threads", "N", "CPU threads of each worker. [cores / workers]"),
@@ -150,29 +158,40 @@ def demo(*, prompt: str | None, **flags: Any) -> int:
     return asyncio.run(run_demo(settings, Console(), prompt or EXAMPLE_PROMPT, is_interactive=is_interactive))
 
 
+_api_key = click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="SLUICE_API_KEY",
+    default="",
+    help="Sent along. [SLUICE_API_KEY]",
+)
+
+
 @cli.command()
+@_api_key
 @click.option("--url", metavar="URL", default=DEFAULT_URL, show_default=True, help="The API to talk to.")
 @click.option("--model", metavar="NAME", default="", help="Model to talk to. [the first that is served]")
 @click.option("--no-pace", is_flag=True, help="Show the text as it arrives, not at reading speed.")
-def chat(*, url: str, model: str, no_pace: bool) -> int:
+def chat(*, api_key: str, url: str, model: str, no_pace: bool) -> int:
     """Talk with a model at reading speed.
 
     Ctrl-C stops an answer; a second Ctrl-C, or Ctrl-D, leaves. From a pipe, each line is one message.
     """
-    from cli.chat import run_chat
+    from cli.chat import Server, run_chat
     from cli.console import Console
 
-    return run_chat(url, model, Console(), paced=not no_pace)
+    return run_chat(Server(url, model, api_key), Console(), paced=not no_pace)
 
 
 @cli.command()
+@_api_key
 @click.option("--url", metavar="URL", default=DEFAULT_URL, show_default=True, help="The API to ask.")
 @click.option("--json", "as_json", is_flag=True, help="The cluster view as one line of JSON.")
-def status(*, url: str, as_json: bool) -> int:
+def status(*, api_key: str, url: str, as_json: bool) -> int:
     """Show the workers: phase, KV memory, requests, speed."""
     from cli.status import run_status
 
-    click.echo(asyncio.run(run_status(url, as_json=as_json)))
+    click.echo(asyncio.run(run_status(url, api_key, as_json=as_json)))
     return 0
 
 
@@ -226,6 +245,10 @@ def version() -> int:
 
 
 cli.add_command(bench)
+cli.add_command(chaos)
+cli.add_command(keys)
+cli.add_command(tap)
+cli.add_command(nats_config)
 
 
 def run_command(argv: list[str] | None = None) -> int:

@@ -46,6 +46,10 @@ class UpSettings(ServiceSettings):
     """CPU threads of each worker; 0 shares this machine's cores out evenly (deterministic: one thread)."""
     kernels: Literal["auto", "native", "flashinfer", "torch"] = "auto"
     """What computes the workers' steps; `auto` takes the best that is there."""
+    api_keys_file: Path | None = None
+    """File of keys (`sluice keys create`); with it, or `api_key`, the API asks for a key."""
+    api_key: Annotated[str, Field(pattern=r"^([!-~]{16,512})?$", repr=False)] = ""
+    """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
     allow_no_key: bool = False
     """Listen on another address than this machine's own although the API asks for no key."""
     log_dir: str = ""
@@ -54,6 +58,11 @@ class UpSettings(ServiceSettings):
     """Seconds that the cluster may take to load its models."""
     drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
     """Seconds that running answers get to finish after the first Ctrl-C or SIGTERM."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the API asks for a key."""
+        return self.api_keys_file is not None or bool(self.api_key)
 
     @property
     def has_own_broker(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import ask
+from cli.http import ask, check_url
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 from shared.wire import decode_json
 
@@ -13,13 +13,16 @@ STALE_AFTER_S = 3.0
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
 
 
-async def run_status(url: str, *, as_json: bool) -> str:
-    """Return what to print.
+async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
+    """Return what to print; a key is sent along if there is one.
 
     Raises:
         CommandError: nothing answers there, or it is no dispatcher.
     """
-    answer = await ask(f"{url.rstrip('/')}/v1/cluster")
+    answer = await ask(f"{check_url(url).rstrip('/')}/v1/cluster", api_key=api_key)
+    if answer.status in (401, 403):
+        hint = "Give a key that has the scope 'metrics' with --api-key, or set SLUICE_API_KEY"
+        raise CommandError(f"{url} does not let this key see its cluster ({answer.status})", hint, FAILED)
     if answer.status != 200:
         hint = "Name a sluice API with --url"
         raise CommandError(f"{url} answers {answer.status} to /v1/cluster; it is no sluice API", hint, FAILED)
@@ -53,7 +56,9 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
     if report.phase is WorkerPhase.LOADING:
         phase = f"loading {report.progress_ratio:.0%}"
     liveness = status.liveness.value
-    if status.liveness is not Liveness.ALIVE:
+    if status.incompatible:
+        phase, liveness = "incompatible", f"protocol {status.incompatible}"
+    elif status.liveness is not Liveness.ALIVE:
         liveness = f"{liveness} ({status.age_s:.0f} s)"
     return (
         report.worker_id,

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # it needs the errors below
+    from shared.bus_rules import BusStats
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """NATS's default limit for one message; both buses enforce it."""
@@ -182,6 +185,11 @@ class Bus(Protocol):
     @property
     def max_payload_bytes(self) -> int:
         """The largest payload that `publish` and `request` take."""
+        ...
+
+    @property
+    def stats(self) -> BusStats:
+        """What has gone wrong on this connection so far."""
         ...
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:

@@ -16,8 +16,12 @@ from shared.errors import ConfigError
 
 SECTIONS: Final = ("dispatcher", "monitor", "planner", "worker")
 """Tables that `sluice.toml` may have; each is read by the service of that name."""
-EXTRA_VARIABLES: Final = {"nats_url": "NATS_URL"}
-"""Variables without our prefix that are honoured for a field of every service, after our own."""
+EXTRA_VARIABLES: Final = {
+    "nats_url": "NATS_URL",
+    "api_key": "SLUICE_API_KEY",
+    "api_keys_file": "SLUICE_API_KEYS_FILE",
+}
+"""Variables that are honoured for a field of any section, after the section's own."""
 _PREFIX: Final = "SLUICE_"
 _TABLE_LINE = re.compile(r"\s*\[\s*([A-Za-z0-9_-]+)\s*\]")
 
@@ -59,8 +63,8 @@ class Schema:
         names = [self.variable(field_name)]
         if field_name in self.common:
             names += [_PREFIX + field_name.upper()] if self.section else []
-            names += [EXTRA_VARIABLES[field_name]] if field_name in EXTRA_VARIABLES else []
-        return names
+        names += [EXTRA_VARIABLES[field_name]] if field_name in EXTRA_VARIABLES else []
+        return list(dict.fromkeys(names))
 
 
 def read_flags(schema: Schema, argv: Sequence[str]) -> dict[str, Given]:

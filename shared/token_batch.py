@@ -5,7 +5,7 @@ numbers are little-endian; every length is checked before anything is read.
 
     offset  bytes  what
     0       4      magic b"SLTB"
-    4       1      format version (2)
+    4       1      format version (3)
     5       1      length of the worker id, 1 to 64
     6       2      zero
     8       4      m = rows
@@ -14,7 +14,8 @@ numbers are little-endian; every length is checked before anything is read.
     24      4      e = bytes of the extras
     28      w      worker id, ASCII, padded with zeros to a multiple of 4
     28 + w         stream u32[m] · first_index u32[m] · tokens u32[t] · attempt u16[m] · count u8[m] · finish u8[m]
-    end - e e      extras (`shared.stream_extras`), checked only by who asks for them
+    then    e      extras (`shared.stream_extras`), checked only by who asks for them
+    end - 4 4      checksum (`shared.checksum`)
 
 12 bytes per row and 4 per token: 16 per token in a decode step. A row may have no token (a finish by itself); a stream
 may have several rows, in order (a replay of more than 255 tokens).
@@ -31,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.bus import MAX_PAYLOAD_BYTES
+from shared.checksum import SEAL_BYTES, check_seal, seal
 from shared.errors import WireError, WireSizeError
 from shared.ids import StreamId, WorkerId
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras
@@ -45,7 +47,7 @@ U32 = NDArray[np.uint32]
 I64 = NDArray[np.int64]
 
 MAGIC: Final = b"SLTB"
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 MAX_STREAMS: Final = 65_536
 """Most rows of one batch."""
 MAX_COUNT: Final = 255
@@ -103,7 +105,7 @@ class TokenBatch:
     def packed_bytes(self) -> int:
         """Size of `pack()`."""
         columns = ROW_BYTES * len(self.stream) + TOKEN_BYTES * len(self.tokens)
-        return _prefix_bytes(self.worker_id) + columns + len(self.extras)
+        return _prefix_bytes(self.worker_id) + columns + len(self.extras) + SEAL_BYTES
 
     def offsets(self) -> I64:
         """Return [m + 1]: the tokens of row i are `tokens[offsets[i]:offsets[i + 1]]`."""
@@ -143,7 +145,7 @@ class TokenBatch:
         sizes = (num_rows, num_tokens, self.counter, len(self.extras))
         header = _HEADER.pack(MAGIC, FORMAT_VERSION, len(name), 0, *sizes)
         _check_columns(self)
-        return b"".join([header, name, bytes(-len(name) % 4), *(column.data for column in columns), self.extras])
+        return seal(b"".join([header, name, bytes(-len(name) % 4), *(column.data for column in columns), self.extras]))
 
     @classmethod
     def unpack(cls, data: bytes) -> TokenBatch:
@@ -159,7 +161,7 @@ class TokenBatch:
             size = num_tokens if name == "tokens" else num_rows
             columns[name] = np.frombuffer(data, dtype, size, offset)
             offset += size * dtype.itemsize
-        extras = bytes(data[offset:]) if num_extra_bytes else b""
+        extras = bytes(data[offset:-SEAL_BYTES]) if num_extra_bytes else b""
         batch = cls(worker_id=worker_id, counter=counter, extras=extras, **columns)
         try:
             _check_columns(batch)
@@ -178,7 +180,7 @@ class TokenBatch:
         """
         if self.packed_bytes <= max_bytes and len(self) <= MAX_STREAMS:
             return [self]
-        room = max_bytes - _prefix_bytes(self.worker_id)
+        room = max_bytes - _prefix_bytes(self.worker_id) - SEAL_BYTES
         token_ends = self.offsets()
         ends = token_ends * TOKEN_BYTES + np.arange(len(token_ends)) * ROW_BYTES
         extras = self.stream_extras()
@@ -295,9 +297,10 @@ def _read_prefix(data: bytes) -> tuple[WorkerId, int, int, int, int]:
     if num_rows > MAX_STREAMS:
         raise WireError(f"token batch with {num_rows} rows is over the limit of {MAX_STREAMS}")
     expected = _HEADER.size + id_bytes + (-id_bytes) % 4 + ROW_BYTES * num_rows + TOKEN_BYTES * num_tokens
-    expected += num_extra_bytes
+    expected += num_extra_bytes + SEAL_BYTES
     if len(data) != expected:
         raise WireError(f"token batch of {len(data)} bytes, its header says {expected}")
+    check_seal(data, "token batch")
     return _read_worker_id(data, id_bytes), num_rows, num_tokens, counter, num_extra_bytes
 
 

@@ -3,7 +3,7 @@
 Whatever arrives, `decode` either returns a message that passed every check of its model or raises `WireError`: no other
 exception, no class looked up by a name on the wire, no memory beyond a small multiple of the size limit. In order:
 
-    size ─► msgpack or JSON under limits ─► a map with text keys ─► version (same major) ─► kind ─► the pydantic model
+    size ─► checksum (msgpack) ─► msgpack or JSON under limits ─► a map ─► version (same major) ─► kind ─► the model
 
 Version and kind come before the model, so that a message of another major version, whose fields may mean anything, is
 refused by its version. Unknown fields are ignored at every depth (also inside values whose own model refuses them), so
@@ -11,6 +11,8 @@ that a newer minor version may add some. Values are read leniently where nothing
 the declared types.
 
     submit (msgpack): {"version": 1, "kind": "submit", "request_id": "r-1", "stream": 7, …, "sampling": {…}}
+
+Msgpack ends with a checksum (`shared.checksum`). JSON has none: people read and write it, and no answer is made of it.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, from_json
 
 from shared.bus import MAX_PAYLOAD_BYTES
-from shared.errors import WireError, WireSizeError
+from shared.checksum import check_seal, seal
+from shared.errors import WireError, WireSizeError, WireVersionError
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "WireError",
     "WireSizeError",
+    "WireVersionError",
     "decode",
     "decode_json",
     "decode_union",
     "decode_union_json",
     "encode",
     "encode_json",
+    "read_fields",
 ]
 
 MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES
@@ -61,7 +66,7 @@ def encode(message: ControlMessage) -> bytes:
     """
     name = type(message).__name__
     try:
-        data: bytes = msgpack.packb(message.model_dump(), use_bin_type=True)
+        data = seal(msgpack.packb(message.model_dump(), use_bin_type=True))
     except OverflowError:
         raise WireError(f"{name} has an integer of more than 64 bits") from None
     return _check_size(data, name)
@@ -73,7 +78,7 @@ def decode(data: bytes, kind: type[M]) -> M:
     Raises:
         WireError: they hold anything else; the reason names it without repeating the contents.
     """
-    return _validate(_unpack(_check_size(data, kind.__name__)), kind)
+    return _validate(_unpack(_check_size(data, kind.__name__), kind.__name__), kind)
 
 
 def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
@@ -82,7 +87,7 @@ def decode_union(data: bytes, adapter: TypeAdapter[T]) -> T:
     Raises:
         WireError: as `decode`.
     """
-    return _validate_union(_unpack(_check_size(data, "message")), adapter)
+    return _validate_union(_unpack(_check_size(data, "message"), "message"), adapter)
 
 
 def encode_json(message: ControlMessage) -> bytes:
@@ -118,6 +123,18 @@ def decode_union_json(data: bytes, adapter: TypeAdapter[T]) -> T:
     return _validate_union(_parse_json(_check_size(data, "message")), adapter)
 
 
+def read_fields(data: bytes) -> dict[str, Any]:
+    """Return the fields of a message, msgpack or JSON, of any version and kind: for tools that show what they see.
+
+    The limits of `decode` hold; nothing is checked beyond them.
+
+    Raises:
+        WireError: the bytes hold no map of fields within the limits.
+    """
+    _check_size(data, "message")
+    return _parse_json(data) if data[:1] == b"{" else _unpack(data, "message")
+
+
 def _check_size(data: bytes, what: str) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireSizeError(what, len(data), MAX_MESSAGE_BYTES)
@@ -141,11 +158,12 @@ def _refuse_extension(code: int, _data: bytes) -> Any:
     raise WireError(f"msgpack extension type {code} is not part of the protocol")
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
+def _unpack(data: bytes, what: str) -> dict[str, Any]:
+    body = check_seal(data, what)
     count = _ContainerCount()
     try:
         fields = msgpack.unpackb(
-            data,
+            body,
             raw=False,
             strict_map_key=True,
             object_hook=count,
@@ -193,7 +211,7 @@ def _check_version(fields: dict[str, Any]) -> None:
     if not isinstance(version, int) or isinstance(version, bool):
         raise WireError("the message has no version")
     if version != PROTOCOL_VERSION:
-        raise WireError(f"the sender speaks protocol {_short(version)}, this process {PROTOCOL_VERSION}")
+        raise WireVersionError(_short(version), PROTOCOL_VERSION)
 
 
 def _short(value: object) -> str:

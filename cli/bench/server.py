@@ -12,6 +12,7 @@ import numpy as np
 from cli.bench.answers import count_of, parse_answer
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from cli.http import check_url
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 LONG_WORDS = 120
@@ -41,9 +42,9 @@ class Server:
         """Return the server at this URL, with the model asked for or the first that it lists.
 
         Raises:
-            CommandError: nothing answers there, or it serves no such model.
+            CommandError: it is no URL, nothing answers there, or it serves no such model.
         """
-        base_url = url.rstrip("/").removesuffix("/v1")
+        base_url = check_url(url).rstrip("/").removesuffix("/v1")
         models = await _models(session, base_url)
         if models and model and model not in models:
             raise CommandError(f"{base_url} does not serve '{model}'", f"It serves: {', '.join(models)}", FAILED)
@@ -65,8 +66,6 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, in
     try:
         async with session.get(url, timeout=CHECK_LIMIT) as response:
             status, body = response.status, await response.read()
-    except aiohttp.InvalidURL as error:
-        raise CommandError(f"'{base_url}' is no URL", "Use --url http://127.0.0.1:8000", UNREACHABLE) from error
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "Start a cluster with `sluice up`, or name another with --url"
         raise CommandError(f"nothing answers at {base_url} ({type(error).__name__})", hint, UNREACHABLE) from error

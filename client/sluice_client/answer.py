@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -34,8 +34,15 @@ class Answer:
     once, which makes the server cancel. An error is raised after the text that came before it.
     """
 
-    def __init__(self, source: AsyncGenerator[Piece, None], record: AnswerRecord, pacer: Pacer) -> None:
+    def __init__(
+        self,
+        source: AsyncGenerator[Piece, None],
+        record: AnswerRecord,
+        pacer: Pacer,
+        cancel: Callable[[], Awaitable[None]],
+    ) -> None:
         self._record = record
+        self._cancel = cancel
         self._stream = PacedStream(source, pacer)
 
     def __aiter__(self) -> Self:
@@ -66,6 +73,17 @@ class Answer:
     async def stop(self) -> None:
         """Make the server cancel; what had arrived is shown at once, then the iteration ends, without an error."""
         await self._stream.stop()
+
+    async def cancel(self) -> None:
+        """As `stop`, but the server is told in so many words: also where a proxy keeps its connection open.
+
+        Raises:
+            SluiceClientError: it could not be told; the iteration ends all the same.
+        """
+        try:
+            await self._cancel()
+        finally:
+            await self.stop()
 
     async def aclose(self) -> None:
         """End the answer and close its connection. Calling it again changes nothing."""

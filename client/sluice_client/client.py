@@ -5,44 +5,56 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from sluice_client.answer import Answer, Reply
+from sluice_client.answer_stream import EventSource, stream_pieces
+from sluice_client.cursor import Cursor, check_key
 from sluice_client.errors import ProtocolError
-from sluice_client.pacer import PaceMode, Piece, make_pacer
+from sluice_client.pacer import PaceMode, Pacer, Piece, make_pacer
 from sluice_client.protocol import AnswerRecord
 from sluice_client.qoe import QoeTarget
+from sluice_client.socket_transport import SocketTransport
 from sluice_client.transport import ClientLimits, Transport
 
 Messages = str | Sequence[Mapping[str, Any]]
 
 
 class SluiceClient:
-    """A client of one server; use it as an asynchronous context manager.
+    """A client of one server, or of several that serve the same; use it as an asynchronous context manager.
+
+    An answer whose connection is lost is resumed if the server can (Sluice): the reader sees a pause.
 
     Args:
-        base_url: "http://host:8000"; /v1 is added unless the URL has a path of its own.
+        base_url: "http://host:8000"; /v1 is added unless the URL has a path of its own. Of several, the next one is
+            asked when one cannot be reached or has no capacity.
         api_key: sent as a bearer token.
         model: default of the methods; None: the first model that the server lists.
-        limits: timeouts and sizes.
+        limits: timeouts, sizes and retries.
         rng: source of the jitter between retries.
+        transport: of streamed answers; "websocket" (Sluice only) carries several over one connection.
 
     Raises:
-        ValueError: base_url is not an http(s) URL.
+        ValueError: base_url is not an http(s) URL, or there is no such transport.
     """
 
     def __init__(
         self,
-        base_url: str,
+        base_url: str | Sequence[str],
         api_key: str | None = None,
         *,
         model: str | None = None,
         limits: ClientLimits | None = None,
         rng: random.Random | None = None,
+        transport: Literal["http", "websocket"] = "http",
     ) -> None:
+        if transport not in ("http", "websocket"):
+            raise ValueError(f"transport must be 'http' or 'websocket', not {transport!r}")
         rng = rng or random.Random()  # noqa: S311  jitter, not secrecy
         self._transport = Transport(base_url, api_key, limits or ClientLimits(), rng)
+        self._sockets = SocketTransport(self._transport) if transport == "websocket" else None
         self._model = model
 
     async def __aenter__(self) -> Self:
@@ -56,6 +68,8 @@ class SluiceClient:
 
     async def aclose(self) -> None:
         """Close every connection; answers under way lose theirs."""
+        if self._sockets is not None:
+            await self._sockets.close()
         await self._transport.close()
 
     def chat(
@@ -65,6 +79,7 @@ class SluiceClient:
         *,
         pace: PaceMode | None = "human",
         qoe: QoeTarget | None = None,
+        idempotency_key: str | None = None,
         **params: Any,
     ) -> Answer:
         """Stream the answer to a conversation.
@@ -74,12 +89,14 @@ class SluiceClient:
             model: None takes the client's default.
             pace: "human" for people, "strict" for the exact timeline of `qoe`, None for programs.
             qoe: the reader's expectation; sent to the server if given (only Sluice knows the field).
+            idempotency_key: of requests that are one; None: a new one, so that it is one however often it is sent.
             **params: any other field of the request (`max_tokens`, `temperature`, …).
 
         Raises:
-            ValueError: unknown `pace`, or `n` above 1.
+            ValueError: unknown `pace`, `n` above 1, or a key that cannot be a header.
         """
-        return self._stream("chat/completions", {"messages": _as_messages(messages), **params}, model, pace, qoe)
+        body = {"messages": _as_messages(messages), **params}
+        return self._stream("chat/completions", _with_qoe(body, qoe), model, make_pacer(pace, qoe), idempotency_key)
 
     def complete(
         self,
@@ -88,10 +105,12 @@ class SluiceClient:
         *,
         pace: PaceMode | None = "human",
         qoe: QoeTarget | None = None,
+        idempotency_key: str | None = None,
         **params: Any,
     ) -> Answer:
         """Stream the continuation of a prompt (text or token ids); arguments as in `chat`."""
-        return self._stream("completions", {"prompt": prompt, **params}, model, pace, qoe)
+        body = {"prompt": prompt, **params}
+        return self._stream("completions", _with_qoe(body, qoe), model, make_pacer(pace, qoe), idempotency_key)
 
     async def chat_once(self, messages: Messages, model: str | None = None, **params: Any) -> Reply:
         """The answer to a conversation in one piece, not streamed and not paced; with `n`, all choices."""
@@ -109,28 +128,32 @@ class SluiceClient:
             raise ProtocolError("the server's list of models is not in OpenAI's format")
         return [model["id"] for model in data]
 
-    def _stream(
-        self, path: str, body: dict[str, Any], model: str | None, pace: PaceMode | None, qoe: QoeTarget | None
-    ) -> Answer:
+    def _stream(self, path: str, body: dict[str, Any], model: str | None, pacer: Pacer, key: str | None) -> Answer:
         if body.get("n", 1) != 1:
             raise ValueError("an Answer streams one choice; send n requests instead of n choices")
-        pacer = make_pacer(pace, qoe)
         body = {"stream_options": {"include_usage": True}, **body, "stream": True}
-        if qoe is not None:
-            body["qoe"] = {"ttft_s": qoe.ttft_s, "speed_tokens_per_s": qoe.speed_tokens_per_s}
-        record = AnswerRecord()
-        return Answer(self._pieces(path, body, model, record), record, pacer)
+        source: EventSource = self._transport if self._sockets is None else self._sockets
+        record, cursor = AnswerRecord(), Cursor(check_key(key))
+        pieces = self._pieces(source, path, body, model, cursor, record)
+        return Answer(pieces, record, pacer, partial(source.cancel, cursor))
 
     async def _pieces(
-        self, path: str, body: dict[str, Any], model: str | None, record: AnswerRecord
+        self,
+        source: EventSource,
+        path: str,
+        body: dict[str, Any],
+        model: str | None,
+        cursor: Cursor,
+        record: AnswerRecord,
     ) -> AsyncGenerator[Piece, None]:
-        async with aclosing(self._transport.stream(path, await self._with_model(body, model), record)) as pieces:
+        body = await self._with_model(body, model)
+        async with aclosing(stream_pieces(source, path, body, cursor, record)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def _once(self, path: str, body: dict[str, Any], model: str | None) -> Reply:
         body = await self._with_model({**body, "stream": False}, model)
-        reply, request_id = await self._transport.fetch("POST", path, body)
+        reply, request_id = await self._transport.fetch("POST", path, body, Cursor(check_key(None)))
         choices = reply.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             raise ProtocolError("the server's answer has no choice")
@@ -155,6 +178,12 @@ class SluiceClient:
                 raise ProtocolError("the server lists no model; name one")
             model = self._model = models[0]
         return {"model": model, **body}
+
+
+def _with_qoe(body: dict[str, Any], qoe: QoeTarget | None) -> dict[str, Any]:
+    if qoe is None:
+        return body
+    return {**body, "qoe": {"ttft_s": qoe.ttft_s, "speed_tokens_per_s": qoe.speed_tokens_per_s}}
 
 
 def _index(choice: dict[str, Any]) -> int:

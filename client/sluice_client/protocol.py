@@ -39,7 +39,10 @@ class AnswerRecord:
             APIStreamError: it is an error event.
             ProtocolError: it is not a chunk.
         """
-        chunk = parse_object(data)
+        return self.take_chunk(parse_object(data))
+
+    def take_chunk(self, chunk: dict[str, Any]) -> Piece | None:
+        """Take an event's object; as `take`."""
         if chunk.get("error") is not None:
             message, code, kind = parse_error(chunk)
             raise APIStreamError(message, code=code, kind=kind, request_id=self.request_id)

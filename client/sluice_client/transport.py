@@ -1,30 +1,29 @@
-"""HTTP below the SDK: one session, bounded retries before the first token, errors translated once."""
+"""HTTP below the SDK: one session, bounded retries, errors translated once."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import aiohttp
 
+from sluice_client.cursor import KEY_HEADER, REQUEST_HEADER, Cursor, Servers
 from sluice_client.errors import (
     APIConnectionError,
     APIStatusError,
     ConnectionLostError,
-    IncompleteStreamError,
     ProtocolError,
     SluiceClientError,
 )
-from sluice_client.pacer import Piece
 from sluice_client.protocol import DONE, AnswerRecord, parse_error, parse_object
-from sluice_client.retry import RetryPolicy, may_retry, parse_retry_after
+from sluice_client.retry import Attempts, Resumes, RetryBudget, RetryPolicy, Setback, may_retry, parse_retry_after
 from sluice_client.sse import SseDecoder
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +43,39 @@ class ClientLimits:
     max_body_bytes: int = 16 << 20
     """Largest answer that is not streamed."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    """Before the first token only."""
+    """Of requests that failed before the first token, and of answers that lost their connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failed attempt."""
+
+    error: SluiceClientError
+    may_retry: bool
+    retry_after_s: float | None = None
+    cause: BaseException | None = None
+    is_unreachable: bool = False
+    """Nobody took the request."""
 
 
 class Transport:
-    """Requests to one server; arguments as `SluiceClient`."""
+    """Requests to the servers; arguments as `SluiceClient`."""
 
-    def __init__(self, base_url: str, api_key: str | None, limits: ClientLimits, rng: random.Random) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError(f"base_url must look like http://host:8000, not {base_url!r}")
-        path = parts.path.rstrip("/") or "/v1"
-        self._base_url = f"{parts.scheme}://{parts.netloc}{path}"
+    def __init__(
+        self, base_url: str | Sequence[str], api_key: str | None, limits: ClientLimits, rng: random.Random
+    ) -> None:
+        self.limits = limits
+        self._servers = Servers(base_url)
         self._headers = {"Accept-Encoding": "identity"}  # compression would hold tokens back
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._limits = limits
         self._rng = rng
+        self._budget = RetryBudget(limits.retry, time.monotonic())
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Make the session; needs a running loop."""
-        limits = self._limits
+        limits = self.limits
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=limits.max_connections),
             timeout=aiohttp.ClientTimeout(
@@ -79,43 +89,67 @@ class Transport:
         if self._session is not None:
             await self._session.close()
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None) -> aiohttp.ClientResponse:
-        """The response to a request, status 200, body not read; retried within bounds."""
-        attempt = 0
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The open session.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._session is None or self._session.closed:
+            raise RuntimeError("the client is not open; use `async with SluiceClient(...) as client`")
+        return self._session
+
+    def resumes(self) -> Resumes:
+        """What may be done for an answer that loses its connections."""
+        return Resumes(self.limits.retry, self._budget, self._rng)
+
+    async def with_retries(self, attempt: Callable[[str], Awaitable[R | Failure]], *, is_resume: bool = False) -> R:
+        """The result of the first attempt that does not fail.
+
+        Args:
+            attempt: made with the base URL of the server to ask.
+            is_resume: of an answer that has begun.
+
+        Raises:
+            SluiceClientError: the last attempt's, when there may be no other.
+        """
+        attempts = Attempts(self.limits.retry, self._budget, self._rng, time.monotonic(), is_resume=is_resume)
+        num_untried = len(self._servers.urls)
         while True:
-            outcome = await self._try_request(method, path, body)
-            if isinstance(outcome, aiohttp.ClientResponse):
+            url = self._servers.current
+            outcome = await attempt(url)
+            if not isinstance(outcome, Failure):
                 return outcome
-            delay_s = None
-            if outcome.may_retry:
-                delay_s = self._limits.retry.delay_s(attempt, outcome.retry_after_s, self._rng)
+            num_untried -= 1
+            is_servers_own = outcome.may_retry and _status(outcome) in (None, 503)
+            if is_servers_own:
+                self._servers.leave(url)
+            setback = Setback(
+                may_retry=outcome.may_retry,
+                retry_after_s=outcome.retry_after_s,
+                is_unreachable=outcome.is_unreachable,
+                has_other_server=is_servers_own and num_untried > 0,
+            )
+            delay_s = attempts.next_delay_s(setback, time.monotonic())
             if delay_s is None:
                 raise outcome.error from outcome.cause
-            attempt += 1
             await asyncio.sleep(delay_s)
 
     async def _try_request(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> aiohttp.ClientResponse | _Failure:
-        if self._session is None or self._session.closed:
-            raise RuntimeError("the client is not open; use `async with SluiceClient(...) as client`")
-        url = f"{self._base_url}/{path}"
+        self, url: str, method: str, body: dict[str, Any] | None, headers: dict[str, str]
+    ) -> aiohttp.ClientResponse | Failure:
         try:
-            response = await self._session.request(method, url, json=body, allow_redirects=False)
+            response = await self.session.request(method, url, json=body, headers=headers, allow_redirects=False)
             if response.status == 200:
                 return response
             return await self._status_failure(response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            failure = APIConnectionError(f"no answer from {self._base_url}: {_describe(error)}")
-            # a server that took the request and is silent may still be at work: asking again would double it
-            is_retried = isinstance(error, aiohttp.ClientConnectionError) and not isinstance(
-                error, aiohttp.SocketTimeoutError
-            )
-            return _Failure(failure, may_retry=is_retried, cause=error)
+            return unreachable(url, error)
 
-    async def _status_failure(self, response: aiohttp.ClientResponse) -> _Failure:
+    async def _status_failure(self, response: aiohttp.ClientResponse) -> Failure:
         try:
-            raw = await _read_limited(response, self._limits.max_body_bytes)
+            raw = await _read_limited(response, self.limits.max_body_bytes)
             message, code, kind = parse_error(parse_object(raw))
         except ProtocolError:
             message, code, kind = response.reason or "no reason given", None, None
@@ -126,82 +160,124 @@ class Transport:
             status=response.status,
             code=code,
             message=message,
-            request_id=response.headers.get("x-request-id"),
+            request_id=response.headers.get(REQUEST_HEADER),
             retry_after_s=retry_after_s,
             kind=kind,
         )
-        return _Failure(error, may_retry=may_retry(response.status, response.headers), retry_after_s=retry_after_s)
+        return Failure(error, may_retry=may_retry(response.status, response.headers), retry_after_s=retry_after_s)
 
-    async def fetch(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    async def fetch(
+        self, method: str, path: str, body: dict[str, Any] | None, cursor: Cursor | None = None
+    ) -> tuple[dict[str, Any], str | None]:
         """The JSON object that answers a request, and the x-request-id.
+
+        Args:
+            method: GET or POST.
+            path: after the base URL.
+            body: JSON, or None.
+            cursor: of a request that should be known as one, however often it is sent.
 
         Raises:
             APIConnectionError, APIStatusError, ConnectionLostError, ProtocolError: see `errors.py`.
         """
-        response = await self._request(method, path, body)
+        headers = {} if cursor is None else cursor.headers()
+        response = await self.with_retries(lambda base: self._try_request(f"{base}/{path}", method, body, headers))
         try:
-            raw = await _read_limited(response, self._limits.max_body_bytes)
+            raw = await _read_limited(response, self.limits.max_body_bytes)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ConnectionLostError(f"the answer broke off: {_describe(error)}") from error
+            raise ConnectionLostError(f"the answer broke off: {describe(error)}") from error
         finally:
             response.close()
-        return parse_object(raw), response.headers.get("x-request-id")
+        return parse_object(raw), response.headers.get(REQUEST_HEADER)
 
-    async def stream(self, path: str, body: dict[str, Any], record: AnswerRecord) -> AsyncGenerator[Piece, None]:
-        """The pieces of a streamed answer; closing the generator closes the connection.
+    async def cancel(self, cursor: Cursor) -> None:
+        """Tell the server that has the request to stop it.
 
         Raises:
-            SluiceClientError: any of `errors.py`; every piece that came before it was yielded.
+            APIConnectionError, APIStatusError: it could not be told, or knows no such request.
         """
-        response = await self._request("POST", path, body)
-        record.request_id = response.headers.get("x-request-id")
+        if not cursor.base_url:
+            return
+        url = f"{cursor.base_url}/requests/{cursor.request_id}/cancel"
+        outcome = await self._try_request(url, "POST", None, {})
+        if isinstance(outcome, Failure):
+            raise outcome.error from outcome.cause
+        outcome.close()
+
+    async def events(
+        self, path: str, body: dict[str, Any], cursor: Cursor, record: AnswerRecord
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer over one connection; closing the generator closes it.
+
+        Raises:
+            SluiceClientError: any of `errors.py`; every chunk that came before it was yielded.
+        """
+
+        async def attempt(base_url: str) -> aiohttp.ClientResponse | Failure:
+            cursor.base_url = base_url
+            return await self._try_request(f"{base_url}/{path}", "POST", body, cursor.headers())
+
+        response = await self.with_retries(attempt, is_resume=cursor.has_begun)
+        record.request_id = response.headers.get(REQUEST_HEADER)
+        cursor.request_id = record.request_id or cursor.request_id
         try:
             if response.content_type == "application/json":
                 raise ProtocolError("the server answered a streamed request with JSON instead of an event stream")
-            async with aclosing(self._events(response)) as events:
-                async for data in events:
-                    piece = record.take(data)
-                    if piece is not None:
-                        yield piece
+            cursor.is_resumable = response.headers.get(KEY_HEADER) == cursor.key
+            if cursor.has_begun and not cursor.is_resumable:
+                raise ConnectionLostError("the stream broke off, and the server cannot go on with it")
+            async for chunk in self._chunks(response, cursor):
+                yield chunk
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if record.finish_reason is None:
-                raise ConnectionLostError(f"the stream broke off: {_describe(error)}") from error
+            raise ConnectionLostError(f"the stream broke off: {describe(error)}") from error
         finally:
             response.close()  # one that was read to its end has gone back to the pool by itself
-        if record.finish_reason is None:
-            raise IncompleteStreamError("the stream ended without a finish reason; the text is not the whole answer")
 
     async def _await_end(self, response: aiohttp.ClientResponse) -> None:
         try:
-            async with asyncio.timeout(self._limits.end_timeout_s):
+            async with asyncio.timeout(self.limits.end_timeout_s):
                 async for _ in response.content.iter_any():
                     pass  # nothing of the answer follows [DONE]
         except TimeoutError:
             return  # the connection is closed instead
 
-    async def _events(self, response: aiohttp.ClientResponse) -> AsyncGenerator[str, None]:
-        """Data of each event up to [DONE] or the end."""
-        decoder = SseDecoder(self._limits.max_event_bytes)
-        async for chunk in response.content.iter_any():
-            for event in decoder.feed(chunk):
+    async def _chunks(self, response: aiohttp.ClientResponse, cursor: Cursor) -> AsyncGenerator[dict[str, Any], None]:
+        """The data of each event up to [DONE] or the end."""
+        decoder = SseDecoder(self.limits.max_event_bytes)
+        async for part in response.content.iter_any():
+            for event in decoder.feed(part):
                 if event.data == DONE:
                     await self._await_end(response)
                     return
-                yield event.data
+                chunk = parse_object(event.data)
+                cursor.last_event_id = event.id or cursor.last_event_id
+                yield chunk
         for event in decoder.close():
             if event.data == DONE:
                 return
-            yield event.data
+            if cursor.is_resumable:  # such a server always says [DONE]: what is left here was cut
+                break
+            yield parse_object(event.data)
+        if cursor.is_resumable:
+            raise ConnectionLostError("the stream ended without [DONE]")
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A failed attempt."""
+def unreachable(url: str, error: BaseException) -> Failure:
+    """The failure of an attempt that got no answer at all."""
+    failure = APIConnectionError(f"no answer from {url}: {describe(error)}")
+    # a server that took the request and is silent may still be at work: asking again would double it
+    is_retried = isinstance(error, aiohttp.ClientConnectionError) and not isinstance(error, aiohttp.SocketTimeoutError)
+    is_unreachable = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    return Failure(failure, may_retry=is_retried, cause=error, is_unreachable=is_unreachable)
 
-    error: SluiceClientError
-    may_retry: bool
-    retry_after_s: float | None = None
-    cause: BaseException | None = None
+
+def describe(error: BaseException) -> str:
+    """An error's own words, or its name."""
+    return str(error) or type(error).__name__
+
+
+def _status(failure: Failure) -> int | None:
+    return failure.error.status if isinstance(failure.error, APIStatusError) else None
 
 
 async def _read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
@@ -211,7 +287,3 @@ async def _read_limited(response: aiohttp.ClientResponse, max_bytes: int) -> byt
         if len(body) > max_bytes:
             raise ProtocolError(f"the server's answer is larger than {max_bytes} bytes")
     return bytes(body)
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 
 from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import raise_file_limit
+from shared.addresses import check_reachable, is_own_address
 from shared.log import get_logger
 from shared.service_process import ServiceProcess, run_service_process
 
@@ -15,13 +16,15 @@ _log = get_logger()
 
 async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
     """Run one dispatcher until told to stop; then drain it."""
+    check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)
+    raise_file_limit(settings.max_connections)
     text = await asyncio.to_thread(load_text, settings)
     async with process.bus() as bus:
         dispatcher = Dispatcher(settings, bus, text, process.fail)
         try:
             port = await dispatcher.start()
-            if not _is_local(settings.host):
-                _log.warning("no_keys", host=settings.host, meaning="whoever reaches this address can use the model")
+            if not settings.has_keys:
+                _say_no_keys(settings.host)
             _log.info("dispatcher_ready", url=f"http://{settings.host}:{port}", model=settings.model_name())
             await process.wait_stop()
             if process.failure is None:
@@ -30,11 +33,11 @@ async def serve(settings: DispatcherSettings, process: ServiceProcess) -> None:
             await dispatcher.stop()
 
 
-def _is_local(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _say_no_keys(host: str) -> None:
+    if is_own_address(host):
+        _log.info("no_keys", host=host, meaning="everybody on this machine can use the model, nobody else")
+    else:
+        _log.warning("no_keys", host=host, meaning="whoever reaches this address can use the model")
 
 
 if __name__ == "__main__":

@@ -8,22 +8,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.dispatcher.access.access import Access
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import Doorway, affordable_connections
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
+from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
+from services.dispatcher.http.unsent import ReaderLimits
+from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.text.generation_config import SamplingDefaults, read_sampling_defaults
 from services.dispatcher.text.model_folder import ModelFolder, read_model_folder
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
+from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
+from services.dispatcher.text.template_trial import find_max_messages
 from shared.bus import Bus
 from shared.errors import StartupError
 from shared.ids import new_incarnation
+from shared.log import get_logger
 from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +59,27 @@ def load_text(settings: DispatcherSettings) -> ModelText:
     folder = read_model_folder(settings.model)
     from_model = settings.generation_config == "auto"
     defaults = read_sampling_defaults(settings.model) if from_model else SamplingDefaults()
-    return ModelText(folder, PromptCodec(folder), defaults)
+    return ModelText(folder, PromptCodec(folder, _load_template(folder)), defaults)
+
+
+def _load_template(folder: ModelFolder) -> ChatTemplate | None:
+    """Return the template, tried before it is compiled here."""
+    if folder.template is None:
+        return None
+    max_messages = find_max_messages(
+        folder.template, tuple(sorted(folder.special_tokens.items())), str(folder.template_path)
+    )
+    if max_messages < MAX_MESSAGES:
+        _log.warning("template_is_slow", max_messages=max_messages, meaning="longer conversations are refused")
+    return ChatTemplate(folder.template, folder.special_tokens, max_messages=max_messages)
+
+
+def _doorway(settings: DispatcherSettings) -> Doorway:
+    wanted = settings.max_connections
+    affordable = affordable_connections(wanted)
+    if affordable < wanted:
+        _log.warning("few_connections", wanted=wanted, possible=affordable, limited_by="ulimit -n")
+    return Doorway(affordable, settings.max_connections_per_address)
 
 
 class Dispatcher:
@@ -59,6 +90,9 @@ class Dispatcher:
         bus: connected; the caller closes it.
         text: from `load_text`.
         on_failure: called when a task of it dies.
+
+    Raises:
+        ConfigError: the file of keys cannot be used.
     """
 
     def __init__(
@@ -78,14 +112,19 @@ class Dispatcher:
             codec=text.codec,
             pool=TextPool(settings.tokenizer_threads, settings.max_tokenizing),
             sessions=self.service.sessions,
-            streams=EventStreams(settings.keep_alive_s, settings.write_limit_s, now),
+            streams=EventStreams(settings.keep_alive_s, ReaderLimits(settings.write_limit_s, settings.max_unsent), now),
+            sockets=Sockets(settings.write_limit_s, lambda: self.service.sessions.draining, now),
+            live=LiveCalls(self.service.sessions, now),
             metrics=DispatcherMetrics(settings.model_name()),
             max_model_len=text.folder.max_model_len or 2**31 - 1,
             created_unix_s=int(time.time()),
             now=now,
             unix_now=time.time,
             draw_seed=lambda: secrets.randbits(63),
-            rules=ParamRules(text.codec.vocab_size, text.defaults, settings.max_requests),
+            rules=ParamRules(text.codec.vocab_size, text.defaults, min(settings.max_choices, settings.max_requests)),
+            access=Access(settings.api_key, settings.api_keys_file, now),
+            tenants=Tenants(),
+            doorway=_doorway(settings),
         )
         self.server = HttpServer(self.front)
 
@@ -98,6 +137,8 @@ class Dispatcher:
         port = await self.server.start(self._settings.host, self._settings.port)
         await self.service.start()
         self._tasks.start(self.front.streams.sweep_forever(), name="streams")
+        self._tasks.start(self.front.access.reload_forever(), name="keys")
+        self._tasks.start(self.front.sockets.sweep_forever(), name="sockets")
         return port
 
     async def drain(self) -> None:
@@ -107,6 +148,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End everything; requests that still run are cancelled at their workers."""
         self.service.sessions.draining = True
+        await self.front.sockets.close()
         await self.server.close()
         await self._tasks.close()
         await self.service.stop()

@@ -25,11 +25,19 @@ class DispatcherSettings(ServiceSettings):
     system: str = DEFAULT_SYSTEM
     """Named set of policies (`shared.systems`)."""
     host: str = "127.0.0.1"
-    """Address to listen on. There are no keys yet, so anything but this machine must be protected by other means."""
+    """Address to listen on; another one than this machine's own needs keys, or `allow_no_key`."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """Port to listen on; 0 takes a free one."""
+    api_keys_file: Path | None = None
+    """File of keys (`sluice keys create`); read again when it changes. With it, or `api_key`, requests need a key."""
+    api_key: Annotated[str, Field(pattern=r"^([!-~]{16,512})?$", repr=False)] = ""
+    """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
+    allow_no_key: bool = False
+    """Listen on another address than this machine's own although the API asks for no key."""
     max_requests: Annotated[int, Field(ge=1, le=65_536)] = 4096
     """Requests at a time, running and waiting; more are refused with 429."""
+    max_choices: Annotated[int, Field(ge=1, le=65_536)] = 256
+    """Choices of one request over all its prompts; one that asks for more is refused with 400."""
     max_queued: Annotated[int, Field(ge=1, le=65_536)] = 256
     """Requests that wait because no worker has room; more are refused with 429."""
     queue_limit_s: _Seconds = 30.0
@@ -46,6 +54,14 @@ class DispatcherSettings(ServiceSettings):
     """Seconds without an answer after which a worker counts as lost, and its requests go on elsewhere."""
     step_limit_s: _Seconds = 30.0
     """Seconds without a finished step, while sequences run, after which a worker counts as lost."""
+    max_connections: Annotated[int, Field(ge=1, le=1_048_576)] = 16_384
+    """Connections at a time; more are turned away with 503. Fewer if the system grants fewer open files."""
+    max_connections_per_address: Annotated[int, Field(ge=1, le=1_048_576)] = 4096
+    """Connections at a time of one IPv4 address or one IPv6 network (/64); more are turned away with 429."""
+    head_limit_s: _Seconds = 10.0
+    """Seconds in which a request's headers must arrive, from the connection on, or from their first byte on."""
+    idle_limit_s: _Seconds = 75.0
+    """Seconds that a connection stays open between two requests."""
     body_limit: Size = 4 * 1024 * 1024
     """Largest request body, in bytes; larger ones are refused with 413."""
     body_limit_s: _Seconds = 30.0
@@ -53,11 +69,18 @@ class DispatcherSettings(ServiceSettings):
     keep_alive_s: _Seconds = 15.0
     """Seconds of silence on a stream after which a comment is sent, so that proxies keep it open."""
     write_limit_s: _Seconds = 30.0
-    """Seconds that a reader may leave a full buffer unread before it is cut."""
+    """Seconds for which a reader may take nothing, or leave 64 KiB waiting, before it is cut."""
+    max_unsent: Size = 8 * 1024 * 1024
+    """Bytes of one stream that may wait for its reader; one that has more waiting is cut at once."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Prompts tokenised at a time."""
     max_tokenizing: Annotated[int, Field(ge=1, le=65_536)] = 512
     """Prompts that wait for the tokenizer or are in it; more are refused with 429."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether requests need a key."""
+        return self.api_keys_file is not None or bool(self.api_key)
 
     def model_name(self) -> str:
         """Return the name under which the model answers, and by which its workers are known."""

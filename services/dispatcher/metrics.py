@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from services.dispatcher.cluster_metrics import ClusterMetrics, Growing
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.session.sessions import Sessions
+from shared.bus import Bus
 from shared.metrics import CONTENT_TYPE, Metrics
 
 _LONG_S: Final = (0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _QOE: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
+_TOKENS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_CHOICES: Final = (1, 2, 5, 10, 20, 50, 100, 200)
+WHOLE: Final = ("stop", "length")
+"""How a request ends that has its whole answer."""
 _GAP_NAME: Final = "vllm:inter_token_latency_seconds"
 
 
@@ -23,18 +29,31 @@ class RequestRecord:
     """What the client was told (`x-request-id`), and what a refusal is logged under."""
     endpoint: str
     is_stream: bool
+    tenant: str
+    """Whose key it was; "" where no key is asked for."""
     tier: str
+    """The one that was used."""
     finish: str
-    """`stop`, `length`, `cancelled` (by the client), or the code of an error."""
+    """`stop`, `length`, `cancelled` (by the client), `slow_reader` (it did not read), or the code of an error."""
     worker: str
     attempts: int
+    """Submissions to workers of its first choice, those that were refused included."""
+    num_recoveries: int
+    """How often it went on at another worker, all choices together."""
     num_choices: int
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     queue_s: float | None
+    """Until a worker had accepted it."""
+    prefill_s: float | None
+    """From then to the first token."""
     ttft_s: float | None
+    decode_s: float | None
+    """From the first token to the last."""
     tpot_s: float | None
+    is_late: bool | None
+    """Whether the first token came after the time that the reader asked for; None if no reader follows it."""
     e2e_s: float
     qoe: float | None
 
@@ -45,105 +64,110 @@ class DispatcherMetrics:
     def __init__(self, model: str) -> None:
         self.metrics = Metrics()
         self._model = model
-        self._declare_counters()
-        self._declare_histograms()
-        self._declare_gauges()
+        self._cluster = ClusterMetrics(self.metrics, model)
+        self._declare_requests()
+        self._declare_refusals()
+        self._declare_times()
+        self._declare_sizes()
 
-    def _declare_counters(self) -> None:
+    def _declare_requests(self) -> None:
         counter, model = self.metrics.counter, ("model_name",)
         self._success = counter("vllm:request_success", "Finished requests", (*model, "finished_reason"))
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests", model)
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens of answers", model)
         self._requests = counter("sluice:requests", "Requests by endpoint and result", (*model, "endpoint", "finish"))
-        self._shed = counter("sluice:shed", "Refused requests", (*model, "reason", "tier"))
-        self._bus = counter("sluice:bus", "Token traffic by what became of it", (*model, "what"))
-        self._bus_counted: dict[str, int] = {}
-        self._cache = {
-            "queries": counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", (*model, "worker")),
-            "hits": counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", (*model, "worker")),
-        }
-        self._cache_counted: dict[tuple[str, str], int] = {}
+        self._tenant = counter("sluice:tenant_tokens", "Tokens by tenant", (*model, "tenant", "kind"))
+        self._recoveries = counter("sluice:recoveries", "Times that a request went on at another worker", model)
+        self._misses = counter(
+            "sluice:deadline_miss", "Streams that began after their reader's ttft_s", (*model, "tier")
+        )
         self._prompt_tokens.inc(0, model_name=self._model)
         self._generation_tokens.inc(0, model_name=self._model)
 
-    def _declare_histograms(self) -> None:
+    def _declare_refusals(self) -> None:
+        counter, model = self.metrics.counter, ("model_name",)
+        self._shed = counter("sluice:shed", "Refused requests", (*model, "reason", "tier"))
+        self._denied = counter("sluice:denied", "Requests without a key that may ask this", (*model, "reason"))
+        self._limited = counter("sluice:limited", "Requests over their tenant's limits", (*model, "tenant", "limit"))
+        slow = counter("sluice:slow_readers_cut", "Connections that were cut because nobody read", model)
+        self._slow_readers = Growing(slow)
+
+    def _declare_times(self) -> None:
         histogram, model = self.metrics.histogram, ("model_name",)
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to first token, seconds", model)
-        self._tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per further token, seconds", model
-        )
+        self._times = {
+            "ttft_s": histogram("vllm:time_to_first_token_seconds", "Arrival to first token, seconds", model),
+            "tpot_s": histogram(
+                "vllm:request_time_per_output_token_seconds", "Mean time per further token, seconds", model
+            ),
+            "queue_s": histogram("vllm:request_queue_time_seconds", "Arrival to acceptance, seconds", model),
+            "prefill_s": histogram("vllm:request_prefill_time_seconds", "Acceptance to first token, seconds", model),
+            "decode_s": histogram(
+                "vllm:request_decode_time_seconds", "First to last token, seconds", model, buckets=_LONG_S
+            ),
+        }
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end, seconds", model, buckets=_LONG_S)
-        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to acceptance by a worker, seconds", model)
         self._qoe = histogram("sluice:qoe", "Estimated QoE of finished streams", model, buckets=_QOE)
 
-    def _declare_gauges(self) -> None:
-        gauge, model = self.metrics.gauge, ("model_name",)
-        self._running = gauge("vllm:num_requests_running", "Sequences that run on workers", model)
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait, here or at workers", model)
-        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use", (*model, "worker"))
-        self._open = gauge("sluice:requests_open", "Requests of this dispatcher that run or wait", model)
-        self._queued = gauge("sluice:requests_queued", "Of these, the ones for which no worker has room", model)
+    def _declare_sizes(self) -> None:
+        histogram, model = self.metrics.histogram, ("model_name",)
+        self._sizes = {
+            "num_prompt_tokens": histogram("vllm:request_prompt_tokens", "Tokens of prompts", model, buckets=_TOKENS),
+            "num_output_tokens": histogram(
+                "vllm:request_generation_tokens", "Tokens of answers", model, buckets=_TOKENS
+            ),
+            "num_choices": histogram("vllm:request_params_n", "Choices of a request", model, buckets=_CHOICES),
+        }
 
     def refused(self, reason: str, tier: str) -> None:
         """Count a request that was not admitted."""
         self._shed.inc(model_name=self._model, reason=reason, tier=tier)
 
+    def denied(self, reason: str) -> None:
+        """Count a request whose sender may not ask it."""
+        self._denied.inc(model_name=self._model, reason=reason)
+
+    def limited(self, tenant: str, limit: str) -> None:
+        """Count a request that is over one of its tenant's limits."""
+        self._limited.inc(model_name=self._model, tenant=tenant, limit=limit)
+
     def ended(self, record: RequestRecord) -> None:
         """Count a request that has ended, admitted or not."""
         model = self._model
         self._requests.inc(model_name=model, endpoint=record.endpoint, finish=record.finish)
-        self._prompt_tokens.inc(record.num_prompt_tokens, model_name=model)
-        self._generation_tokens.inc(record.num_output_tokens, model_name=model)
-        if record.finish in ("stop", "length"):
+        self._count_tokens(record)
+        if record.finish in WHOLE:
             self._success.inc(model_name=model, finished_reason=record.finish)
             self._e2e.observe(record.e2e_s, model_name=model)
+            for name, sizes in self._sizes.items():
+                sizes.observe(getattr(record, name), model_name=model)
         elif record.finish == "cancelled":
             self._success.inc(model_name=model, finished_reason="abort")
-        for histogram, value in (
-            (self._ttft, record.ttft_s),
-            (self._tpot, record.tpot_s),
-            (self._queue, record.queue_s),
-            (self._qoe, record.qoe),
-        ):
+        if record.num_recoveries:
+            self._recoveries.inc(record.num_recoveries, model_name=model)
+        if record.is_late:
+            self._misses.inc(model_name=model, tier=record.tier)
+        if record.qoe is not None:
+            self._qoe.observe(record.qoe, model_name=model)
+        for name, times in self._times.items():
+            value = getattr(record, name)
             if value is not None:
-                histogram.observe(value, model_name=model)
+                times.observe(value, model_name=model)
 
-    def render(self, sessions: Sessions) -> tuple[bytes, str]:
+    def _count_tokens(self, record: RequestRecord) -> None:
+        for counter, kind, count in (
+            (self._prompt_tokens, "prompt", record.num_prompt_tokens),
+            (self._generation_tokens, "generation", record.num_output_tokens),
+        ):
+            counter.inc(count, model_name=self._model)
+            if record.tenant and count:
+                self._tenant.inc(count, model_name=self._model, tenant=record.tenant, kind=kind)
+
+    def render(self, sessions: Sessions, bus: Bus, num_cut_readers: int) -> tuple[bytes, str]:
         """Return what `/metrics` answers: the text, and its content type."""
-        self._read(sessions)
+        self._cluster.read(sessions, bus)
+        self._slow_readers.follow(num_cut_readers, model_name=self._model)
         text, _ = self.metrics.render()
         return text + _gap_lines(sessions.table.gaps, self._model), CONTENT_TYPE
-
-    def _read(self, sessions: Sessions) -> None:
-        model = self._model
-        reports = [status.report for status in sessions.cluster.statuses]
-        self._running.set(sum(report.num_running for report in reports), model_name=model)
-        waiting = sum(report.num_waiting + report.num_preempted for report in reports)
-        self._waiting.set(waiting + sessions.num_queued, model_name=model)
-        self._kv_usage.clear()  # a worker that is gone has no usage
-        for report in reports:
-            used = report.num_used_blocks / report.num_blocks if report.num_blocks else 0.0
-            self._kv_usage.set(used, model_name=model, worker=report.worker_id)
-            self._count_cache("queries", report.worker_id, report.num_prefix_cache_queries_total)
-            self._count_cache("hits", report.worker_id, report.num_prefix_cache_hits_total)
-        self._open.set(len(sessions.table), model_name=model)
-        self._queued.set(sessions.num_queued, model_name=model)
-        counters = sessions.table.counters
-        for what, value in (
-            ("messages", counters.num_batches),
-            ("tokens", counters.num_tokens),
-            ("ignored_rows", counters.num_ignored),
-            ("lost_messages", counters.num_lost_messages),
-            ("replays", sessions.num_replays),
-        ):
-            self._bus.inc(value - self._bus_counted.get(what, 0), model_name=model, what=what)
-            self._bus_counted[what] = value
-
-    def _count_cache(self, what: str, worker: str, total: int) -> None:
-        """Count what has come since the last look; a total that is smaller is that of a worker started anew."""
-        before = self._cache_counted.get((what, worker), 0)
-        self._cache[what].inc(total - before if total >= before else total, model_name=self._model, worker=worker)
-        self._cache_counted[what, worker] = total
 
 
 def _gap_lines(gaps: GapHistogram, model: str) -> bytes:

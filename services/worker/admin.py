@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict
 
@@ -21,8 +22,13 @@ class Admin:
         self._reporter = reporter
 
     async def dump(self, message: Message) -> bytes:
-        """Answer with the sequences that the engine holds: ids and counts, never tokens or text."""
+        """Answer with what the worker holds: sequences by ids and counts, never tokens or text; tasks."""
         del message
         sequences = [asdict(sequence) for sequence in describe(self._engine)]
-        leases = self._leases.describe()
-        return json.dumps({"phase": self._reporter.phase, "leases": leases, "sequences": sequences}).encode()
+        content = {
+            "phase": self._reporter.phase,
+            "num_tasks": len(asyncio.all_tasks()),
+            "leases": self._leases.describe(),
+            "sequences": sequences,
+        }
+        return json.dumps(content).encode()

@@ -88,7 +88,7 @@ class Intake:
         if not self._open:
             return refuse(RefusalReason.DRAINING)
         if (submit.request_id, submit.attempt) in self._tombstones:
-            return refuse(RefusalReason.CANCELLED)
+            return refuse(RefusalReason.CANCELLED, newest_attempt=submit.attempt)
         newest = self._newest.get(submit.request_id, 0)
         is_here = (submit.request_id, submit.attempt) in self._engine.row_of
         if submit.attempt < newest or (submit.attempt == newest and not is_here):

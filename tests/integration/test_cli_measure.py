@@ -13,6 +13,8 @@ from shared.cost import load_profile
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.cluster import cluster
 
+pytestmark = pytest.mark.kernels
+
 LIMIT_S = 60.0
 
 

@@ -21,7 +21,7 @@ PROMPT = [7, 8, 9, 10, 11, 200, 201, 202, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46
 CONTEXT = 128
 NUM_CHOICES = 5
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(120)]
 
 
 @dataclass

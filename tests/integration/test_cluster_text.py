@@ -14,6 +14,8 @@ from tests.support.checkpoints import CheckpointShape, greedy_text, stored_check
 from tests.support.cluster import Cluster, cluster
 from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
+pytestmark = pytest.mark.kernels
+
 NAMES = (
     "group of 2",
     "group of 1, tied",

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import ModelText
+from services.dispatcher.http.sse import EventStream
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
 from tests.support.dispatchers import Running, running_dispatcher
@@ -195,3 +196,28 @@ async def test_the_sdk_retries_overload_and_then_succeeds(served: Running) -> No
         answer = await client.completions.create(model="tiny", prompt="hi", max_tokens=50)
         await room
     assert answer.choices[0].text == TEXT
+
+
+async def test_a_stream_with_event_ids_and_comments_is_read_to_its_end(text: ModelText, folder: Path) -> None:
+    """The SDK takes a blank line for an event once it has seen an id: our comments have none then."""
+    async with (
+        running_dispatcher(text, folder, keep_alive_s=0.3) as running,
+        openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            stream=True,
+            extra_headers={"Idempotency-Key": "mine"},
+        )
+        (item,) = running.worker.running.values()
+        first = await anext(aiter(stream))
+        assert first.choices[0].delta.role == "assistant"
+        (open_stream,) = running.dispatcher.front.streams._open
+        assert isinstance(open_stream, EventStream)
+        while open_stream.last_write_s + 0.3 > asyncio.get_running_loop().time():
+            await asyncio.sleep(0.05)
+        running.dispatcher.front.streams.sweep()
+        await running.worker.emit(item, running.encode(TEXT), FinishReason.LENGTH)
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT

@@ -18,7 +18,10 @@ BESIDES = 1024 * MIB
 """Beyond the budget: the interpreter, torch's and numpy's libraries and their heaps (docs/design/executor.md)."""
 NUM_REQUESTS = 60
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc"),
+]
 
 
 def status_bytes(pid: int, field: str) -> int:

@@ -148,7 +148,7 @@ def test_a_cancel_that_overtakes_its_submission_wins() -> None:
             assert not await dispatcher.cancel(early)
             answer = await dispatcher.submit("w0", early.submit)
             assert isinstance(answer, Refused)
-            assert answer.reason is RefusalReason.CANCELLED
+            assert (answer.reason, answer.newest_attempt) == (RefusalReason.CANCELLED, 1)
 
     in_virtual_time(test)
 

@@ -88,14 +88,19 @@ class Cluster:
 
 
 @contextmanager
-def cluster(*flags: str, env: dict[str, str] | None = None) -> Iterator[Cluster]:
-    """Run `sluice up --json --port 0` with more flags; stop it at the end, and show its log if the test fails."""
+def cluster(*flags: str, env: dict[str, str] | None = None, root: Path = ROOT) -> Iterator[Cluster]:
+    """Run `sluice up --json --port 0` with more flags; stop it at the end, and show its log if the test fails.
+
+    Args:
+        env: set beside the environment of the tests.
+        root: where the code lies.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "up.log"
         with log.open("w") as log_file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags],
-                cwd=ROOT,
+                cwd=root,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -83,6 +83,9 @@ class FakeWorker:
         """False: they are lost, as in a replay of old tokens."""
         self.answers = True
         """False: submissions and renewals get no answer in time."""
+        self.deadly: set[str] = set()
+        """Requests of which it dies before it has answered."""
+        self.death: asyncio.Task[None] | None = None
         self.incarnation = Incarnation(0)
         self.renewals: list[Renew] = []
         self.lose: set[int] = set()
@@ -123,6 +126,9 @@ class FakeWorker:
     async def _submit(self, message: Message) -> bytes:
         submit = decode(message.data, Submit)
         self.submits.append(submit)
+        if submit.request_id in self.deadly:
+            self.death = asyncio.ensure_future(self.stop())
+            await asyncio.Event().wait()
         if not self.answers:
             await self._stopping.wait()
         refusal = self.refuse or (self.judge(submit) if self.judge is not None else None)

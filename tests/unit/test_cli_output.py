@@ -14,7 +14,7 @@ from cli import status
 from cli.answer import printable
 from cli.console import Console
 from cli.exit_codes import CommandError
-from cli.hints import describe
+from cli.hints import Running, describe
 from cli.http import Answer
 from cli.progress import StartProgress, bar
 from cli.settings import UpSettings
@@ -42,7 +42,8 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     assert code == 0
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
-    assert set(command.cli.commands) == {"up", "demo", "chat", "status", "bench", "profile", "pull", "version"}
+    commands = {"up", "demo", "chat", "status", "bench", "profile", "pull", "keys", "chaos", "version"}
+    assert set(command.cli.commands) == commands
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +88,13 @@ def test_nothing_at_the_url_is_exit_code_3_and_one_line(capsys: pytest.CaptureFi
     assert err.startswith("sluice: nothing ")
     assert err.count("\n") == 1
     assert "`sluice up`" in err
+
+
+@pytest.mark.parametrize("name", ["chat", "status", "bench"])
+@pytest.mark.parametrize("url", ["notaurl", "127.0.0.1:8000", "ftp://host", "http://", "http://[::1", "http://host:x"])
+def test_a_url_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str], name: str, url: str) -> None:
+    line = f"sluice: '{url}' is no URL. Use --url http://127.0.0.1:8000\n"
+    assert output_of(capsys, name, "--url", url) == (2, "", line)
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +144,7 @@ def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:
 
 
 async def test_a_dispatcher_without_a_view_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(url: str) -> Answer:
+    async def answer(url: str, *, api_key: str) -> Answer:
         return Answer(200, b'{"workers": [], "cluster": "default", "age_s": null}')
 
     monkeypatch.setattr(status, "ask", answer)
@@ -146,7 +154,7 @@ async def test_a_dispatcher_without_a_view_says_so(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("body", [b"<html>", b"[" * 100_000, b"5", b"{}", b"\xff"])
 async def test_a_server_of_another_kind_is_one_line(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    async def answer(url: str) -> Answer:
+    async def answer(url: str, *, api_key: str) -> Answer:
         return Answer(200, body)
 
     monkeypatch.setattr(status, "ask", answer)
@@ -160,7 +168,7 @@ def test_an_empty_cluster_is_said_in_words() -> None:
 
 def test_the_snippets_can_be_pasted() -> None:
     prompt = 'Say "it\'s $HOME" twice'
-    text = describe(Console(io.StringIO(), {}), "http://127.0.0.1:8000", "nats://127.0.0.1:4", "m", prompt)
+    text = describe(Console(io.StringIO(), {}), Running("http://127.0.0.1:8000", "nats://127.0.0.1:4", "m"), prompt)
     _, curl, python = text.strip().split("\n\n", 2)
     words = shlex.split(curl)
     assert words[0] == "curl"

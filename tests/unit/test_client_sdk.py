@@ -400,4 +400,4 @@ async def test_misuse_is_told_at_once() -> None:
     ],
 )
 def test_the_path_of_the_base_url_is_v1_unless_it_has_one(base_url: str, expected: str) -> None:
-    assert SluiceClient(base_url)._transport._base_url == expected
+    assert SluiceClient(base_url)._transport._servers.current == expected

@@ -267,6 +267,41 @@ def test_a_request_that_kills_two_workers_ends_and_the_others_go_on() -> None:
     go(main())
 
 
+def test_a_request_that_kills_whom_it_is_offered_to_ends_after_two() -> None:
+    """They die before they have answered the submission."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            workers = [await made.add(name) for name in "abcd"]
+            for worker in workers:
+                worker.deadly = {"poison"}
+            healthy = [asyncio.create_task(made.serve(f"ok-{i}")) for i in range(8)]
+            await asyncio.sleep(0.03)
+            with pytest.raises(RequestFailedError) as caught:
+                await made.sessions.admit(made.request("poison"))
+            assert caught.value.code is FailureCode.REQUEST_FAILED
+            assert sum(worker.death is not None for worker in workers) == 2
+            assert made.sessions.recovery.num_poison == 1
+            for task in healthy:
+                _, taker = await task
+                assert taker.tokens == ANSWER
+
+    go(main())
+
+
+def test_a_request_is_not_blamed_for_workers_that_only_hang() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            first, second, third = [await made.add(name) for name in "abc"]
+            first.answers = second.answers = False
+            _, taker = await made.serve("r")
+            assert taker.tokens == ANSWER
+            assert [submit.attempt for submit in third.submits] == [3]
+            assert made.sessions.recovery.num_poison == 0
+
+    go(main())
+
+
 @pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
 def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
     incarnation: int, loss: Loss
@@ -335,6 +370,21 @@ def test_a_request_that_nobody_can_take_is_refused_and_leaves_nothing() -> None:
     go(main())
 
 
+@pytest.mark.parametrize("reason", [RefusalReason.CANCELLED, RefusalReason.DUPLICATE])
+def test_a_name_that_a_worker_knows_from_before_gets_the_next_number_at_once(reason: RefusalReason) -> None:
+    """The request is sent again by way of a dispatcher that knows nothing of it, and the worker remembers its end."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            worker.judge = lambda submit: reason if submit.attempt == 1 else None
+            session, taker = await made.serve(resumable=True)
+            assert taker.tokens == ANSWER
+            assert [submit.attempt for submit in worker.submits] == [1, 2]
+            assert session.admitted_s is not None
+            assert session.admitted_s - session.request.arrival_s < 0.1
+
+
 def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
     """The dispatcher's process was frozen for so long that the worker gave its request up."""
 
@@ -350,6 +400,16 @@ def test_what_a_worker_ended_as_an_orphan_goes_on() -> None:
             assert [submit.attempt for submit in worker.submits] == [1, 2]
 
     go(main())
+
+
+def test_a_request_that_is_asked_again_goes_on_after_the_tokens_that_it_has() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add()
+            session, taker = await made.serve(generated=tuple(ANSWER[:7]), num_attempts=3, resumable=True)
+            assert taker.tokens == session.tokens == ANSWER
+            (submit,) = worker.submits
+            assert (submit.attempt, submit.generated_ids().tolist()) == (4, ANSWER[:7])
 
 
 def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:

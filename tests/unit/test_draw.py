@@ -19,7 +19,16 @@ from transformers import (
 
 from services.worker.engine.types import F64
 from services.worker.executor import draw as draw_module
-from services.worker.executor.draw import BLOCK, RowSampling, draw, draw_at, filter_weights, first_largest, to_weights
+from services.worker.executor.draw import (
+    BLOCK,
+    RowSampling,
+    draw,
+    draw_at,
+    filter_weights,
+    finite_largest,
+    first_largest,
+    to_weights,
+)
 from services.worker.executor.sampler import Sampler
 
 REPEATABLE = settings(derandomize=True, deadline=None)
@@ -209,3 +218,17 @@ def test_the_first_of_the_largest_is_found_wherever_it_is(vocab_size: int, monke
         logits[row, place] = 9.0
         logits[row, min(place + 300 * (row % 2), vocab_size - 1)] = 9.0
     assert first_largest(logits).tolist() == [int((row == row.amax()).nonzero()[0]) for row in logits]
+
+
+@pytest.mark.parametrize("vocab_size", [40, 4096, 5000])
+def test_a_row_without_a_finite_largest_logit_is_told(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Excluded tokens, minus infinity, are no fault as long as one is left."""
+    monkeypatch.setattr(draw_module, "_FEW_LOGITS", 0)
+    logits = random_logits(vocab_size, 1).repeat(6, 1)
+    expected = [int(logits[0].argmax()), *[vocab_size] * 4, 7]
+    logits[1, 0] = logits[2, vocab_size - 1] = torch.nan
+    logits[3, 5] = torch.inf
+    logits[4] = -torch.inf
+    logits[5] = -torch.inf
+    logits[5, 7] = -3.0
+    assert finite_largest(logits).tolist() == expected

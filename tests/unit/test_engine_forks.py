@@ -132,6 +132,29 @@ def test_a_fork_of_nobody_runs_by_itself() -> None:
     assert run_counting(harness) == 22 + 3
 
 
+@pytest.mark.parametrize("fork_of", [0, None])
+@pytest.mark.parametrize("parent_runs", [True, False])
+def test_a_sibling_that_found_no_room_and_comes_later_shares_the_prompt_all_the_same(
+    fork_of: int | None, *, parent_runs: bool
+) -> None:
+    """Blocks of 4: of 22 prompt tokens 20 are cached; as a fork of a parent that still runs it lacks one token only."""
+    config = engine_config(max_sequences=2, max_batch_tokens=32)
+    harness = EngineHarness(make_engine(num_blocks=64, config=config))
+    harness.add(new_sequence(0, prompt=PROMPT, max_tokens=40 if parent_runs else 2))
+    harness.add(new_sequence(1, num_prompt=3, max_tokens=3))
+    sibling = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=fork_of)
+    refusal = new_sequence(2, prompt=PROMPT, max_tokens=2, seed=2, fork_of=0)
+    assert harness.engine.add(refusal) is AddRefusal.FULL
+    while harness.stories[1001].finish is FinishReason.NONE:
+        harness.step()
+    row = harness.add(sibling)
+    batch = harness.step()
+    assert batch is not None
+    assert batch.num_tokens[batch.rows == row].tolist() == [1 if parent_runs and fork_of == 0 else 2]
+    harness.drain()
+    harness.judge()
+
+
 def test_a_fork_must_have_the_parents_prompt_and_salt() -> None:
     harness = harness_of()
     harness.add(new_sequence(0, prompt=PROMPT, salt="a"))

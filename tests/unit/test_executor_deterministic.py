@@ -18,6 +18,8 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 SHAPES = {
     "group of 2": CheckpointShape(max_positions=768),
     "group of 4, odd sizes": CheckpointShape(

@@ -17,6 +17,8 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, open_runner
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = CheckpointShape(weight_std=0.02, num_layers=3, seed=5)
 """Narrow weights: logits so close together that rounding can choose."""
 NUM_TOKENS = 96

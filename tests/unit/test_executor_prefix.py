@@ -15,6 +15,8 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 BLOCK_SIZE = 8
 MAX_ROWS = 48
 

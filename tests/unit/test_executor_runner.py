@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,7 +25,9 @@ from shared.errors import StartupError
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.runner_driver import GREEDY, Driver
-from tests.support.runners import MIB, open_runner, runner_settings
+from tests.support.runners import KERNELS, MIB, open_runner, runner_settings
+
+pytestmark = pytest.mark.kernels
 
 SHAPE = CheckpointShape(seed=7)
 PROMPT = list(range(10, 60))
@@ -147,6 +150,51 @@ def test_after_a_failure_the_others_go_on_as_if_nothing_had_happened(poisoned: M
     driver.run(12, chunk=50, max_tokens=96)
     assert good.output == expected
     assert later.output == greedy_text(stored_checkpoint(SHAPE)[1], PROMPT[:40], 12)
+
+
+@pytest.mark.parametrize("kernels", sorted({"torch", KERNELS}))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("token", [0, 200, 383])
+def test_logits_that_are_not_finite_fail_the_step_and_name_their_rows(
+    token: int, value: float, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states are sound; one row of the head is not. Rows that nobody samples from do not see it.
+
+    A worker would not get so far: its dry step, left out here, fails.
+    """
+    monkeypatch.setattr(runner_module, "peak_bytes", lambda _device, _action: None)
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"][token] = value
+    save_file(tensors, folder / "model.safetensors")
+    settings = runner_settings(folder, kernels=kernels, memory_bytes=512 * MIB)
+    broken = load_runner(settings, lambda _done, _what: None)
+    driver = Driver(broken)
+    drawn = SamplingParams(max_tokens=1, temperature=1.0)
+    greedy, other, unfinished = (
+        driver.add(PROMPT, row=4),
+        driver.add(PROMPT[:20], drawn, row=2),
+        driver.add(PROMPT, row=1),
+    )
+    with pytest.raises(BatchFailedError, match="not finite") as failure:
+        broken.run(driver.batch([(greedy, len(PROMPT)), (other, 20), (unfinished, 5)]))
+    assert failure.value.rows == (4, 2)
+
+
+WRONG = {"token": {"tokens": [384]}, "negative token": {"tokens": [-1]}, "position": {"start": [512]}}
+WRONG |= {"negative position": {"start": [-1]}, "block": {"block_id": [100_000]}, "negative block": {"block_id": [-1]}}
+
+
+@pytest.mark.skipif(KERNELS == "torch", reason="of the native kernels")
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_exist_is_refused_before_memory_is_touched(runner: ModelRunner, name: str) -> None:
+    driver = Driver(runner)
+    batch = driver.batch([(driver.add([5]), 1)])
+    changes: dict[str, Any] = {column: np.array(values, dtype=np.int32) for column, values in WRONG[name].items()}
+    if "block_id" in changes:
+        changes = {"table_delta": replace(batch.table_delta, **changes)}
+    with pytest.raises(BatchFailedError, match="IndexError: a token, position or block"):
+        runner.run(replace(batch, **changes))
 
 
 def test_any_error_inside_a_step_is_a_failed_batch(runner: ModelRunner) -> None:

@@ -18,6 +18,8 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driven, Driver
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = CheckpointShape(seed=7)
 PROMPT = list(range(10, 40))
 LENGTH = 40

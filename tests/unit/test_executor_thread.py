@@ -14,6 +14,8 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 
 class FakeRunner:
     """Notes what it runs, waits for `gate` if told so, and fails the steps that it is told to fail."""

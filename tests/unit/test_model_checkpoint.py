@@ -21,6 +21,8 @@ from shared.errors import StartupError
 from tests.support.checkpoints import CheckpointShape, save_checkpoint, stored_checkpoint
 from tests.support.runners import runner_settings
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = CheckpointShape(seed=7)
 CPU = torch.device("cpu")
 

@@ -12,6 +12,8 @@ from tests.support.checkpoints import CheckpointShape, greedy_text, stored_check
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 9, 47, 150)
 MIN_MARGIN = 1e-3

@@ -12,6 +12,8 @@ from tests.support.checkpoints import FAMILIES, CheckpointShape, stored_checkpoi
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 CHUNKS = ((1, 70), (37, 1), (2, 1), (50, 16), (1, 1), (9, 31))
 """Tokens of two sequences, by step: prompts of 100 and 120 tokens in odd pieces."""
 ACTIVATIONS = ("silu", "gelu", "relu", "gelu_new")

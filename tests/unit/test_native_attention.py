@@ -30,10 +30,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 def attend(
-    library: NativeLibrary, case: AttentionCase, rows: RaggedRows | None = None, queries: torch.Tensor | None = None
+    library: NativeLibrary,
+    case: AttentionCase,
+    rows: RaggedRows | None = None,
+    queries: torch.Tensor | None = None,
+    *,
+    any_head_dim: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and log-sum-exp of a case, or of some of its tokens."""
-    attention = NativePagedAttention(library, case.spec, case.cache)
+    attention = NativePagedAttention(library, case.spec, case.cache, any_head_dim=any_head_dim)
     plan = attention.plan(case.rows if rows is None else rows)
     return attention.attend_with_lse(plan, 0, case.queries if queries is None else queries)
 
@@ -65,6 +70,22 @@ def test_every_shape_equals_attention_written_out(
     atol, rtol = TOLERANCE[dtype]
     for found, expected in zip(attend(built_library(level), case), case.expected(0), strict=True):
         torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+
+
+OWN_CODE = [64, 80, 96, 128, 256]
+"""Sizes of heads that have code of their own (`with_head_dim` in src/attention.h)."""
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", OWN_CODE)
+def test_a_size_with_code_of_its_own_gives_the_bits_of_any_size(level: str, dtype: torch.dtype, head_dim: int) -> None:
+    """Groups of 1, 2, 3 and 5 heads: tiles of one to four query rows, alone and behind others."""
+    for group in (1, 2, 3, 5):
+        case = AttentionCase(attention_spec((group, 1, head_dim), (None,)), RAGGED, dtype=dtype, seed=group)
+        own, of_any = (attend(built_library(level), case, any_head_dim=any_size) for any_size in (False, True))
+        assert torch.equal(own[0], of_any[0])
+        assert torch.equal(own[1], of_any[1])
 
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 560), st.integers(1, 40)), min_size=1, max_size=4)

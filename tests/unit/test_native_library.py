@@ -123,6 +123,14 @@ def test_a_failed_build_leaves_nothing_and_a_library_belongs_to_its_sources(
     assert second != first
 
 
+def test_a_call_that_finds_no_memory_says_so_and_nothing_is_thrown_through_it() -> None:
+    """2^50 rows need more addresses than there are."""
+    one_thread = {"num_threads": 1, "heads": 1, "kv_heads": 1, "head_dim": 16}
+    args = structures.AttendArgs(rows=structures.RowsArgs(num_rows=2**50), **one_thread)
+    with pytest.raises(MemoryError, match="workspace of the kernels"):
+        built_library().attend(ctypes.byref(args))
+
+
 PEAKS = """
 import sys
 from dataclasses import replace

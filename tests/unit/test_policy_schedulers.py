@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.policy.registry import SCHEDULERS, make_scheduler
-from services.worker.policy.view import PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.policy.view import CachedPrefix, PreemptHow, SchedulerOutput, SchedulerView
 from shared.systems import SYSTEMS
 from tests.support.engine_views import check_contract, decoding, make_view, parked, prefilling, random_view
 
@@ -186,6 +186,23 @@ def test_no_more_rows_run_than_fit_a_step(scheduler: str) -> None:
     view = make_view(running=[decoding(5)] * 3, waiting=[parked(2)] * 3, max_batch_rows=4)
     output = decide(scheduler, view)
     assert [row for row in output.rows.tolist() if row >= 3] == [3]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_who_is_passed_over_takes_nobodys_place(scheduler: str) -> None:
+    """One place is left in a step of 4 rows; two rows wait for what others compute, the third may come in."""
+    coming = CachedPrefix(num_tokens=4, next_block=b"a", is_coming=True)
+    view = make_view(
+        running=[prefilling(9, 4)] * 3, waiting=[parked(9)] * 4, max_batch_rows=4, cached={3: coming, 4: coming}
+    )
+    assert [row for row in decide(scheduler, view).rows.tolist() if row >= 3] == [5]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_who_does_not_fit_lets_nobody_pass(scheduler: str) -> None:
+    """First come, first served: 5 free blocks, the first needs 6, the second would need 1."""
+    view = make_view(running=[prefilling(9, 8)], waiting=[parked(20), parked(2)], free_blocks=6)
+    assert decide(scheduler, view).rows.tolist() == [0]
 
 
 def test_the_registry_has_a_scheduler_for_every_system() -> None:

@@ -20,6 +20,8 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 SHAPE = CheckpointShape(seed=7)
 LENGTH = 30
 RULES: tuple[dict[str, Any], ...] = (

@@ -162,7 +162,7 @@ def test_the_file_may_be_named_and_must_then_exist(tmp_path: Path) -> None:
 def test_flags_take_each_type() -> None:
     argv = "--port=9 --memory 1.5GiB --reserve 64MiB --dtype bfloat16 --colour blue --deterministic --stop-ids 1,2"
     found = load_worker([*argv.split(), "--stop-ids", "3", "--ratio", ".25", "--model", "a dir", "--log-level=debug"])
-    assert found.model_dump(exclude={"instance_id", "cluster", "nats_url", "log_format"}) == {
+    assert found.model_dump(exclude=set(ServiceSettings.model_fields) - {"log_level"}) == {
         "port": 9,
         "memory": 3 * 2**29,
         "reserve": 2**26,
@@ -440,3 +440,10 @@ def test_a_model_may_have_several_names(argv: list[str], env: dict[str, str], na
 def test_a_model_may_not_have_any_name(name: str) -> None:
     with pytest.raises(ConfigError, match="is no name for a model"):
         load(Named, "", [f"--names={name}"], {})
+
+
+@pytest.mark.parametrize(("argv", "env"), [(["--names", ","], {}), (["--names="], {}), ([], {"SLUICE_NAMES": " ,, "})])
+def test_names_that_name_nothing_are_not_taken_for_the_default(argv: list[str], env: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"NAMES|--names") as refusal:
+        load(Named, "", argv, env)
+    assert "no name is given (write at least one, or leave the setting out)" in str(refusal.value)

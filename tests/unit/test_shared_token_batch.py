@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.bus import MAX_PAYLOAD_BYTES
+from shared.checksum import SEAL_BYTES, seal
 from shared.ids import StreamId, WorkerId
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import MAX_COUNT, MAX_STREAMS, TokenBatch, WireError, stream_batch
@@ -57,13 +59,14 @@ BATCHES = st.builds(
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    """28 bytes of header, 5 of worker id padded to 8, then 12 per row and 4 per token, and the extras."""
-    expected = struct.pack("<4sBBHIIQI", b"SLTB", 2, 5, 0, 3, 3, 2**40 + 1, 56) + b"w0-a1\0\0\0"
+    """28 bytes of header, 5 of worker id padded to 8, then 12 per row and 4 per token, the extras, the checksum."""
+    expected = struct.pack("<4sBBHIIQI", b"SLTB", 3, 5, 0, 3, 3, 2**40 + 1, 56) + b"w0-a1\0\0\0"
     expected += struct.pack("<3I", 7, 4_000_000_000, 9) + struct.pack("<3I", 0, 300, 70_000)
     expected += struct.pack("<3I", 11, 2**32 - 1, 33)
     expected += struct.pack("<3H", 1, 2, 65_535) + bytes([1, 2, 0]) + bytes([0, 2, 3])
     expected += struct.pack("<IIB3x", 0, 64, 0) + struct.pack("<IIB3x", 1, 2**32 - 1, 2)
     expected += struct.pack("<fB3xIfIf", -0.5, 2, 9, -0.25, 2**32 - 1, -0.5) + struct.pack("<fB3x", -np.inf, 0)
+    expected += struct.pack("<I", zlib.crc32(expected))
     assert BATCH.pack() == expected
     assert len(expected) == BATCH.packed_bytes
 
@@ -86,7 +89,7 @@ def test_batches_differ_if_any_part_differs() -> None:
 
 @pytest.mark.parametrize("num_rows", [32, 1024])
 def test_a_decode_step_takes_16_bytes_per_token_and_a_small_header(num_rows: int) -> None:
-    assert len(batch_of([1] * num_rows).pack()) <= 16 * num_rows + 32
+    assert len(batch_of([1] * num_rows).pack()) <= 16 * num_rows + 36
 
 
 @settings(REPEATABLE, max_examples=100)
@@ -111,16 +114,27 @@ def test_unpacked_columns_are_read_only_views_of_the_message() -> None:
 @settings(REPEATABLE, max_examples=500)
 @given(st.data())
 def test_a_mutated_message_is_refused_or_consistent(data: st.DataObject) -> None:
-    message = bytearray(BATCH.pack())
+    """The checksum is that of the mutated message, so that all checks behind it are reached."""
+    body = bytearray(BATCH.pack()[:-SEAL_BYTES])
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(message) - 1))
-        message[at] = data.draw(st.integers(0, 255))
+        at = data.draw(st.integers(0, len(body) - 1))
+        body[at] = data.draw(st.integers(0, 255))
+    message = seal(bytes(body))
     try:
-        batch = TokenBatch.unpack(bytes(message))
+        batch = TokenBatch.unpack(message)
     except WireError:
         return
     assert_consistent(batch)
-    assert batch.pack() == bytes(message), "there is one message for each batch"
+    assert batch.pack() == message, "there is one message for each batch"
+
+
+def test_every_flipped_bit_is_refused() -> None:
+    data = BATCH.pack()
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError):
+            TokenBatch.unpack(bytes(flipped))
 
 
 def test_every_wrong_length_is_refused() -> None:
@@ -136,14 +150,14 @@ def test_every_wrong_length_is_refused() -> None:
 @given(st.binary(max_size=100), st.booleans())
 def test_random_bytes_are_refused(tail: bytes, with_header: bool) -> None:
     with pytest.raises(WireError):
-        TokenBatch.unpack((b"SLTB\x02" if with_header else b"") + tail)
+        TokenBatch.unpack((b"SLTB\x03" if with_header else b"") + tail)
 
 
 @pytest.mark.parametrize(
     ("offset", "value", "reason"),
     [
         (0, b"X", "not a token batch"),
-        (4, b"\x01", "format 1, this process reads 2"),
+        (4, b"\x01", "format 1, this process reads 3"),
         (6, b"\x01", "not a token batch"),
         (8, b"\xff\xff\xff\xff", "over the limit"),
         (12, b"\xff\xff\xff\xff", "header says"),
@@ -158,10 +172,10 @@ def test_random_bytes_are_refused(tail: bytes, with_header: bool) -> None:
     ],
 )
 def test_each_contradiction_is_refused_with_its_reason(offset: int, value: bytes, reason: str) -> None:
-    message = bytearray(BATCH.pack())
-    message[offset : offset + len(value)] = value
+    body = bytearray(BATCH.pack()[:-SEAL_BYTES])
+    body[offset : offset + len(value)] = value
     with pytest.raises(WireError, match=reason):
-        TokenBatch.unpack(bytes(message))
+        TokenBatch.unpack(seal(bytes(body)))
 
 
 def test_columns_of_other_integer_types_are_converted_if_they_fit() -> None:
@@ -214,8 +228,8 @@ def test_the_limits_hold_in_both_directions() -> None:
 @settings(REPEATABLE, max_examples=150)
 @given(counts=st.lists(st.integers(0, 255), max_size=60), spare=st.integers(0, 3000))
 def test_parts_of_a_split_fit_and_join_to_the_whole(counts: list[int], spare: int) -> None:
-    """The largest row takes 12 + 4 · 255 bytes, the header 28 + 4."""
-    max_bytes = 32 + 12 + 4 * 255 + spare
+    """The largest row takes 12 + 4 · 255 bytes, header and checksum 28 + 4 + 4."""
+    max_bytes = 36 + 12 + 4 * 255 + spare
     batch = batch_of(counts, counter=7)
     parts = batch.split(max_bytes)
     assert all(len(part.pack()) <= max_bytes for part in parts)
@@ -234,7 +248,7 @@ def test_extras_go_with_their_rows_into_the_parts(counts: list[int], data: st.Da
     extras = [StreamExtra(row, row, (TokenLogprob(-row, ((row, -1.0),)),) * counts[row]) for row in rows]
     batch = replace(batch_of(counts), extras=pack_extras(extras))
     assert batch.stream_extras() == extras
-    max_bytes = 32 + 28 + 76 + data.draw(st.integers(0, 500))
+    max_bytes = 36 + 28 + 76 + data.draw(st.integers(0, 500))
     parts = batch.split(max_bytes)
     assert all(len(part.pack()) <= max_bytes for part in parts)
     found = [(int(part.stream[extra.row]), extra) for part in parts for extra in part.stream_extras()]
@@ -248,9 +262,9 @@ def test_extras_that_do_not_belong_to_the_rows_are_refused() -> None:
 
 
 def test_a_part_is_filled_to_the_last_byte() -> None:
-    """Header 32, two rows of 16: 64 bytes."""
-    assert [len(part) for part in batch_of([1] * 5).split(64)] == [2, 2, 1]
-    assert [len(part) for part in batch_of([1] * 5).split(63)] == [1, 1, 1, 1, 1]
+    """Header and checksum 36, two rows of 16: 68 bytes."""
+    assert [len(part) for part in batch_of([1] * 5).split(68)] == [2, 2, 1]
+    assert [len(part) for part in batch_of([1] * 5).split(67)] == [1, 1, 1, 1, 1]
 
 
 def test_a_batch_that_fits_is_not_copied() -> None:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 
 import shared.messages
 from shared.bus import MAX_PAYLOAD_BYTES
+from shared.checksum import SEAL_BYTES, seal
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 from shared.messages.report import WorkerReport
 from shared.messages.request import MAX_INLINE_BYTES, Cancel, RequestMessage, Submit
@@ -39,13 +40,18 @@ JSON_NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def fields_of(name: str) -> dict[str, object]:
-    fields: dict[str, object] = msgpack.unpackb(read_hex(name))
+    fields: dict[str, object] = msgpack.unpackb(read_hex(name)[:-SEAL_BYTES])
     return fields
 
 
-def pack(fields: object) -> bytes:
+def body_of(fields: object) -> bytes:
+    """Return the msgpack, without its checksum."""
     data: bytes = msgpack.packb(fields)
     return data
+
+
+def pack(fields: object) -> bytes:
+    return seal(body_of(fields))
 
 
 def all_message_types() -> set[type[ControlMessage]]:
@@ -178,6 +184,18 @@ def test_every_truncation_and_a_trailing_byte_is_refused(name: str) -> None:
             decode(data[:size], kind)
     with pytest.raises(WireError):
         decode(data + b"\xc0", kind)
+    with pytest.raises(WireError):
+        decode(seal(data[:-SEAL_BYTES] + b"\xc0"), kind)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_flipped_bit_is_refused(name: str) -> None:
+    data, kind = read_hex(name), type(MESSAGES[name])
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match="checksum"):
+            decode(bytes(flipped), kind)
 
 
 @pytest.mark.parametrize("field", ["age_s", "remaining_s"])
@@ -214,19 +232,21 @@ def test_a_value_of_the_wrong_type_or_range_is_refused_by_its_field(field: str, 
 def test_what_is_no_map_with_text_keys_is_refused(data: bytes) -> None:
     with pytest.raises(WireError):
         decode(data, Cancel)
+    with pytest.raises(WireError):
+        decode(seal(data), Cancel)
 
 
 @pytest.mark.parametrize("extension", [b"\xd4\x05a", b"\xc7\x00\x05", b"\xd6\xff\x00\x00\x00\x01", b"\xc7\x03\xff123"])
 def test_msgpack_extensions_are_refused(extension: bytes) -> None:
-    fields = pack(fields_of("cancel"))
+    fields = body_of(fields_of("cancel"))
     assert fields[0] == 0x84  # a map of four fields; one more follows
     with pytest.raises(WireError, match=r"extension|not msgpack"):
-        decode(b"\x85" + fields[1:] + pack("x") + extension, Cancel)
+        decode(seal(b"\x85" + fields[1:] + body_of("x") + extension), Cancel)
 
 
 @pytest.mark.parametrize("header", ["dd", "df", "db", "c6", "c9"])
 def test_headers_that_promise_four_giga_elements_cost_no_memory(header: str) -> None:
-    data = b"\x81\xa1x" + bytes.fromhex(header) + b"\xff\xff\xff\xff" + bytes(100)
+    data = seal(b"\x81\xa1x" + bytes.fromhex(header) + b"\xff\xff\xff\xff" + bytes(100))
 
     def refuse() -> None:
         with pytest.raises(WireError):
@@ -238,7 +258,7 @@ def test_headers_that_promise_four_giga_elements_cost_no_memory(header: str) -> 
 def test_a_flood_of_empty_maps_is_stopped_early() -> None:
     """A million empty maps are 1 MB on the wire and would be 64 MB in memory."""
     rows = [b"\xdc\xff\xff" + b"\x80" * 65_535] * 15
-    data = b"\x81\xa1x" + b"\x9f" + b"".join(rows)
+    data = seal(b"\x81\xa1x" + b"\x9f" + b"".join(rows))
 
     def refuse() -> None:
         with pytest.raises(WireError, match="more than"):
@@ -258,7 +278,7 @@ def test_nesting_is_bounded_also_in_fields_that_are_ignored() -> None:
         decode(pack(fields_of("cancel") | {"x": too_deep}), Cancel)
     for depth in (500, 100_000):
         with pytest.raises(WireError):
-            decode(b"\x91" * depth + b"\xc0", Cancel)
+            decode(seal(b"\x91" * depth + b"\xc0"), Cancel)
         with pytest.raises(WireError):
             decode_json(b"[" * depth + b"]" * depth, Cancel)
 
@@ -345,8 +365,8 @@ def mutated(draw: st.DrawFn, originals: list[bytes]) -> bytes:
 
 
 def decodes_or_wire_error(data: bytes) -> None:
-    """Any exception but WireError fails the test; what decodes must survive the way back."""
-    for call in (lambda kind: decode(data, kind), lambda kind: decode_json(data, kind)):
+    """Any exception but WireError fails the test; what decodes must survive the way back. The checksum is right."""
+    for call in (lambda kind: decode(seal(data), kind), lambda kind: decode_json(data, kind)):
         for message in MESSAGES.values():
             try:
                 found = call(type(message))
@@ -355,15 +375,15 @@ def decodes_or_wire_error(data: bytes) -> None:
                 continue
             assert type(found) is type(message)
             assert again == found
-    for decode_any in (decode_union, decode_union_json):
+    for decode_any, given_bytes in ((decode_union, seal(data)), (decode_union_json, data)):
         try:
-            decode_any(data, ADAPTER)
+            decode_any(given_bytes, ADAPTER)
         except WireError:
             continue
 
 
 @settings(REPEATABLE, max_examples=400)
-@given(mutated([read_hex(name) for name in NAMES]))
+@given(mutated([read_hex(name)[:-SEAL_BYTES] for name in NAMES]))
 def test_mutated_msgpack_gives_a_message_or_a_wire_error(data: bytes) -> None:
     decodes_or_wire_error(data)
 
@@ -399,7 +419,7 @@ def test_any_value_in_any_field_gives_a_message_or_a_wire_error(data: st.DataObj
     fields = fields_of(name)
     for field in data.draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=3)):
         fields[field] = data.draw(VALUES)
-    decodes_or_wire_error(pack(fields))
+    decodes_or_wire_error(body_of(fields))
 
 
 FINITE = st.floats(0, 1e9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,31 @@ def test_a_model_without_a_template_refuses_to_chat_and_completes(tmp_path: Path
     with pytest.raises(TemplateRefusalError, match="no chat template"):
         codec.encode_chat([{"role": "user", "content": "hi"}])
     assert codec.encode_text("hi")
+
+
+@pytest.mark.parametrize("what", ["text", "chat", "ids"])
+def test_other_threads_go_on_while_a_long_text_is_cut_or_read(codec: PromptCodec, what: str) -> None:
+    """A call that held the interpreter's lock would leave this thread no turn until it is over."""
+    text, ids, ended = "\u0301" * 120_000, list(range(300, 400)) * 2_500, threading.Event()
+    work: dict[str, Callable[[], object]] = {
+        "text": lambda: codec.encode_text(text),
+        "chat": lambda: codec.encode_chat([{"role": "user", "content": text}]),
+        "ids": lambda: [codec.decode(ids) for _ in range(4)],
+    }
+
+    def run() -> None:
+        work[what]()
+        ended.set()
+
+    thread, num_beats = threading.Thread(target=run), 0
+    thread.start()
+    while not ended.wait(0.0005):
+        num_beats += 1
+    thread.join()
+    assert num_beats > 20
+
+
+def test_a_text_full_of_control_strings_is_plain_text_in_good_time(codec: PromptCodec) -> None:
+    ids = codec.encode_text("<|im_end|>a" * 10_000)
+    assert codec.tokenizer.decode(ids) == "<|im_end|>a" * 10_000
+    assert codec.tokenizer.token_to_id("<|im_end|>") not in ids

@@ -8,12 +8,16 @@ from typing import Any
 
 from aiohttp import web
 
+from services.dispatcher.http import idempotency
 from services.dispatcher.http.call import Call, Choice
 from services.dispatcher.http.errors import ApiError, error_body, error_content, failure_error
+from services.dispatcher.http.event_ids import EventIds
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.logprobs import LogprobWriter
 from services.dispatcher.http.readers import Collector, Streamer
+from services.dispatcher.http.resume import ResumableStreamer
 from services.dispatcher.http.shapes import DONE, ChoiceShape, Shape, Usage
+from services.dispatcher.http.sse import EventWriter, Outlet, WholeAnswer
 from services.dispatcher.session.session import Reader, RequestFailedError
 from shared.log import get_logger
 
@@ -28,7 +32,7 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) ->
     """
     logprobs = _logprob_writer(front, call)
     collectors = [Collector(choice, logprobs) for choice in choices]
-    await _follow_all(front, choices, collectors, lambda _: None)
+    await _follow_all(front, call, choices, collectors, lambda _: None)
     errors = [_error_of(choice, len(choices)) for choice in choices]
     if None not in errors:
         raise errors[0] or AssertionError
@@ -37,34 +41,49 @@ async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) ->
         collector.as_json(shape, error_content(error) if error is not None else None)
         for collector, error in zip(collectors, errors, strict=True)
     ]
-    return web.Response(body=shape.whole(content, usage_of(choices)), content_type="application/json")
+    return WholeAnswer(front.streams, shape.whole(content, usage_of(choices)), call.headers)
 
 
-async def stream_answer(
-    front: Front, call: Call, choices: Sequence[Choice], request: web.BaseRequest
-) -> web.StreamResponse:
+async def stream_answer(front: Front, call: Call, choices: Sequence[Choice], outlet: Outlet) -> None:
     """Stream the answer; an error of a choice comes when all others have ended."""
-    shape, logprobs = _shape(front, call), _logprob_writer(front, call)
-    stream = await front.streams.open(request, {"x-request-id": call.public_id, "Server": "sluice"})
+    shape = _shape(front, call)
+    headers = {"x-request-id": call.public_id, "Server": "sluice", **call.headers}
+    if call.is_resumable and call.retry is not None:
+        headers[idempotency.HEADER] = call.retry.key
+    stream = await outlet.open(headers, has_ids=call.is_resumable)
     try:
-        streamers = [Streamer(choice, ChoiceShape(shape, choice.index), stream, logprobs) for choice in choices]
+        streamers = _streamers(front, call, choices, shape, stream)
         for streamer in streamers:
             streamer.begin(front.now())
 
         def end(choice: Choice) -> None:
-            if choice.failure is None:
-                streamers[choice.index].end(_estimate([choice]), front.now())
+            streamers[choice.index].end(_estimate([choice]), front.now())
 
-        await _follow_all(front, choices, streamers, end)
+        await _follow_all(front, call, choices, streamers, end)
         stream.write(_ending(shape, choices), front.now())
-        await stream.end()
+        await outlet.end()
     finally:
-        front.streams.close(stream)
-    return stream.response
+        outlet.close()
+        if outlet.was_cut:
+            call.fate.finish = "slow_reader"
+
+
+def _streamers(
+    front: Front, call: Call, choices: Sequence[Choice], shape: Shape, stream: EventWriter
+) -> list[Streamer]:
+    logprobs = _logprob_writer(front, call)
+    shapes = [ChoiceShape(shape, choice.index) for choice in choices]
+    if not call.is_resumable:
+        return [Streamer(choice, own, stream, logprobs) for choice, own in zip(choices, shapes, strict=True)]
+    ids = EventIds(call.seen)
+    return [
+        ResumableStreamer(choice, own, stream, logprobs, ids, seen)
+        for choice, own, seen in zip(choices, shapes, call.seen, strict=True)
+    ]
 
 
 async def _follow_all(
-    front: Front, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
+    front: Front, call: Call, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
 ) -> None:
     """Return when every choice has ended; the first is placed already."""
     if len(choices) == 1:
@@ -73,7 +92,7 @@ async def _follow_all(
     turn = asyncio.Lock()  # of several prompts one at a time asks for room: the others take no place in the queue
     async with asyncio.TaskGroup() as group:
         for choice, reader in zip(choices, readers, strict=True):
-            group.create_task(_place_and_follow(front, choice, reader, turn, end))
+            group.create_task(_place_and_follow(front, call, choice, reader, turn, end))
     for choice in choices:
         if choice.failure is not None:
             rid = choice.opened.request.request_id
@@ -81,15 +100,11 @@ async def _follow_all(
 
 
 async def _place_and_follow(
-    front: Front, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
+    front: Front, call: Call, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
 ) -> None:
     try:
-        if choice.parent is not None:
-            await choice.parent.placed.wait()
-            await front.sessions.place(choice.opened, choice.parent.opened)
-        elif not choice.placed.is_set():
-            async with turn:
-                await front.sessions.place(choice.opened)
+        async with call.stopper.waiting():
+            await _place(front, choice, turn)
     except RequestFailedError as error:
         choice.failure = error.code
         return
@@ -98,13 +113,24 @@ async def _place_and_follow(
     await _follow(front, choice, reader, end)
 
 
+async def _place(front: Front, choice: Choice, turn: asyncio.Lock) -> None:
+    """Give the choice a worker, unless it has one."""
+    if choice.parent is not None:
+        await choice.parent.placed.wait()
+        await front.sessions.place(choice.opened, choice.parent.opened)
+    elif not choice.placed.is_set():
+        async with turn:
+            await front.sessions.place(choice.opened)
+
+
 async def _follow(front: Front, choice: Choice, reader: Reader, end: Callable[[Choice], None]) -> None:
     """Return when the choice has ended, with its failure noted and nothing of it left at a worker."""
     session = choice.opened
     session.attach(reader, front.now())
     await session.ended.wait()
-    choice.failure = front.sessions.outcome(session)
-    end(choice)
+    choice.failure = choice.objection or front.sessions.outcome(session)
+    if choice.failure is None:
+        end(choice)
     front.sessions.release(session)  # before the last bytes are taken: the client may be slow
 
 
@@ -148,7 +174,7 @@ def _estimate(choices: Sequence[Choice]) -> dict[str, Any]:
 def _shape(front: Front, call: Call) -> Shape:
     return Shape(
         is_chat=call.is_chat,
-        answer_id=f"{'chatcmpl' if call.is_chat else 'cmpl'}-{call.request_id}",
+        answer_id=call.answer_id,
         created_unix_s=call.created_unix_s,
         model=front.model,
         service_tier=call.params.service_tier,

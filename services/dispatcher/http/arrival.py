@@ -3,18 +3,58 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
 
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.http.body import read_json
 from services.dispatcher.http.errors import ApiError, invalid
+from services.dispatcher.http.event_ids import MAX_CHOICES, Seen, parse_last_event_id
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.idempotency import Retry, derive_retry, parse_key
+from services.dispatcher.http.params import Params
 from shared.ids import RequestId
 
 MAX_ECHOED_CHARS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """What a request says besides its parameters."""
+
+    headers: Mapping[str, str]
+    public_id: str
+    """What `x-request-id` says."""
+    grant: Grant
+    """What it may do."""
+
+    @property
+    def caller(self) -> str:
+        """Who asks."""
+        return self.grant.identity
+
+    def retry(self, endpoint: str, body: Mapping[str, Any]) -> Retry | None:
+        """Return what follows from its key; None without one.
+
+        Raises:
+            ApiError: the key is none.
+        """
+        return derive_retry(parse_key(self.headers), self.caller, endpoint, body)
+
+    def seen(self, params: Params, num_prompts: int, retry: Retry | None) -> Seen:
+        """Return what the client has of each choice; nothing at all for an answer that cannot be resumed.
+
+        Raises:
+            ApiError: it says something that cannot be.
+        """
+        num_choices = num_prompts * params.num_choices
+        can_resume = params.stream and retry is not None
+        seen = parse_last_event_id(self.headers, num_choices, can_resume=can_resume)
+        return seen if can_resume and num_choices <= MAX_CHOICES else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +63,7 @@ class Arrival:
 
     front: Front
     request_id: RequestId
+    """For a request without a key."""
     arrival_s: float
     created_unix_s: int
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
-from services.dispatcher.http.arrival import check_model, note_arrival
+from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
 from services.dispatcher.http.call import Call, Prompt
 from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.generate import generate
+from services.dispatcher.http.generate import respond
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.params import parse_params
 from services.dispatcher.http.salt import cache_salt
@@ -30,16 +33,27 @@ _KNOWN = frozenset(
 async def chat_completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
     """Answer a conversation."""
     arrival = note_arrival(front)
-    body = await arrival.body(request)
-    fields = Fields(body)
+    sender = Sender(request.headers, public_id, grant_of(request))
+    call = chat_call(arrival, sender, await arrival.body(request))
+    return await respond(front, call, request)
+
+
+def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
+    """Return the checked request.
+
+    Raises:
+        ApiError: the first parameter that is not allowed.
+    """
+    front, fields = arrival.front, Fields(body)
     check_model(front, fields)
     refuse_unsupported(body, CHAT)
     messages = parse_messages(body.get("messages"))
-    params = parse_params(fields, front.rules, chat_logprobs(fields))
+    params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
     front.unknown_names.note(body, _KNOWN)
-    call = Call(
-        request_id=arrival.request_id,
-        public_id=public_id,
+    retry = sender.retry("chat", body)
+    return Call(
+        request_id=arrival.request_id if retry is None else retry.request_id,
+        public_id=sender.public_id,
         is_chat=True,
         params=params,
         encode=lambda: [Prompt(front.codec.encode_chat(messages))],
@@ -47,8 +61,10 @@ async def chat_completions(front: Front, request: web.BaseRequest, public_id: st
         num_chars=count_chars(messages),
         prompt_param="messages",
         default_max_tokens=None,
-        cache_salt=cache_salt(request.headers, params.salt),
+        cache_salt=cache_salt(sender.caller, params.salt),
+        grant=sender.grant,
         arrival_s=arrival.arrival_s,
         created_unix_s=arrival.created_unix_s,
+        retry=retry,
+        seen=sender.seen(params, 1, retry),
     )
-    return await generate(front, call, request)

@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from services.dispatcher.http.arrival import check_model, note_arrival
+from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
 from services.dispatcher.http.call import Call, Prompt
 from services.dispatcher.http.errors import invalid, unsupported
 from services.dispatcher.http.fields import Fields, check_token_ids, type_name
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.generate import generate
+from services.dispatcher.http.generate import respond
+from services.dispatcher.http.guard import grant_of
 from services.dispatcher.http.params import parse_params
 from services.dispatcher.http.salt import cache_salt
 from services.dispatcher.http.sampling import completion_logprobs
@@ -38,19 +39,30 @@ _KNOWN = frozenset(
 async def completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
     """Continue a prompt."""
     arrival = note_arrival(front)
-    body = await arrival.body(request)
-    fields = Fields(body)
+    sender = Sender(request.headers, public_id, grant_of(request))
+    call = completion_call(arrival, sender, await arrival.body(request))
+    return await respond(front, call, request)
+
+
+def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
+    """Return the checked request.
+
+    Raises:
+        ApiError: the first parameter that is not allowed.
+    """
+    front, fields = arrival.front, Fields(body)
     check_model(front, fields)
     refuse_unsupported(body, COMPLETIONS)
     prompts = _prompts(body.get("prompt"), front.codec.vocab_size)
     encode = partial(_encode, prompts, front.codec, echo=fields.boolean("echo"))
-    params = parse_params(fields, front.rules, completion_logprobs(fields))
+    params = parse_params(fields, front.rules_for(sender.grant), completion_logprobs(fields))
     _check_count(len(prompts), params.num_choices, front.rules.max_choices)
     _check_echo(fields)
     front.unknown_names.note(body, _KNOWN)
-    call = Call(
-        request_id=arrival.request_id,
-        public_id=public_id,
+    retry = sender.retry("completions", body)
+    return Call(
+        request_id=arrival.request_id if retry is None else retry.request_id,
+        public_id=sender.public_id,
         is_chat=False,
         params=params,
         encode=encode,
@@ -58,11 +70,13 @@ async def completions(front: Front, request: web.BaseRequest, public_id: str) ->
         num_chars=max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0),
         prompt_param="prompt",
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        cache_salt=cache_salt(request.headers, params.salt),
+        cache_salt=cache_salt(sender.caller, params.salt),
+        grant=sender.grant,
         arrival_s=arrival.arrival_s,
         created_unix_s=arrival.created_unix_s,
+        retry=retry,
+        seen=sender.seen(params, len(prompts), retry),
     )
-    return await generate(front, call, request)
 
 
 def _check_echo(fields: Fields) -> None:
@@ -72,7 +86,7 @@ def _check_echo(fields: Fields) -> None:
 
 def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
     if num_prompts * num_choices > most:
-        message = f"This server takes at most {most} choices at a time, over all prompts."
+        message = f"This server takes at most {most} choices in one request, over all prompts."
         raise invalid("array_above_max_length", "prompt", message)
 
 

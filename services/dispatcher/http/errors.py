@@ -8,7 +8,9 @@ Messages name parameters and limits, never paths, subjects, hosts or the text of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Final
 
 from aiohttp import web
@@ -16,6 +18,7 @@ from aiohttp import web
 from services.dispatcher.session.session import FailureCode
 
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+RATE_LIMITED: Final = "rate_limit_exceeded"
 _MAX_MESSAGE_CHARS: Final = 500
 
 
@@ -51,8 +54,8 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         self.close = close
         if retry_after_s is not None:
-            self.headers["Retry-After"] = str(max(1, round(retry_after_s)))
-            self.headers["Retry-After-Ms"] = str(round(retry_after_s * 1000))
+            self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+            self.headers["Retry-After-Ms"] = str(max(1, math.ceil(retry_after_s * 1000)))
 
     @property
     def type(self) -> str:
@@ -93,6 +96,21 @@ def error_response(error: ApiError, request_id: str = "") -> web.Response:
     return response
 
 
+def error_bytes(error: ApiError, request_id: str) -> bytes:
+    """Return the whole answer as it goes over a connection on which no request has been read."""
+    body = error_body(error)
+    headers = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        "Connection": "close",
+        "Server": "sluice",
+        "x-request-id": request_id,
+        **error.headers,
+    }
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
 _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.DRAINING: (503, "The server is shutting down. Try again, or another server.", 5.0),
     FailureCode.MODEL_LOADING: (503, "The model is still loading. Try again soon.", 5.0),
@@ -102,17 +120,31 @@ _FAILURES: Final[dict[FailureCode, tuple[int, str, float | None]]] = {
     FailureCode.SUPERSEDED: (409, "The same request, by its idempotency key, goes on over a newer connection.", None),
     FailureCode.REQUEST_FAILED: (500, "The request failed while it was generated.", None),
     FailureCode.TIMED_OUT: (504, "The request took longer than the server allows.", None),
+    FailureCode.CANCELLED: (409, "The request was cancelled.", None),
+    FailureCode.RESUME_MISMATCH: (
+        409,
+        "The answer, made anew, does not continue what was sent of it. Ask again, with another Idempotency-Key.",
+        None,
+    ),
     FailureCode.INTERNAL: (500, "The server failed to handle the request.", None),
 }
 
 
-_NOT_TO_RETRY: Final = (FailureCode.REQUEST_FAILED, FailureCode.TIMED_OUT)
-"""It would cost as much again, and end alike."""
+_NOT_TO_RETRY: Final = (
+    FailureCode.REQUEST_FAILED,
+    FailureCode.TIMED_OUT,
+    FailureCode.CANCELLED,
+    FailureCode.SUPERSEDED,
+    FailureCode.RESUME_MISMATCH,
+)
+"""It would cost as much again and end alike, or undo what somebody wants."""
 
 
 def failure_error(code: FailureCode, prefix: str = "") -> ApiError:
     """Return the error of a request that has no (whole) answer; `prefix` says what part of it failed."""
     status, message, retry_after_s = _FAILURES[code]
     message = prefix + message
-    headers = {"x-should-retry": "false"} if code in _NOT_TO_RETRY else {}
+    headers = {} if retry_after_s is None else {"x-should-retry": "true"}
+    if code in _NOT_TO_RETRY:
+        headers["x-should-retry"] = "false"
     return ApiError(status, code.value, message, retry_after_s=retry_after_s, headers=headers)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from services.dispatcher.access.access import Access
+from services.dispatcher.access.grants import Grant
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.http.doorway import Doorway
+from services.dispatcher.http.live import LiveCalls
 from services.dispatcher.http.params import ParamRules
+from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
+from services.dispatcher.limits.tenants import Tenants
 from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
 from services.dispatcher.text.pool import TextPool
@@ -47,6 +53,8 @@ class Front:
     pool: TextPool
     sessions: Sessions
     streams: EventStreams
+    sockets: Sockets
+    live: LiveCalls
     metrics: DispatcherMetrics
     max_model_len: int
     """The checkpoint's own context, in tokens; workers may take less."""
@@ -57,6 +65,9 @@ class Front:
     unix_now: Callable[[], float]
     draw_seed: Callable[[], int]
     rules: ParamRules
+    access: Access
+    tenants: Tenants
+    doorway: Doorway
     unknown_names: UnknownNames = field(default_factory=UnknownNames)
 
     @property
@@ -68,6 +79,11 @@ class Front:
     def models(self) -> tuple[str, ...]:
         """Names under which the model may be asked; the first is the one above."""
         return self.settings.model_names()
+
+    def rules_for(self, grant: Grant) -> ParamRules:
+        """Return what is allowed to this sender."""
+        max_tier = grant.tenant.max_tier
+        return self.rules if max_tier is self.rules.max_tier else replace(self.rules, max_tier=max_tier)
 
     @property
     def max_request_tokens(self) -> int:

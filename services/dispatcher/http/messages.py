@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from services.dispatcher.http.errors import ApiError, invalid, unsupported
 from services.dispatcher.http.fields import type_name
+from services.dispatcher.text.template import MAX_MESSAGES
 
-MAX_MESSAGES: Final = 10_000
 MAX_PARTS: Final = 10_000
 _ROLES: Final = ("system", "developer", "user", "assistant")
 
@@ -42,8 +42,7 @@ def _message(value: Any, path: str) -> dict[str, Any]:
         raise invalid("invalid_type", path, f"'{path}' must be an object, not {type_name(value)}.")
     role = value.get("role")
     if role == "tool":
-        reason = "A tool message must answer a tool call of an earlier message; there is none."
-        raise invalid("invalid_value", f"{path}.tool_call_id", reason)
+        raise unsupported(f"{path}.tool_call_id", "Tool calls are not supported, so no message can answer one.")
     if role not in _ROLES:
         raise invalid("invalid_value", f"{path}.role", f"'{path}.role' must be one of {', '.join(_ROLES)}.")
     for field in ("tool_calls", "function_call", "audio"):

@@ -10,21 +10,26 @@ from services.dispatcher.http.fields import Fields, type_name
 from services.dispatcher.http.salt import parse_salt
 from services.dispatcher.http.sampling import MAX_INT, Sampling, parse_sampling
 from services.dispatcher.text.generation_config import SamplingDefaults
+from shared.api_keys import Tier
 from shared.types import QoeTarget, RequestClass
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
 MAX_CHOICES: Final = 128
+MAX_USER_CHARS: Final = 64
+MAX_METADATA_PAIRS: Final = 16
+MAX_METADATA_KEY_CHARS: Final = 64
+MAX_METADATA_VALUE_CHARS: Final = 512
 
-SERVICE_TIERS: Final[dict[str, tuple[RequestClass, str]]] = {
-    "auto": (RequestClass.REAL_TIME, "default"),
-    "default": (RequestClass.REAL_TIME, "default"),
-    "scale": (RequestClass.REAL_TIME, "default"),
-    "priority": (RequestClass.REAL_TIME, "default"),
-    "fast": (RequestClass.REAL_TIME, "default"),
-    "flex": (RequestClass.BEST_EFFORT, "flex"),
+SERVICE_TIERS: Final[dict[str, Tier]] = {
+    "auto": Tier.DEFAULT,
+    "default": Tier.DEFAULT,
+    "scale": Tier.DEFAULT,
+    "priority": Tier.PRIORITY,
+    "fast": Tier.PRIORITY,
+    "flex": Tier.FLEX,
 }
-"""What is asked for -> (class, the tier that is really used; nobody has a right to priority yet)."""
+"""What is asked for -> what is given to whom may have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,9 @@ class ParamRules:
     vocab_size: int
     defaults: SamplingDefaults
     max_choices: int
-    """Choices that this dispatcher can take at all."""
+    """Choices of one request, over all its prompts."""
+    max_tier: Tier = Tier.DEFAULT
+    """The most urgent tier that the sender gets; more is asked for in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +55,22 @@ class Params:
     """As asked for, at most 2³¹ − 1; what exceeds the context is cut to it."""
     sampling: Sampling
     stops: tuple[str, ...]
-    service_tier: str
-    """The tier that is really used."""
-    request_class: RequestClass
+    tier: Tier
+    """The one that is really used."""
     qoe: QoeTarget | None
     """None if no reader follows the answer (not streamed)."""
     salt: str
     """The request's own."""
+
+    @property
+    def service_tier(self) -> str:
+        """The tier's name, as the answer has it."""
+        return self.tier.label
+
+    @property
+    def request_class(self) -> RequestClass:
+        """What the tier means to a worker."""
+        return RequestClass.BEST_EFFORT if self.tier is Tier.FLEX else RequestClass.REAL_TIME
 
 
 def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Params:
@@ -68,8 +84,8 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
     Raises:
         ApiError: the first one that is not allowed.
     """
+    _check_labels(fields)
     stream = fields.boolean("stream")
-    tier, request_class = _service_tier(fields)
     params = Params(
         stream=stream,
         include_usage=_include_usage(fields, stream=stream),
@@ -77,8 +93,7 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
         max_tokens=_max_tokens(fields),
         sampling=parse_sampling(fields, rules.vocab_size, rules.defaults, logprobs),
         stops=_stops(fields.values.get("stop")),
-        service_tier=tier,
-        request_class=request_class,
+        tier=_tier(fields, rules.max_tier),
         qoe=_qoe(fields, stream=stream),
         salt=parse_salt(fields),
     )
@@ -87,10 +102,30 @@ def parse_params(fields: Fields, rules: ParamRules, logprobs: int | None) -> Par
     return params
 
 
+def _check_labels(fields: Fields) -> None:
+    """Raise unless `user` and `metadata` are as OpenAI has them; nothing here reads them."""
+    user = fields.text("user")
+    if user is not None and len(user) > MAX_USER_CHARS:
+        raise invalid("string_above_max_length", "user", f"'user' has at most {MAX_USER_CHARS} characters.")
+    metadata = fields.mapping("metadata")
+    if metadata is None:
+        return
+    if len(metadata.values) > MAX_METADATA_PAIRS:
+        raise invalid("object_above_max_length", "metadata", f"'metadata' has at most {MAX_METADATA_PAIRS} pairs.")
+    for key, value in metadata.values.items():
+        if not isinstance(value, str):
+            raise invalid(
+                "invalid_type", "metadata", f"The values of 'metadata' must be strings, not {type_name(value)}."
+            )
+        if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
+            lengths = f"{MAX_METADATA_KEY_CHARS} characters, and its values {MAX_METADATA_VALUE_CHARS}"
+            raise invalid("string_above_max_length", "metadata", f"The keys of 'metadata' have at most {lengths}.")
+
+
 def _num_choices(fields: Fields, rules: ParamRules) -> int:
     count = fields.integer("n", 1, MAX_CHOICES) or 1
     if count > rules.max_choices:
-        message = f"This server takes at most {rules.max_choices} choices at a time."
+        message = f"This server takes at most {rules.max_choices} choices in one request."
         raise invalid("integer_above_max_value", "n", message)
     best_of = fields.integer("best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of < count:
@@ -136,13 +171,12 @@ def _stops(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _service_tier(fields: Fields) -> tuple[str, RequestClass]:
+def _tier(fields: Fields, most: Tier) -> Tier:
     name = fields.text("service_tier") or "auto"
     if name not in SERVICE_TIERS:
         message = f"'service_tier' must be one of {', '.join(SERVICE_TIERS)}."
         raise invalid("invalid_value", "service_tier", message)
-    request_class, tier = SERVICE_TIERS[name]
-    return tier, request_class
+    return min(SERVICE_TIERS[name], most)
 
 
 def _qoe(fields: Fields, *, stream: bool) -> QoeTarget | None:

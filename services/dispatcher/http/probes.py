@@ -61,7 +61,7 @@ async def version(_front: Front, _request: web.BaseRequest, _public_id: str) -> 
 
 async def metrics(front: Front, _request: web.BaseRequest, _public_id: str) -> web.Response:
     """Return everything that is counted, in Prometheus's text format."""
-    body, content_type = front.metrics.render(front.sessions)
+    body, content_type = front.metrics.render(front.sessions, front.bus, front.streams.num_cut + front.sockets.num_cut)
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 
@@ -77,6 +77,7 @@ async def cluster(front: Front, _request: web.BaseRequest, _public_id: str) -> w
         "num_requests": len(front.sessions.table),
         "num_queued": front.sessions.num_queued,
         "num_streams": len(front.streams),
+        "num_connections": front.doorway.num_open,
     }
     age_s = None if state.view is None else round(front.now() - state.viewed_s, 3)
     return _json({**view, "cluster": front.settings.cluster, "age_s": age_s, "dispatcher": own})

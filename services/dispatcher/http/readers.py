@@ -9,7 +9,7 @@ from services.dispatcher.http.answer_text import json_text
 from services.dispatcher.http.call import Choice
 from services.dispatcher.http.logprobs import LogprobWriter, Row
 from services.dispatcher.http.shapes import FINISH_NAMES, NO_LOGPROBS, ChoiceShape, Shape
-from services.dispatcher.http.sse import EventStream
+from services.dispatcher.http.sse import EventWriter
 from shared.types import FinishReason
 
 
@@ -25,7 +25,7 @@ class Streamer:
 
     __slots__ = ("_choice", "_logprobs", "_num_pending", "_shape", "_stream", "_text")
 
-    def __init__(self, choice: Choice, shape: ChoiceShape, stream: EventStream, logprobs: LogprobWriter | None) -> None:
+    def __init__(self, choice: Choice, shape: ChoiceShape, stream: EventWriter, logprobs: LogprobWriter | None) -> None:
         self._choice = choice
         self._text = choice.text
         self._shape = shape
@@ -38,32 +38,39 @@ class Streamer:
         echo = self._choice.echo
         data = self._shape.role_chunk() + (self._shape.chunk(json_text(echo), 0) if echo else b"")
         if data:
-            self._stream.write(data, now_s)
+            self._send(data, now_s)
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Take the next tokens (the session's `Reader`)."""
-        answer = self._text
-        num_before = answer.num_tokens
-        text = answer.push(token_ids, finish)
-        self._num_pending += answer.num_tokens - num_before
+        text = self._push(token_ids, finish)
         if self._logprobs is not None:
             self._write_with_logprobs(self._logprobs, text, now_s)
         elif text:
-            self._stream.write(self._shape.chunk(json_text(text), self._num_pending), now_s)
+            self._send(self._shape.chunk(json_text(text), self._num_pending), now_s)
             self._num_pending = 0
-        return not answer.was_cut
+        return not self._text.was_cut
+
+    def _push(self, token_ids: Sequence[int], finish: FinishReason) -> str:
+        """Return the text that becomes visible, and count the tokens."""
+        num_before = self._text.num_tokens
+        text = self._text.push(token_ids, finish)
+        self._num_pending += self._text.num_tokens - num_before
+        return text
+
+    def _send(self, data: bytes, now_s: float) -> None:
+        self._stream.write(data, now_s)
 
     def _write_with_logprobs(self, writer: LogprobWriter, text: str, now_s: float) -> None:
         shown = self._text.take_shown()
         if not text and not shown:
             return
         logprobs = writer.join(writer.rows(self._choice, shown))
-        self._stream.write(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
+        self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
         self._num_pending = 0
 
     def end(self, estimate: dict[str, Any], now_s: float) -> None:
         """Write the finish reason of a choice that has one."""
-        self._stream.write(self._shape.finish_chunk(self._choice.opened.finish, estimate), now_s)
+        self._send(self._shape.finish_chunk(self._choice.opened.finish, estimate), now_s)
 
 
 class Collector:

@@ -3,52 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from typing import Final
 
 from services.dispatcher.http.answers import usage_of
 from services.dispatcher.http.call import Call, Choice
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.shapes import Usage
-from services.dispatcher.metrics import RequestRecord
-from services.dispatcher.session.session import Session
+from services.dispatcher.metrics import WHOLE, RequestRecord
+from services.dispatcher.session.session import FailureCode, Session
 from shared.log import get_logger
 
 _log = get_logger()
 
+_WANTED: Final = (FailureCode.CANCELLED.value, FailureCode.SUPERSEDED.value)
+"""Ends that the client wanted: in records, the same as leaving."""
 
-def make_record(front: Front, call: Call, choices: Sequence[Choice], finish: str) -> RequestRecord:
+
+def make_record(front: Front, call: Call, choices: Sequence[Choice]) -> RequestRecord:
     """Return what is known of a request that has ended; of several choices, their means and sums.
 
     Args:
         front: for the clock.
         call: what was asked.
         choices: without sessions if it was not admitted.
-        finish: see `RequestRecord.finish`.
     """
     sessions = [choice.session for choice in choices if choice.session is not None]
     first = sessions[0] if sessions else None
     usage = usage_of(choices) if sessions else Usage(0, 0)
-    admitted_s = [session.admitted_s for session in sessions if session.admitted_s is not None]
-    first_s = [session.first_token_s for session in sessions if session.first_token_s is not None]
-    qoe = [session.qoe.final() for session in sessions if session.qoe is not None]
+    finish = "cancelled" if call.fate.finish in _WANTED else call.fate.finish
     return RequestRecord(
         request_id=call.request_id,
         public_id=call.public_id,
         endpoint=call.endpoint,
         is_stream=call.params.stream,
+        tenant=call.grant.tenant.name,
         tier=call.params.service_tier,
         finish=finish,
-        worker=(first.worker_id or "") if first is not None else "",
-        attempts=first.attempt if first is not None else 0,
+        worker=(first.history.worker_id or "") if first is not None else "",
+        attempts=first.history.num_attempts if first is not None else 0,
+        num_recoveries=sum(session.history.num_recoveries for session in sessions),
         num_choices=len(choices),
         num_prompt_tokens=usage.num_prompt_tokens,
         num_cached_tokens=usage.num_cached_tokens,
         num_output_tokens=usage.num_output_tokens,
-        queue_s=min(admitted_s) - call.arrival_s if admitted_s else None,
-        ttft_s=min(first_s) - call.arrival_s if first_s else None,
-        tpot_s=_mean([tpot_s for session in sessions if (tpot_s := _tpot_s(session)) is not None]),
         e2e_s=front.now() - call.arrival_s,
-        qoe=_mean(qoe) if finish in ("stop", "length") else None,
+        **asdict(_times(call, sessions, with_qoe=finish in WHOLE)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """See `RequestRecord`."""
+
+    queue_s: float | None
+    prefill_s: float | None
+    ttft_s: float | None
+    decode_s: float | None
+    tpot_s: float | None
+    is_late: bool | None
+    qoe: float | None
+
+
+def _times(call: Call, sessions: Sequence[Session], *, with_qoe: bool) -> _Times:
+    """Return when what came: the earliest of all choices, the last of all, or their means."""
+    admitted_s = min((s.admitted_s for s in sessions if s.admitted_s is not None), default=None)
+    first_s = min((s.first_token_s for s in sessions if s.first_token_s is not None), default=None)
+    last_s = max((s.last_token_s for s in sessions if s.first_token_s is not None), default=None)
+    ttft_s = None if first_s is None else first_s - call.arrival_s
+    target = call.params.qoe
+    return _Times(
+        queue_s=None if admitted_s is None else admitted_s - call.arrival_s,
+        prefill_s=None if first_s is None or admitted_s is None else first_s - admitted_s,
+        ttft_s=ttft_s,
+        decode_s=None if first_s is None or last_s is None else last_s - first_s,
+        tpot_s=_mean([tpot_s for session in sessions if (tpot_s := _tpot_s(session)) is not None]),
+        is_late=None if ttft_s is None or target is None else ttft_s > target.ttft_s,
+        qoe=_mean([s.qoe.final() for s in sessions if s.qoe is not None]) if with_qoe else None,
     )
 
 

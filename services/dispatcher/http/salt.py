@@ -1,13 +1,13 @@
-"""Whose cached prompts a request may share: those of requests with the same key and the same salt, nobody else's.
+"""Whose cached prompts a request may share: those of the same tenant with the same salt, nobody else's.
 
 What a prompt took to its first token tells whether somebody sent it before. So prompts are cached per caller: the salt
-is a digest of the caller's key, and of the request's own `cache_salt` where one key serves several people.
+is a digest of who calls (the tenant; where no key is asked for, what `Authorization` holds), and of the request's own
+`cache_salt` where one key serves several people.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Final
 
 from services.dispatcher.http.errors import invalid
@@ -30,18 +30,17 @@ def parse_salt(fields: Fields) -> str:
     return salt
 
 
-def cache_salt(headers: Mapping[str, str], own_salt: str) -> str:
+def cache_salt(identity: str, own_salt: str) -> str:
     """Return `Submit.cache_salt`: the same in every dispatcher; "" for a request without key and salt.
 
     Args:
-        headers: of the request; the key is what `Authorization` holds.
+        identity: `Grant.identity` of the sender.
         own_salt: from `parse_salt`.
     """
-    key = headers.get("Authorization", "")
-    if not key and not own_salt:
+    if not identity and not own_salt:
         return ""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"sluice-salt")
-    for part in (key, own_salt):
+    for part in (identity, own_salt):
         data = part.encode("utf-8", "surrogateescape")
         digest.update(len(data).to_bytes(4, "little") + data)  # lengths: no two pairs read alike
     return digest.hexdigest()

@@ -10,19 +10,20 @@ import errno
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
-from aiohttp.web_protocol import RequestHandler
 
 from services.dispatcher.http import models, probes
+from services.dispatcher.http.cancel import cancel_request, is_cancel_path
 from services.dispatcher.http.chat import chat_completions
 from services.dispatcher.http.completions import completions
-from services.dispatcher.http.errors import ApiError, error_response, failure_error
+from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionLimits, ConnectionServer, head_too_large
+from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import authorise
 from services.dispatcher.http.tokenize import detokenize, tokenize
+from services.dispatcher.http.websocket import open_socket
 from services.dispatcher.session.session import FailureCode
 from shared.errors import StartupError
 from shared.log import get_logger
@@ -33,13 +34,10 @@ Endpoint = Callable[[Front, web.BaseRequest, str], Awaitable[web.StreamResponse]
 Route = Mapping[str, Endpoint]
 
 _HARMLESS_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
-IDLE_S: Final = 75.0
-"""Seconds that an unused connection stays open."""
-LINGER_S: Final = 1.0
-"""Seconds for which the rest of an unread body is thrown away before the connection is closed."""
-MAX_HEADER_BYTES: Final = 8190
 CLOSE_LIMIT_S: Final = 5.0
 """Seconds that handlers get to end when the server closes."""
+BACKLOG: Final = 1024
+"""Connections that the system keeps for us while they wait to be accepted; it may cut this to its own limit."""
 
 
 def _get(endpoint: Endpoint) -> Route:
@@ -53,6 +51,7 @@ _ROUTES: Final[dict[str, Route]] = {
     "/v1/detokenize": {"POST": detokenize},
     "/tokenize": {"POST": tokenize},
     "/detokenize": {"POST": detokenize},
+    "/v1/ws": {"GET": open_socket},
     "/v1/models": _get(models.list_models),
     "/v1/cluster": _get(probes.cluster),
     "/live": _get(probes.live),
@@ -62,6 +61,7 @@ _ROUTES: Final[dict[str, Route]] = {
     "/metrics": _get(probes.metrics),
 }
 _MODEL_ROUTE: Final = _get(models.get_model)
+_CANCEL_ROUTE: Final[Route] = {"POST": cancel_request}
 
 
 def _find(method: str, path: str) -> Endpoint:
@@ -73,6 +73,8 @@ def _find(method: str, path: str) -> Endpoint:
     route = _ROUTES.get(path)
     if route is None and path.startswith(models.PREFIX):
         route = _MODEL_ROUTE
+    if route is None and is_cancel_path(path):
+        route = _CANCEL_ROUTE
     if route is None:
         raise ApiError(404, "unknown_url", "There is nothing at this URL.")
     endpoint = route.get(method)
@@ -99,24 +101,19 @@ class HttpServer:
         Raises:
             StartupError: the address cannot be used.
         """
-        server = _Server(
-            self.handle,
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=IDLE_S,
-            lingering_time=LINGER_S,
-            auto_decompress=False,
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-        )
+        server = ConnectionServer(self.handle, self._limits(), self._front.doorway)
         self._runner = web.ServerRunner(server, shutdown_timeout=CLOSE_LIMIT_S)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
             raise _cannot_listen(host, port, error) from None
         return int(self._runner.addresses[0][1])
+
+    def _limits(self) -> ConnectionLimits:
+        settings = self._front.settings
+        return ConnectionLimits(head_limit_s=settings.head_limit_s, idle_limit_s=settings.idle_limit_s)
 
     async def close(self) -> None:
         """Stop listening, and end the connections that are left."""
@@ -128,9 +125,12 @@ class HttpServer:
         """Answer one request; every failure becomes an error in OpenAI's format."""
         public_id = _public_id(request)
         try:
+            _check_head(request)
+            authorise(self._front, request)
             response = await _find(request.method, request.path)(self._front, request, public_id)
         except ApiError as error:
-            _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
+            if error.code != RATE_LIMITED:  # a tenant's has its access line, and wrong keys could fill the log
+                _log.info("refused", rid=public_id, path=request.path[:100], status=error.status, code=error.code)
             response = error_response(error)
         except (asyncio.CancelledError, ConnectionError):
             raise
@@ -143,6 +143,16 @@ class HttpServer:
             response.headers["x-request-id"] = public_id
             response.headers["Server"] = "sluice"
         return response
+
+
+def _check_head(request: web.BaseRequest) -> None:
+    """Raise the 431 for a head that is too large; an `x-request-id` of any length is just replaced."""
+    size = len(request.raw_path)
+    for name, value in request.raw_headers:
+        if name.lower() != b"x-request-id":
+            size += len(name) + len(value) + 4  # the colon and the space, the end of the line
+    if size > MAX_HEAD_BYTES:
+        raise head_too_large()
 
 
 def _public_id(request: web.BaseRequest) -> str:
@@ -158,44 +168,3 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartupError:
         return StartupError(f"port {port} on {host} may not be used by this user", "Choose one above 1023 with --port")
     reason = error.strerror or type(error).__name__
     return StartupError(f"cannot listen on {host}, port {port} ({reason})", "Choose another address with --host")
-
-
-class _Protocol(RequestHandler):
-    """aiohttp's connection, with its own errors in our format."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer what the parser refused, or what no handler could."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun; only closing the connection is left")
-        if isinstance(exc, LineTooLong):
-            error = ApiError(431, "header_too_large", f"A header is longer than {MAX_HEADER_BYTES} bytes.", close=True)
-        elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
-            error = ApiError(status, "bad_request", "This is not a valid HTTP request.", close=True)
-        else:
-            _log.error("http_failed", status=status, message=message, exc_info=exc)
-            error = failure_error(FailureCode.INTERNAL)
-            error.close = True
-        response = error_response(error, f"req_{uuid.uuid4().hex}")
-        response.headers["Server"] = "sluice"
-        return response
-
-
-class _Server(web.Server):
-    """aiohttp's server, making our connections."""
-
-    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **kwargs: Any) -> None:
-        cancellation = bool(kwargs.pop("handler_cancellation"))
-        super().__init__(handler, handler_cancellation=cancellation)
-        self._connection_kwargs = kwargs
-
-    def __call__(self) -> RequestHandler:
-        """Return the handler of a new connection."""
-        return _Protocol(self, loop=asyncio.get_running_loop(), **self._connection_kwargs)

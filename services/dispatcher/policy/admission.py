@@ -25,7 +25,7 @@ class AdmissionInput:
     """Requests of this dispatcher that run or wait."""
     max_requests: int
     num_queued: int
-    """Of these, the ones for which no worker had room yet."""
+    """Of these, the ones for which no worker had room yet and behind which this one would wait."""
     max_queued: int
     num_ready_workers: int
     num_loading_workers: int

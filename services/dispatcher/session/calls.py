@@ -74,7 +74,7 @@ _REFUSALS = {
     RefusalReason.TOO_LONG: SubmitOutcome.TOO_LONG,
     RefusalReason.INVALID: SubmitOutcome.FAILED,
     RefusalReason.DUPLICATE: SubmitOutcome.OLD,
-    RefusalReason.CANCELLED: SubmitOutcome.FAILED,
+    RefusalReason.CANCELLED: SubmitOutcome.OLD,
 }
 
 

@@ -11,14 +11,18 @@ from dataclasses import dataclass
 
 from services.dispatcher.limits.waiting_room import WaitingRoom
 from services.dispatcher.policy.placement import Placement
-from services.dispatcher.session.calls import SubmitAnswer, SubmitOutcome, WorkerCalls
+from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import Leases
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from services.dispatcher.session.session import MAX_BLAMES, FailureCode, NewRequest, RequestFailedError, Session
 from services.dispatcher.state import ClusterState
 from shared.ids import RequestId, WorkerId
+from shared.log import get_logger
+from shared.messages.lease import Renew
 from shared.messages.owner import Owner
 from shared.tasks import TaskOwner
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Placing:
         tasks: TaskOwner,
     ) -> None:
         self.waiting = WaitingRoom()
+        self.num_poison = 0
+        """Sessions that ended because they were blamed for their workers' deaths."""
         self._calls = calls
         self._cluster = cluster
         self._leases = leases
@@ -70,9 +76,20 @@ class Placing:
             return
         if not len(self.waiting) and await self._submit_somewhere(session, refused):
             return
-        if len(self.waiting) >= self._limits.max_queued:  # they came while this one asked the workers
-            raise RequestFailedError(FailureCode.QUEUE_FULL)
+        if self._is_queue_full(session.request):
+            raise RequestFailedError(self.crowded())
         await self._wait_and_submit(session, first=False)
+
+    def _is_queue_full(self, request: NewRequest) -> bool:
+        """Return whether one more may not wait: others may have come while this one asked the workers."""
+        most = request.max_tenant_queued
+        if most is not None and self.waiting.num_of(request.tenant) >= most:
+            return True
+        return self.waiting.num_before(request.tier) >= self._limits.max_queued
+
+    def crowded(self) -> FailureCode:
+        """Return why one more cannot wait: the clients' crowd, or, while the broker is away, our own failure."""
+        return FailureCode.QUEUE_FULL if self._calls.connected else FailureCode.NO_CAPACITY
 
     async def _take_over(self, session: Session, refused: set[WorkerId]) -> bool:
         """Ask the worker that may run the request for another dispatcher; return whether it goes on there."""
@@ -142,15 +159,15 @@ class Placing:
     async def _wait_and_submit(self, session: Session, *, first: bool) -> None:
         request = session.request
         until_s = min(self._now() + self._limits.queue_limit_s, request.arrival_s + request.limit_s)
-        ticket = self.waiting.enter(first=first)
+        ticket = self.waiting.enter(request.tier, request.tenant, first=first)
+        self.waiting.shrink(self._limits.max_queued)
         try:
             while await self.waiting.turn(ticket, until_s):
                 if session.ended.is_set() or await self._submit_somewhere(session, set()):
                     return
         finally:
             self.waiting.leave(ticket)
-        has_worker = self._cluster.num_ready > 0 and self._calls.connected
-        raise RequestFailedError(FailureCode.QUEUE_FULL if has_worker else FailureCode.NO_CAPACITY)
+        raise RequestFailedError(self.crowded() if self._cluster.num_ready else FailureCode.NO_CAPACITY)
 
     async def _submit_somewhere(self, session: Session, refused: set[WorkerId]) -> bool:
         """Offer the session to one worker after the other but those that refused it; return whether one has it.
@@ -183,6 +200,8 @@ class Placing:
             RequestFailedError: no worker can ever take it.
         """
         outcome = await self._attempt(session, worker_id, fork_of)
+        if outcome is SubmitOutcome.UNKNOWN and await self._has_killed(session, worker_id):
+            raise RequestFailedError(FailureCode.REQUEST_FAILED)
         if outcome is SubmitOutcome.OLD:  # another dispatcher, or this name's life before, has been there
             outcome = await self._attempt(session, worker_id, fork_of)
         if session.admitted_s is not None:  # what began somewhere goes on wherever it can
@@ -192,6 +211,26 @@ class Placing:
         if outcome in {SubmitOutcome.FAILED, SubmitOutcome.OLD}:
             raise RequestFailedError(FailureCode.INTERNAL)
         return outcome is SubmitOutcome.ACCEPTED
+
+    async def _has_killed(self, session: Session, worker_id: WorkerId) -> bool:
+        """Return whether taking this session has now been the end of so many workers that it is to blame.
+
+        A worker that neither answers a submission nor is there any more has died of it, or with it. One that hangs, or
+        is cut off, says nothing about the session.
+        """
+        question = Renew(dispatcher_id=self._leases.dispatcher_id, incarnation=self._leases.incarnation)
+        if await self._calls.renew(worker_id, question) is not Silence.NOBODY:
+            return False
+        session.history.num_blames += 1
+        if session.history.num_blames < MAX_BLAMES:
+            return False
+        self.convict(session)
+        return True
+
+    def convict(self, session: Session) -> None:
+        """Count a session that ends because of the deaths of its workers, and say so."""
+        self.num_poison += 1
+        _log.error("poison_request", rid=session.request.request_id, deaths=session.history.num_blames)
 
     async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
         submit = session.next_submit(self._leases.dispatcher_id, self._leases.incarnation, self._now(), fork_of)

@@ -12,15 +12,13 @@ from typing import Final
 
 from services.dispatcher.session.leases import Leases, Loss
 from services.dispatcher.session.placing import Placing
-from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from services.dispatcher.session.session import MAX_BLAMES, FailureCode, RequestFailedError, Session
 from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.tasks import TaskOwner
 
 _log = get_logger()
 
-MAX_BLAMES: Final = 2
-"""Workers that one request may take with it."""
 MAX_MOVES: Final = 16
 """Sessions that are moved from draining workers at a time."""
 
@@ -39,14 +37,17 @@ class Recovery:
         """Sessions that lost their worker since the start."""
         self.num_recovered = 0
         """Of these, the ones that another worker took."""
-        self.num_poison = 0
-        """Sessions that ended because they were blamed for their workers' deaths."""
         self._placing = placing
         self._leases = leases
         self._tasks = tasks
         self._probation = asyncio.Lock()
         self._moves = asyncio.Semaphore(MAX_MOVES)
         self._moving: set[Session] = set()
+
+    @property
+    def num_poison(self) -> int:
+        """Sessions that ended because they were blamed for their workers' deaths."""
+        return self._placing.num_poison
 
     def lost(self, session: Session, loss: Loss) -> None:
         """A running session's worker no longer runs it."""
@@ -61,8 +62,7 @@ class Recovery:
         is_guilty = loss.may_be_fatal and self._blame(session)
         session.fence()
         if is_guilty:
-            self.num_poison += 1
-            _log.error("poison_request", rid=request_id, deaths=session.history.num_blames)
+            self._placing.convict(session)
             session.fail(FailureCode.REQUEST_FAILED)
             return
         away_from = None if loss is Loss.UNKNOWN else worker_id

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.dispatcher.session.gaps import GapHistogram
+from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
 from shared.stream_extras import TokenLogprob
@@ -22,6 +23,8 @@ from sluice_client.qoe import QoeTarget as ReaderTarget
 
 MAX_HELD_PARTS = 1024
 """Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
+MAX_BLAMES = 2
+"""Workers that one request may take with it."""
 Part = tuple[list[int], FinishReason, Sequence[TokenLogprob]]
 """Some of the output: token ids, how it ends, and log-probabilities: one per token, or none."""
 
@@ -42,8 +45,18 @@ class NewRequest:
     qoe: QoeTarget | None = None
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
+    tier: Tier = Tier.DEFAULT
+    """Its place in the queue: more urgent ones first."""
+    tenant: str = ""
+    """Whose it is."""
+    max_tenant_queued: int | None = None
+    """Requests of this tenant that may wait for room, this one included; None: as many as of all."""
     resumable: bool = False
     """Its name comes from the client: if this dispatcher dies, another one may be asked for the same request."""
+    generated: tuple[int, ...] = ()
+    """Output tokens that an earlier connection got already; generation goes on after them."""
+    num_attempts: int = 0
+    """Submissions that were made under the same id before, as far as this dispatcher knows."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -67,6 +80,8 @@ class FailureCode(StrEnum):
     SUPERSEDED = "request_superseded"
     REQUEST_FAILED = "request_failed"
     TIMED_OUT = "request_timeout"
+    CANCELLED = "request_cancelled"
+    RESUME_MISMATCH = "resume_mismatch"
     INTERNAL = "internal_error"
 
 
@@ -101,6 +116,8 @@ class History:
 
     num_attempts: int = 0
     """The highest number that was ever given to one: none is used twice."""
+    worker_id: WorkerId | None = None
+    """The last one that accepted it."""
     num_at_start: int = 0
     """Output tokens when the present attempt began."""
     has_started: bool = False
@@ -157,18 +174,18 @@ class Session:
         self.stream = stream
         self.attempt = 0
         """The present one; tokens of any other attempt are ignored."""
-        self.history = History()
+        self.history = History(num_attempts=request.num_attempts)
         self.is_placing = False
         """A worker has been asked whether it takes the present attempt, and has not answered."""
         self.worker_id: WorkerId | None = None
         """Where the present attempt runs; None while it runs nowhere."""
         self.started_s: float | None = None
         """When a worker first computed something for it."""
-        self.tokens: list[int] = []
+        self.tokens: list[int] = list(request.generated)
         """Every output token, in order, from all attempts."""
         self.num_delivered = 0
         """How many of them the reader has taken."""
-        self.logprobs: list[TokenLogprob | None] | None = [] if request.sampling.logprobs is not None else None
+        self.logprobs: list[TokenLogprob | None] | None = None
         """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
         self.cached_tokens: int | None = None
         """Tokens of the prompt whose KV the worker had already; None until it says so."""
@@ -198,6 +215,8 @@ class Session:
         self.qoe: QoeState | None = None
         if request.qoe is not None:
             self.qoe = QoeState(ReaderTarget(request.qoe.ttft_s, request.qoe.speed_tokens_per_s))
+        if request.sampling.logprobs is not None:
+            self.logprobs = [None] * len(self.tokens)
         self._gaps = gaps
 
     @property
@@ -261,7 +280,7 @@ class Session:
 
     def accept(self, worker_id: WorkerId, now_s: float) -> None:
         """The worker runs it."""
-        self.worker_id = worker_id
+        self.worker_id = self.history.worker_id = worker_id
         if self.admitted_s is None:
             self.admitted_s = now_s
         self.progress_s = now_s

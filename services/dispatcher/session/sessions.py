@@ -24,6 +24,7 @@ from services.dispatcher.session.replays import Replays
 from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
 from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
+from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, WorkerId
 from shared.messages.report import ClusterView
 from shared.tasks import TaskOwner
@@ -41,7 +42,6 @@ _REFUSED = {
     Admission.DRAINING: FailureCode.DRAINING,
     Admission.LOADING: FailureCode.MODEL_LOADING,
     Admission.NO_WORKER: FailureCode.NO_CAPACITY,
-    Admission.TOO_MANY: FailureCode.QUEUE_FULL,
 }
 _ENDED_BY_WORKER = {
     FinishReason.CANCELLED: FailureCode.TIMED_OUT,
@@ -137,7 +137,7 @@ class Sessions:
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
         """
-        self.check_admission(len(requests))
+        self.check_admission(len(requests), requests[0].tier)
         return [self.table.open(request) for request in requests]
 
     async def place(self, session: Session, parent: Session | None = None) -> None:
@@ -159,11 +159,12 @@ class Sessions:
             self.release(session)
             raise
 
-    def check_admission(self, num_new: int = 1) -> None:
+    def check_admission(self, num_new: int = 1, tier: Tier = Tier.DEFAULT) -> None:
         """Refuse early what has no chance now; also worth a call before work is put into a request.
 
         Args:
             num_new: sessions that it needs.
+            tier: of the request.
 
         Raises:
             RequestFailedError: draining, no worker, or too many requests.
@@ -174,14 +175,14 @@ class Sessions:
                 num_new=num_new,
                 num_requests=len(self.table),
                 max_requests=self._limits.max_requests,
-                num_queued=self.num_queued,
+                num_queued=self._placing.waiting.num_before(tier),
                 max_queued=self._limits.max_queued,
                 num_ready_workers=self.cluster.num_ready,
                 num_loading_workers=self.cluster.num_loading,
             )
         )
         if decision is not Admission.ADMIT:
-            raise RequestFailedError(_REFUSED[decision])
+            raise RequestFailedError(_REFUSED.get(decision) or self._placing.crowded())
 
     def release(self, session: Session) -> None:
         """Forget the session; if a worker may still run it, cancel it there at once. Idempotent."""

@@ -29,6 +29,8 @@ class ModelFolder:
     """Contents of `tokenizer.json`."""
     template: str | None
     """Source of the chat template; None for a model without one (it completes, but does not chat)."""
+    template_path: Path | None
+    """Where the template stands."""
     special_tokens: Mapping[str, str]
     """`bos_token`, `eos_token`, … as the chat template sees them."""
     max_model_len: int
@@ -51,9 +53,11 @@ def read_model_folder(folder: Path) -> ModelFolder:
     tokenizer_path = folder / "tokenizer.json"
     tokenizer_json = _read_text(tokenizer_path)
     tokenizer_config = read_json(folder / "tokenizer_config.json", required=False)
+    template, template_path = _find_template(folder, tokenizer_config)
     return ModelFolder(
         tokenizer_json=tokenizer_json,
-        template=_find_template(folder, tokenizer_config),
+        template=template,
+        template_path=template_path,
         special_tokens=_special_tokens(folder, tokenizer_config),
         max_model_len=_positive(config, "max_position_embeddings"),
         vocab_size=_positive(config, "vocab_size"),
@@ -89,18 +93,19 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     return value
 
 
-def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template as transformers finds it: the file first, then the tokenizer's configuration."""
+def _find_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str | None, Path | None]:
+    """Return the template as transformers finds it, the file first, then the tokenizer's configuration; and where."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return _check_template(_read_text(path), path)
+        return _check_template(_read_text(path), path), path
     source = tokenizer_config.get("chat_template")
     if isinstance(source, list):  # several by name; `default` is the one for plain chat
         named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("default")
     if source is None:
-        return None
-    return _check_template(source, folder / "tokenizer_config.json")
+        return None, None
+    path = folder / "tokenizer_config.json"
+    return _check_template(source, path), path
 
 
 def _check_template(source: object, path: Path) -> str:

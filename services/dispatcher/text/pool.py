@@ -15,7 +15,7 @@ class TextPoolFullError(Exception):
 
 
 class TextPool:
-    """Runs text work in threads; the tokenizers library releases the GIL while it encodes.
+    """Runs text work in threads; the tokenizers library lets the GIL go while it encodes or decodes a batch.
 
     Args:
         num_threads: texts worked on at a time.

@@ -55,6 +55,7 @@ class PromptCodec:
         self._special_only = _pattern(special)
         self._control_ids = {self.tokenizer.token_to_id(token) for token in special | by_template}
         self._literal = _without_tokens(folder.tokenizer_json, special | by_template)
+        self._literal_ids: dict[str, list[int]] = {}
         self._prefix, self._suffix = _post_processing(self.tokenizer)
         self.table: DetokenizerTable = load_table(self.tokenizer)
         self.names = TokenNames(self.tokenizer, self.table)
@@ -110,8 +111,9 @@ class PromptCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of some ids."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        # the library holds the GIL for one text, and lets it go for a batch
+        texts: list[str] = self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def tokens_of(self, token_ids: Sequence[int]) -> list[str]:
         """Return the entries of the vocabulary, as the tokenizer writes them (`Ġthe`); "" for an id without one."""
@@ -148,15 +150,20 @@ class PromptCodec:
         return ids
 
     def _encode_literally(self, text: str) -> list[int]:
-        ids = self._ids(self._literal, text)
-        if self._control_ids.isdisjoint(ids):
-            return ids
-        # a vocabulary that holds the control string as an ordinary piece: letter by letter it cannot match
-        return [token_id for char in text for token_id in self._ids(self._literal, char)]
+        """Return the ids of a control string as plain text; they are few, and a prompt may be full of them."""
+        ids = self._literal_ids.get(text)
+        if ids is None:
+            ids = self._ids(self._literal, text)
+            if not self._control_ids.isdisjoint(ids):
+                # a vocabulary that holds the control string as an ordinary piece: letter by letter it cannot match
+                ids = [token_id for char in text for token_id in self._ids(self._literal, char)]
+            self._literal_ids[text] = ids
+        return ids
 
     @staticmethod
     def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # for one text the library holds the GIL, and with it the event loop; for a batch it lets it go
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         if len(encoding) > MAX_PROMPT_TOKENS:  # before a list of them holds up every other thread
             raise TooManyTokensError(len(encoding))
         ids: list[int] = encoding.ids

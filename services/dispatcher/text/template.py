@@ -6,9 +6,10 @@ Same settings and helpers as transformers' `apply_chat_template`, so that the sa
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import jinja2
 import jinja2.ext
@@ -20,6 +21,12 @@ from shared.errors import StartupError
 
 MAX_REASON_CHARS = 200
 """Longest sentence of a template's own refusal that is passed on."""
+MAX_MESSAGES: Final = 10_000
+"""Messages of a conversation."""
+MAX_RENDERED_CHARS: Final = 16 * 1024 * 1024
+"""Longest prompt that a template may make: several times the text that the largest request brings."""
+RENDER_LIMIT_S: Final = 10.0
+"""Seconds after which a template is stopped, at its next piece of text."""
 
 
 class TemplateRefusalError(ValueError):
@@ -56,13 +63,19 @@ class ChatTemplate:
         source: Jinja.
         special_tokens: variables such as `bos_token`.
         now: the clock of `strftime_now`.
+        max_messages: longer conversations are refused (`template_trial.py` says how many it takes in good time).
 
     Raises:
         StartupError: the source is not a template.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+        *,
+        max_messages: int = MAX_MESSAGES,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
@@ -71,10 +84,12 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         self.source = source
+        self.max_messages = max_messages
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, MemoryError) as error:
+            # the last four: what Jinja accepts and Python cannot compile, such as loops nested too deep
             raise StartupError(f"the model's chat template is not valid Jinja ({error})") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
@@ -85,21 +100,37 @@ class ChatTemplate:
             add_generation_prompt: it ends where the assistant's answer begins; else after the last message.
 
         Raises:
-            TemplateRefusalError: the template refuses the messages or fails on them.
+            TemplateRefusalError: the template refuses the messages, fails on them, or makes too much of them.
         """
+        if len(messages) > self.max_messages:
+            raise TemplateRefusalError(f"it takes at most {self.max_messages} messages in good time")
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            return self._render(messages, add_generation_prompt=add_generation_prompt)
         except _RaisedByTemplateError as error:
             reason = "".join(char for char in str(error.message) if char.isprintable())
             raise TemplateRefusalError(reason[:MAX_REASON_CHARS]) from None
+        except TemplateRefusalError:
+            raise
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise TemplateRefusalError from error
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        pieces: list[str] = []
+        num_chars, end_s = 0, time.monotonic() + RENDER_LIMIT_S
+        for piece in self._template.generate(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+        ):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > MAX_RENDERED_CHARS:
+                raise TemplateRefusalError(f"it makes more than {MAX_RENDERED_CHARS} characters of them")
+            if time.monotonic() > end_s:
+                raise TemplateRefusalError(f"it takes more than {RENDER_LIMIT_S:g} s for them")
+        return "".join(pieces)
 
 
 def _raise_exception(message: object) -> None:

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import RaggedRows
+from services.worker.engine.types import I32
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from services.worker.native.library import NativeLibrary
 from services.worker.native.structures import AttendArgs, RowsArgs
 
 MAX_GROUP = 64
-"""Query heads that may share a key head (kMaxGroup in src/attention.h)."""
+"""Query heads that may share a key head (kMaxGroup in src/attention_work.h)."""
 _SPLIT, _ITEM_ROWS, _SPREAD, _MAX_PARTS = 256, 16, 4, 16 * 2**20
-"""kSplit, kItemRows, kSpread and kMaxParts there."""
+"""kSplit, kItemRows, kSpread and kMaxParts there (src/attention_work.h)."""
 
 
 def split_bytes(spec: ModelSpec, context: int, num_threads: int) -> int:
@@ -46,37 +47,47 @@ class NativePlan:
     """Arrays that `args` points into."""
 
 
-def rows_args(rows: RaggedRows) -> tuple[tuple[Any, ...], RowsArgs]:
-    """Return the rows as the library reads them, behind the arrays that must live as long."""
-    first = np.ascontiguousarray(rows.first_token, dtype=np.int32)
-    counts = np.ascontiguousarray(rows.num_tokens, dtype=np.int32)
-    start = np.ascontiguousarray(rows.start, dtype=np.int32)
-    tables = np.ascontiguousarray(rows.tables, dtype=np.int32)
+def rows_args(num_tokens: I32, start: I32, tables: I32, table_of: I32 | None = None) -> NativePlan:
+    """Return the rows of a step as the library reads them.
+
+    Args:
+        num_tokens: [n]
+        start: [n] position of the first token.
+        tables: [.., max_blocks] block tables, contiguous.
+        table_of: [n] the row's place in `tables`; None: they lie in the order of the rows.
+    """
+    columns = [np.ascontiguousarray(column, dtype=np.int32) for column in (num_tokens, start)]
+    if table_of is not None:
+        columns.append(np.ascontiguousarray(table_of, dtype=np.int32))
     args = RowsArgs(
-        num_rows=len(counts),
-        num_tokens=int(counts.sum()),
-        row_first=first.ctypes.data,
-        row_tokens=counts.ctypes.data,
-        row_start=start.ctypes.data,
+        num_rows=len(num_tokens),
+        num_tokens=int(num_tokens.sum()),
+        row_tokens=columns[0].ctypes.data,
+        row_start=columns[1].ctypes.data,
+        row_table=None if table_of is None else columns[2].ctypes.data,
         tables=tables.ctypes.data,
         table_stride=tables.shape[1],
     )
-    return (first, counts, start, tables), args
+    return NativePlan(args, (*columns, tables))
 
 
 class NativePagedAttention:
-    """Attention over a `KVCache` in main memory; the same bits for a token whatever else is in the batch."""
+    """Attention over a `KVCache` in main memory; the same bits for a token whatever else is in the batch.
 
-    def __init__(self, library: NativeLibrary, spec: ModelSpec, cache: KVCache) -> None:
+    Args:
+        any_head_dim: use the code for heads of any size even where this size has its own: to compare the two.
+    """
+
+    def __init__(self, library: NativeLibrary, spec: ModelSpec, cache: KVCache, *, any_head_dim: bool = False) -> None:
         assert spec.group_size <= MAX_GROUP, f"{spec.group_size} query heads share a key head; at most {MAX_GROUP} may"
         self._library = library
         self._spec = spec
         self._cache = cache
+        self._any_head_dim = any_head_dim
 
     def plan(self, rows: RaggedRows) -> NativePlan:
         """Prepare what all layers of a step share."""
-        held, args = rows_args(rows)
-        return NativePlan(args, held)
+        return rows_args(rows.num_tokens, rows.start, np.ascontiguousarray(rows.tables, dtype=np.int32))
 
     def attend(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
@@ -102,6 +113,7 @@ class NativePagedAttention:
             block_size=self._cache.block_size,
             window=spec.windows[layer] or 0,
             scale=spec.head_dim**-0.5,
+            any_head_dim=int(self._any_head_dim),
             keys=keys.data_ptr(),
             values=self._cache.values[layer].data_ptr(),
             queries=queries.data_ptr(),

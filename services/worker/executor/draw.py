@@ -70,14 +70,25 @@ def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
 
 def first_largest(logits: torch.Tensor) -> I64:
     """Return the id of the largest logit of each row [n, vocab_size], the lowest id on a tie."""
+    largest: I64 = _first_largest(logits).cpu().numpy()
+    return largest
+
+
+def finite_largest(logits: torch.Tensor) -> I64:
+    """Return what `first_largest` does, but vocab_size for a row with a logit that is no number or infinitely large."""
+    ids = _first_largest(logits)  # NaN counts as larger than every number
+    values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+    largest: I64 = ids.masked_fill_(~values.isfinite(), logits.shape[1]).cpu().numpy()
+    return largest
+
+
+def _first_largest(logits: torch.Tensor) -> torch.Tensor:
     if logits.numel() < _FEW_LOGITS or logits.shape[1] < BLOCK:
-        direct: I64 = logits.argmax(dim=-1).cpu().numpy()
-        return direct
+        return logits.argmax(dim=-1)
     # argmax looks at one number at a time, amax at a vector of them
     block = _reduce_blocks(logits, torch.amax).argmax(dim=-1, keepdim=True)
     ids, inside = _open_block(logits, block, -torch.inf)
-    largest: I64 = ids.gather(1, inside.argmax(dim=-1, keepdim=True)).squeeze(1).cpu().numpy()
-    return largest
+    return ids.gather(1, inside.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def to_weights(logits: torch.Tensor, temperature: F64) -> torch.Tensor:

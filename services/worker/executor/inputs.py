@@ -1,4 +1,4 @@
-"""What a step needs on the device, made from a `Batch`, and the block tables that outlive steps."""
+"""What torch's operators need of a `Batch` on the device, and the block tables that outlive steps."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class StepInputs:
 
 
 class BlockTables:
-    """Block ids by row of the engine's table and position in the row."""
+    """Block ids by row of the engine's table and position in the row.
+
+    Attributes:
+        entries: [max_rows, max_blocks]; those past the end of a row's sequence mean nothing.
+    """
 
     def __init__(self, max_rows: int, max_blocks: int) -> None:
-        self._table = np.zeros((max_rows, max_blocks), dtype=np.int32)
+        self.entries: I32 = np.zeros((max_rows, max_blocks), dtype=np.int32)
 
     def apply(self, delta: TableDelta) -> None:
         """Take in what changed."""
-        self._table[delta.row, delta.index] = delta.block_id
-
-    def of(self, rows: I32, num_blocks: int) -> I32:
-        """Return the first `num_blocks` entries of rows, [n, num_blocks]."""
-        return self._table[rows, :num_blocks]
+        self.entries[delta.row, delta.index] = delta.block_id
 
 
 class InputBuffers:
@@ -57,11 +57,12 @@ class InputBuffers:
         self._device = device
         self._on_device = torch.zeros_like(self._columns, device=device) if on_gpu else self._columns
 
-    def fill(self, batch: Batch, tables: BlockTables) -> StepInputs:
-        """Lay out a batch. The result is valid until the next call."""
+    def fill(self, batch: Batch, tables: I32) -> StepInputs:
+        """Lay out a batch, with the block tables [max_rows, max_blocks] of all rows. Valid until the next call."""
         num_tokens = len(batch.tokens)
         longest = int((batch.start + batch.num_tokens).max())
-        rows = RaggedRows(batch.num_tokens, batch.start, tables.of(batch.rows, -(-longest // self._block_size)))
+        num_blocks = -(-longest // self._block_size)
+        rows = RaggedRows(batch.num_tokens, batch.start, tables[batch.rows, :num_blocks])
         tokens, positions, slots = self._host[:, :num_tokens]
         tokens[:] = batch.tokens
         row = np.arange(len(batch.rows))

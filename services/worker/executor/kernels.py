@@ -53,13 +53,20 @@ class Kernels:
     flashinfer: Any = None
 
     def open(
-        self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        rope: RopeTable,
+        cache: KVCache,
+        *,
+        max_tokens: int,
+        deterministic: bool,
     ) -> ForwardPass:
-        """Return the forward pass over a cache."""
+        """Return the forward pass over a cache, for batches of at most `max_tokens` tokens."""
         if self.library is not None and self.whole:
             return NativeForward(self.library, spec, weights, rope, cache)
         attention = self._attention(spec, cache, deterministic=deterministic)
-        return TorchForward(spec, weights, rope, cache, attention, deterministic=deterministic)
+        return TorchForward(spec, weights, rope, cache, attention, max_tokens=max_tokens, deterministic=deterministic)
 
     def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
         if self.library is not None:

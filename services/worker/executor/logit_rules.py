@@ -72,7 +72,7 @@ class LogitRules:
             self._forget(row)
         for init in batch.admits:
             self._forget(init.row)
-            if _has_rules(init.sampling):
+            if has_rules(init.sampling):
                 self._rules[init.row] = _RowRules(init, self._eos_token_ids, self._vocab_size)
                 self._has_rules[init.row] = True
                 if init.sampling.counts_tokens:
@@ -129,7 +129,8 @@ class LogitRules:
             self._counted[row] = end[i]
 
 
-def _has_rules(sampling: SamplingParams) -> bool:
+def has_rules(sampling: SamplingParams) -> bool:
+    """Return whether these parameters change logits."""
     return bool(sampling.counts_tokens or sampling.logit_bias or sampling.min_tokens)
 
 

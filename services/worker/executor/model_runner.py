@@ -13,13 +13,14 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import I32, I64, Batch, BatchFailedError, BatchOutput, Bool, KvCapacity
-from services.worker.executor.inputs import BlockTables, InputBuffers
-from services.worker.executor.logit_rules import LogitRules
+from services.worker.executor.inputs import BlockTables
+from services.worker.executor.logit_rules import LogitRules, has_rules
 from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
-from services.worker.executor.step import ForwardPass, Logits
+from services.worker.executor.step import ForwardPass, Scores
 from services.worker.memory.kv_cache import KVCache
 from shared.stream_extras import TokenLogprob
+from shared.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +83,19 @@ class ModelRunner:
     Args:
         forward: the model over its cache.
         max_rows: rows of the engine's table.
-        max_tokens: of one batch.
     """
 
-    def __init__(
-        self, info: ModelInfo, forward: ForwardPass, *, max_rows: int, max_tokens: int, deterministic: bool
-    ) -> None:
-        block_size = info.capacity.block_size
+    def __init__(self, info: ModelInfo, forward: ForwardPass, *, max_rows: int, deterministic: bool) -> None:
         self.info = info
         self._forward: ForwardPass | None = forward
         self._is_sound = True
         self._device = forward.cache.keys[0].device
-        self._tables = BlockTables(max_rows, -(-info.max_model_len // block_size))
+        self._tables = BlockTables(max_rows, -(-info.max_model_len // info.capacity.block_size))
+        self._is_plain: Bool = np.zeros(max_rows, dtype=np.bool_)
         self._sampling = SamplingTable(max_rows)
         self._sampler = Sampler(row_by_row=deterministic)
         self._rules = LogitRules(max_rows, info.eos_token_ids, info.vocab_size)
         self._logprobs = LogprobTable(max_rows, row_by_row=deterministic)
-        self._inputs = InputBuffers(max_tokens, block_size, self._device)
 
     @property
     def capacity(self) -> KvCapacity:
@@ -133,9 +130,7 @@ class ModelRunner:
         """Compute one step; instead of sampling, return the logits [n, vocab_size], float32, of each last token."""
         with torch.inference_mode():
             self._apply(batch)
-            forward = self._open()
-            hidden = forward.run(self._inputs.fill(batch, self._tables)).values
-            return forward.logits(hidden).values.clone()
+            return self._open().run(batch, self._tables.entries, np.arange(len(batch.rows))).logits.clone()
 
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""
@@ -154,6 +149,7 @@ class ModelRunner:
         assert self._is_sound, "an earlier step's rows and blocks were taken in by half; the worker must start anew"
         self._is_sound = False
         for admitted in batch.admits:
+            self._is_plain[admitted.row] = _is_plain(admitted.sampling)
             self._sampling.put(admitted.row, admitted.sampling)
             self._logprobs.put(admitted)
         self._rules.take_in(batch)
@@ -165,33 +161,28 @@ class ModelRunner:
         self._is_sound = True
 
     def _step(self, batch: Batch) -> tuple[I32, dict[int, TokenLogprob] | None]:
-        forward = self._open()
-        last = forward.run(self._inputs.fill(batch, self._tables))
-        _check_finite(batch.step_id, batch.rows, last.finite)
-        hidden = last.values
+        sampled: I64 = batch.sample.nonzero()[0]
+        scores = self._open().run(batch, self._tables.entries, sampled)
+        rows = batch.rows[sampled]
+        _check_finite(batch.step_id, batch.rows, scores.finite)
+        _check_finite(batch.step_id, rows, scores.largest < self.info.vocab_size)
         tokens = np.full(len(batch.rows), -1, dtype=np.int32)
-        sampled: I64 = np.flatnonzero(batch.sample)
-        if not len(sampled):
+        if self._is_plain[rows].all():
+            tokens[sampled] = scores.largest
             return tokens, None
-        if len(sampled) < len(batch.rows):
-            hidden = hidden.index_select(0, self._to_device(sampled))
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
-        scores, rows = forward.logits(hidden), batch.rows[sampled]
-        if scores.largest is not None:
-            _check_finite(batch.step_id, rows, scores.largest < self.info.vocab_size)
-        chosen, logprobs = self._choose(scores, rows, position)
-        tokens[sampled] = chosen
+        tokens[sampled], logprobs = self._choose(scores, rows, position)
         return tokens, {int(sampled[i]): said for i, said in logprobs.items()} or None
 
-    def _choose(self, scores: Logits, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
-        """Return the next token of each row [n] and, by place in `rows`, the log-probabilities that are asked for.
+    def _choose(self, scores: Scores, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
+        """Return the next token of each row [k] and, by place in `rows`, the log-probabilities that are asked for.
 
         Args:
             scores: of the rows; may be changed.
-            rows: [n]
-            position: [n] of the token that is chosen.
+            rows: [k]
+            position: [k] of the token that is chosen.
         """
-        logits = scores.values
+        logits = scores.logits
         largest = None if self._rules.concern(rows) else scores.largest
         put_back = self._rules.apply(logits, rows, position)
         chosen = self._sampler.sample(logits, self._sampling.take(rows), position, largest)
@@ -202,6 +193,11 @@ class ModelRunner:
 
     def _to_device(self, values: I32 | I64) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Return whether the next token is always the largest logit, and nothing else is wanted."""
+    return sampling.temperature == 0 and sampling.logprobs is None and not has_rules(sampling)
 
 
 def _check_finite(step_id: int, rows: I32, finite: Bool) -> None:

@@ -1,4 +1,4 @@
-"""A forward pass by the worker's own kernels: all layers of a step in one call.
+"""A forward pass by the worker's own kernels: all layers of a step and the head in one call.
 
 Each token's results depend on its own sequence alone, to the bit: every product sums in one order whatever the number
 of rows, and attention folds fixed splits of the context. So this pass is the deterministic one as well.
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from services.worker.attention.native_paged import rows_args
-from services.worker.engine.types import F64
-from services.worker.executor.inputs import StepInputs
-from services.worker.executor.step import LastHidden, Logits
+from services.worker.engine.types import F64, I32, I64, Batch
+from services.worker.executor.step import Scores
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
@@ -78,59 +77,33 @@ class NativeForward:
         self._step = self._step_args()
         self._logits = torch.empty((0, spec.vocab_size))
 
-    def run(self, inputs: StepInputs) -> LastHidden:
-        """Compute a step, and store its keys and values."""
-        self._check(inputs)
-        held, rows = rows_args(inputs.rows)
-        last = torch.empty((rows.num_rows, self._spec.hidden_size), dtype=self._dtype)
-        finite = np.empty(rows.num_rows, dtype=np.bool_)
-        step = self._step_of(rows.num_tokens)
-        step.rows = rows
+    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
+        """Compute a step, and store its keys and values; see `ForwardPass`.
+
+        The logits' buffer is kept: fresh memory of its size costs more in page faults than a look at all of it.
+        """
+        plan = rows_args(batch.num_tokens, batch.start, tables, batch.rows)
+        tokens = np.ascontiguousarray(batch.tokens, dtype=np.int32)
+        finite = np.empty(len(batch.rows), dtype=np.bool_)
+        largest = np.empty(len(sampled), dtype=np.int64)
+        logits = self._logits_of(len(sampled))
+        step = self._step_of(plan.args.num_tokens)
+        step.rows = plan.args
         step.num_threads = torch.get_num_threads()
-        step.tokens, step.positions, step.slots = (
-            column.data_ptr() for column in (inputs.tokens, inputs.positions, inputs.slots)
-        )
-        step.last, step.finite = last.data_ptr(), finite.ctypes.data
+        step.tokens, step.finite = tokens.ctypes.data, finite.ctypes.data
+        step.num_sampled, step.sampled = len(sampled), sampled.ctypes.data
+        step.logits, step.largest = logits.data_ptr(), largest.ctypes.data
         step.seconds = None if self.part_seconds is None else self.part_seconds.ctypes.data
         self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
-        del held  # the arrays that `rows` points into lived until here
-        return LastHidden(last, finite)
+        del plan, tokens  # they lived until here: `step` points into them
+        return Scores(finite, logits, largest)
 
-    def logits(self, hidden: torch.Tensor) -> Logits:
-        """Return the logits behind hidden states [n, hidden] that `run` returned.
-
-        They lie in a buffer that is kept: fresh memory of this size costs more in page faults than a look at all of it.
-        """
-        hidden = hidden.contiguous()
-        normed = torch.empty_like(hidden)
-        num_rows = hidden.shape[0]
+    def _logits_of(self, num_rows: int) -> torch.Tensor:
+        """Return room for the logits of so many rows."""
         if self._logits.shape[0] < num_rows:
             self._logits = torch.empty((0, 0))  # the old buffer goes before the new one comes
             self._logits = torch.empty((num_rows, self._spec.vocab_size), dtype=torch.float32)
-        logits = self._logits[:num_rows]
-        largest = np.empty(num_rows, dtype=np.int64)
-        self._library.head(
-            ctypes.byref(self._model),
-            hidden.data_ptr(),
-            num_rows,
-            normed.data_ptr(),
-            logits.data_ptr(),
-            largest.ctypes.data,
-            torch.get_num_threads(),
-        )
-        return Logits(logits, largest)
-
-    def _check(self, inputs: StepInputs) -> None:
-        """Refuse what the library would take as an address outside of its tables.
-
-        Raises:
-            IndexError: a token, position or slot does not exist.
-        """
-        limits = (self._spec.vocab_size, self._rope.cos.shape[0], self.cache.num_blocks * self.cache.block_size)
-        for column, limit in zip((inputs.tokens, inputs.positions, inputs.slots), limits, strict=True):
-            values = column.numpy().view(np.uint64)  # a negative one is larger than any limit
-            if values.max() >= limit:
-                raise IndexError(f"a token, position or slot is not below {limit}")
+        return self._logits[:num_rows]
 
     def _step_of(self, num_tokens: int) -> StepArgs:
         """Return the arguments of a step, with workspace that is large enough; before it grows, the old one goes."""
@@ -169,6 +142,8 @@ class NativeForward:
             head_dim=spec.head_dim,
             rotary_dim=spec.rotary_dim,
             block_size=self.cache.block_size,
+            num_blocks=self.cache.num_blocks,
+            num_positions=self._rope.cos.shape[0],
             norm_eps=spec.norm_eps,
             scale=spec.head_dim**-0.5,
             embedding=_pointer(outer, "embedding"),

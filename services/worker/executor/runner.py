@@ -119,14 +119,16 @@ class _Loader:
             kernels=self._kernels.name,
         )
         rope = RopeTable(spec.rope, spec.rotary_dim, max_model_len, self._dtype, self._device)
-        forward = self._kernels.open(spec, self._weights, rope, cache, deterministic=settings.deterministic)
-        return ModelRunner(
-            info,
-            forward,
-            max_rows=max(settings.max_rows, settings.max_batch_rows),
+        forward = self._kernels.open(
+            spec,
+            self._weights,
+            rope,
+            cache,
             max_tokens=settings.max_batch_tokens,
             deterministic=settings.deterministic,
         )
+        max_rows = max(settings.max_rows, settings.max_batch_rows)
+        return ModelRunner(info, forward, max_rows=max_rows, deterministic=settings.deterministic)
 
     def divide(self, context: int) -> tuple[int, Division]:
         """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""

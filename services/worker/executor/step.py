@@ -1,4 +1,4 @@
-"""One forward pass: from a laid-out batch to logits. Knows no rows, no sampling and no engine."""
+"""One forward pass: from a batch to the logits of its sampled rows. Knows no sampling and no engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.engine.types import I64, Bool
-from services.worker.executor.inputs import StepInputs
+from services.worker.engine.types import I32, I64, Batch, Bool
+from services.worker.executor.draw import finite_largest
+from services.worker.executor.inputs import InputBuffers
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Angles, Decoder
 from services.worker.models.rope import RopeTable
@@ -22,24 +23,16 @@ TILE_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class LastHidden:
-    """What a step leaves of each of its rows."""
+class Scores:
+    """What a step says of its rows, valid until the next step."""
 
-    values: torch.Tensor
-    """[n, hidden] of each row's last token"""
     finite: Bool
-    """[n] whether they are numbers"""
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """Scores of the next tokens, valid until the forward pass is asked again."""
-
-    values: torch.Tensor
-    """[n, vocab_size] float32; the owner may change them"""
-    largest: I64 | None = None
-    """[n] id of the largest of each row as they were given out, the lowest id on a tie; vocab_size for a row with what
-    is not a number. None: not known"""
+    """[n] whether the hidden state of each row's last token is made of numbers"""
+    logits: torch.Tensor
+    """[k, vocab_size] float32 of the sampled rows; the owner may change them"""
+    largest: I64
+    """[k] id of the largest logit of each sampled row, the lowest id on a tie; vocab_size for a row with a logit that
+    is not a number or infinitely large"""
 
 
 class ForwardPass(Protocol):
@@ -50,12 +43,17 @@ class ForwardPass(Protocol):
         """Keys and values of all layers."""
         ...
 
-    def run(self, inputs: StepInputs) -> LastHidden:
-        """Compute a step, and store its keys and values."""
-        ...
+    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
+        """Compute a step, and store its keys and values.
 
-    def logits(self, hidden: torch.Tensor) -> Logits:
-        """Return the logits behind hidden states [n, hidden] that `run` returned."""
+        Args:
+            batch: tokens and where they stand; its rows are rows of `tables`.
+            tables: [max_rows, max_blocks] block tables of all rows, contiguous.
+            sampled: [k] places in the batch of the rows whose next token is wanted, ascending.
+
+        Raises:
+            IndexError: a token, position or block does not exist.
+        """
         ...
 
 
@@ -65,10 +63,11 @@ class TorchForward:
     Args:
         rope: angles of every position that may occur.
         attention: over the same cache.
+        max_tokens: of one batch.
         deterministic: every product in fixed shapes (see `Decoder`).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
         spec: ModelSpec,
         weights: ModelWeights,
@@ -76,16 +75,19 @@ class TorchForward:
         cache: KVCache,
         attention: Attention[Any],
         *,
+        max_tokens: int,
         deterministic: bool,
     ) -> None:
         self.cache = cache
         self._rope = rope
         self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
         self._attention = attention
+        self._inputs = InputBuffers(max_tokens, cache.block_size, cache.keys[0].device)
 
-    def run(self, inputs: StepInputs) -> LastHidden:
-        """Compute a step, and store its keys and values."""
+    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
+        """Compute a step, and store its keys and values; see `ForwardPass`."""
         decoder, cache, attention = self._decoder, self.cache, self._attention
+        inputs = self._inputs.fill(batch, tables)
         plan = attention.plan(inputs.rows)
         angles = Angles(*self._rope.rows(inputs.positions))
         hidden = decoder.embed(inputs.tokens, inputs.positions)
@@ -96,8 +98,11 @@ class TorchForward:
         last = (inputs.rows.first_token + inputs.rows.num_tokens - 1).astype(np.int64)
         hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
         finite: Bool = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
-        return LastHidden(hidden, finite)
-
-    def logits(self, hidden: torch.Tensor) -> Logits:
-        """Return the logits behind hidden states [n, hidden] that `run` returned."""
-        return Logits(self._decoder.head(hidden))
+        if len(sampled) < len(last):
+            hidden = hidden.index_select(0, torch.from_numpy(sampled).to(hidden.device))
+        logits = (
+            decoder.head(hidden)
+            if len(sampled)
+            else hidden.new_empty((0, decoder.spec.vocab_size), dtype=torch.float32)
+        )
+        return Scores(finite, logits, finite_largest(logits))

@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.worker.native.levels import LEVELS, Level, buildable
@@ -87,20 +88,21 @@ def main() -> None:
     if compiler is None:
         sys.stderr.write("no C++ compiler: workers will run on torch's operators, which is slower (install g++)\n")
         sys.exit(int(arguments.require))
-    for level in buildable():
-        if arguments.only in (None, level.name):
-            _build_or_say(level, compiler, required=arguments.require)
+    levels = [level for level in buildable() if arguments.only in (None, level.name)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        are_built = list(pool.map(lambda level: _build_or_say(level, compiler), levels))
+    sys.exit(int(arguments.require and not all(are_built)))
 
 
-def _build_or_say(level: Level, compiler: str, *, required: bool) -> None:
+def _build_or_say(level: Level, compiler: str) -> bool:
+    """Build a level and say how it went; return whether it is there now."""
     try:
         path = build(level, compiler)
     except (subprocess.SubprocessError, OSError) as error:
         sys.stderr.write(f"{level.name}: not built by {compiler}\n{getattr(error, 'stderr', '') or error}\n")
-        if required:
-            sys.exit(1)
-        return
+        return False
     sys.stderr.write(f"{level.name}: {path.name}\n")
+    return True
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -15,9 +16,12 @@ from services.worker.native.build import library_path
 from services.worker.native.levels import read_cpu_flags, runnable
 from services.worker.native.structures import ABI, AttendArgs, ModelArgs, StepArgs
 
+_NO_MEMORY, _OUTSIDE = 1, 2
+"""`enum Result` of src/model.h; 0 is success."""
+
 
 class NativeLibrary:
-    """The kernels of one instruction set. Calls release the GIL and check nothing: see `src/model.h`."""
+    """The kernels of one instruction set. Calls release the GIL; what they check is in `_raise_failure`."""
 
     def __init__(self, path: Path, level: str) -> None:
         self.level = level
@@ -28,20 +32,29 @@ class NativeLibrary:
         if found != ABI:
             raise OSError(f"{path.name} has ABI {found}, not {ABI}")
         self.forward = self._function("sluice_forward", ctypes.POINTER(ModelArgs), ctypes.POINTER(StepArgs))
-        """(model, step): run the step's layers."""
-        pointer = ctypes.c_void_p
-        self.head = self._function(
-            "sluice_head", ctypes.POINTER(ModelArgs), pointer, ctypes.c_int64, pointer, pointer, pointer, ctypes.c_int32
-        )
-        """(model, hidden, rows, workspace, logits, largest, threads): last norm and head."""
+        """(model, step): run the step's layers, and the head for the rows that are sampled."""
         self.attend = self._function("sluice_attend", ctypes.POINTER(AttendArgs))
         """(args): attention by itself."""
 
     def _function(self, name: str, *arguments: type) -> ctypes._NamedFuncPointer:
         function: ctypes._NamedFuncPointer = getattr(self._library, name)
         function.argtypes = arguments
-        function.restype = None
+        function.restype = ctypes.c_int32
+        function.errcheck = _raise_failure  # type: ignore[assignment]  # the stub wants a union of all kinds of results
         return function
+
+
+def _raise_failure(result: int, _function: Any, _arguments: Any) -> None:
+    """Turn a `Result` of src/model.h into an exception.
+
+    Raises:
+        MemoryError: there is no memory for the call's workspace; nothing was computed.
+        IndexError: the step names what does not exist; nothing was computed.
+    """
+    if result == _NO_MEMORY:
+        raise MemoryError("no memory for the workspace of the kernels")
+    if result == _OUTSIDE:
+        raise IndexError("a token, position or block of the step does not exist")
 
 
 @functools.cache

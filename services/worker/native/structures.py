@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-ABI = 3
+ABI = 4
 """`kAbi` of src/model.h."""
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -51,6 +51,8 @@ class ModelArgs(ctypes.Structure):
         ("head_dim", _I64),
         ("rotary_dim", _I64),
         ("block_size", _I64),
+        ("num_blocks", _I64),
+        ("num_positions", _I64),
         ("norm_eps", _F32),
         ("scale", _F32),
         ("embedding", _PTR),
@@ -71,15 +73,15 @@ class RowsArgs(ctypes.Structure):
     _fields_ = [
         ("num_rows", _I64),
         ("num_tokens", _I64),
-        ("row_first", _PTR),
         ("row_tokens", _PTR),
         ("row_start", _PTR),
+        ("row_table", _PTR),
         ("tables", _PTR),
         ("table_stride", _I64),
     ]
 
 
-PARTS = ("embed", "norms", "qkv", "rotate, store", "attention", "output", "mlp up", "mlp down", "gather")
+PARTS = ("embed", "norms", "qkv", "rotate, store", "attention", "output", "mlp up", "mlp down", "gather", "head")
 """Names of `enum Part`."""
 
 
@@ -93,15 +95,16 @@ class StepArgs(ctypes.Structure):
         ("first_layer", _I64),
         ("last_layer", _I64),
         ("tokens", _PTR),
-        ("positions", _PTR),
-        ("slots", _PTR),
         ("hidden", _PTR),
         ("normed", _PTR),
         ("heads", _PTR),
         ("attended", _PTR),
         ("inner", _PTR),
-        ("last", _PTR),
         ("finite", _PTR),
+        ("num_sampled", _I64),
+        ("sampled", _PTR),
+        ("logits", _PTR),
+        ("largest", _PTR),
         ("seconds", _PTR),
     ]
 
@@ -119,7 +122,7 @@ class AttendArgs(ctypes.Structure):
         ("block_size", _I64),
         ("window", _I64),
         ("scale", _F32),
-        ("reserved", _F32),
+        ("any_head_dim", _I32),
         ("keys", _PTR),
         ("values", _PTR),
         ("queries", _PTR),

@@ -6,6 +6,8 @@ Rules that all parts keep:
 - *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
   need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
   preempted before it gave a token.
+- *Nobody jumps the queue for being small.* A row that does not fit stops the admission, as in vLLM: smaller ones
+  behind it would else keep it waiting for ever.
 - *Nobody computes what another row is computing.* A row that waits and lacks a block that a running row has begun is
   passed over until that block is there; it keeps its place. The running row goes on in every step that it can, so this
   ends with its prefill.
@@ -22,6 +24,8 @@ import numpy as np
 from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_kept, num_known
 from services.worker.policy.view import I32, PreemptHow, SchedulerOutput, SchedulerView
 
+MAX_PASSED_OVER = 64
+"""Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
 _RECOMPUTE = np.uint8(PreemptHow.RECOMPUTE)
 
 
@@ -108,10 +112,10 @@ class StepPlan:
         room = self._free_blocks - self._promised_blocks()
         num_running = int(self._running.size)
         places = min(self._rows_left, view.limits.max_batch_rows - num_running)
-        candidates = chain(view.preempted[: max(places, 0)].tolist(), view.waiting[: max(places, 0)].tolist())
+        most = places + MAX_PASSED_OVER
         begun: set[bytes] = set()
-        for row in candidates:
-            if places <= 0 or self._tokens_left == 0:
+        for row in chain(view.preempted[:most].tolist(), view.waiting[:most].tolist()) if places > 0 else ():
+            if places == 0 or self._tokens_left == 0:
                 return
             cached = view.blocks.cached(row)
             if cached.is_coming or cached.next_block in begun:

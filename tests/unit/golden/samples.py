@@ -106,7 +106,7 @@ _REPORT = WorkerReport(
     num_prefix_cache_queries_total=4_000_000_000,
     num_prefix_cache_hits_total=3_000,
 )
-_STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
+_STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, incompatible="2", report=_REPORT)
 
 MESSAGES: dict[str, ControlMessage] = {
     "submit": _SUBMIT,

@@ -69,11 +69,74 @@ class Clock {
   double last_ = 0.0;
 };
 
+// Returns the place of the largest of some numbers, the first one on a tie; `count` if one of them is not a number or the
+// largest is infinite.
+inline int64_t place_of_largest(const float* values, int64_t count) {
+  float largest = -INFINITY;
+  int32_t num_strange = 0;
+#pragma omp simd reduction(max : largest) reduction(+ : num_strange)
+  for (int64_t i = 0; i < count; i++) {
+    largest = values[i] > largest ? values[i] : largest;
+    num_strange += values[i] != values[i] ? 1 : 0;
+  }
+  if (num_strange > 0 || !std::isfinite(largest)) return count;
+  return std::find(values, values + count, largest) - values;
+}
+
+// Where the tokens of a step stand.
+class Places {
+ public:
+  Places(const Model& model, const Step& step) {
+    positions_.reserve(static_cast<size_t>(step.rows.num_tokens));
+    slots_.reserve(static_cast<size_t>(step.rows.num_tokens));
+    ends_.reserve(static_cast<size_t>(step.rows.num_rows));
+    is_inside_ = add_rows(model, step);
+  }
+
+  // Whether all tokens, positions and blocks of the step exist; if not, the places are not to be used.
+  bool is_inside() const { return is_inside_; }
+
+  int64_t position(int64_t token) const { return positions_[token]; }
+  int64_t slot(int64_t token) const { return slots_[token]; }
+
+  // The index in the batch of a row's last token.
+  int64_t last(int64_t row) const { return ends_[row] - 1; }
+
+ private:
+  static bool is_below(int64_t value, int64_t limit) { return static_cast<uint64_t>(value) < static_cast<uint64_t>(limit); }
+
+  bool add_rows(const Model& model, const Step& step) {
+    const Rows& rows = step.rows;
+    for (int64_t row = 0; row < rows.num_rows; row++) {
+      const int64_t start = rows.row_start[row], count = rows.row_tokens[row], size = model.block_size;
+      if (count < 1 || start < 0 || start + count > std::min(model.num_positions, rows.table_stride * size)) return false;
+      const int32_t* table = rows.table(row);
+      for (int64_t i = 0; i <= (start + count - 1) / size; i++)
+        if (!is_below(table[i], model.num_blocks)) return false;
+      for (int64_t position = start; position < start + count; position++) {
+        positions_.push_back(position);
+        slots_.push_back(table[position / size] * size + position % size);
+      }
+      ends_.push_back(static_cast<int64_t>(positions_.size()));
+    }
+    for (int64_t t = 0; t < rows.num_tokens; t++)
+      if (!is_below(step.tokens[t], model.vocab)) return false;
+    return static_cast<int64_t>(positions_.size()) == rows.num_tokens;
+  }
+
+  bool is_inside_;
+  std::vector<int64_t> positions_, slots_, ends_;
+};
+
 template <class T>
 class Forward {
  public:
-  Forward(const Model& model, const Step& step)
-      : model_(model), step_(step), items_(Attention<T>::items(step.rows, model.heads / model.kv_heads)) {}
+  // `places` are inside. Takes all memory that the step needs: nothing may throw once the threads run.
+  Forward(const Model& model, const Step& step, const Places& places)
+      : model_(model),
+        step_(step),
+        places_(places),
+        work_(step.rows, model.heads, model.kv_heads, model.head_dim, step.num_threads) {}
 
   void run() {
 #pragma omp parallel num_threads(step_.num_threads)
@@ -102,6 +165,8 @@ class Forward {
       }
       gather();
       clock.end(kGather);
+      head();
+      clock.end(kHead);
     }
   }
 
@@ -119,7 +184,7 @@ class Forward {
       T* out = hidden() + t * size;
       std::memcpy(out, row, size * sizeof(T));
       if (places == nullptr) continue;
-      const T* place = places + step_.positions[t] * size;
+      const T* place = places + places_.position(t) * size;
       for (int64_t i = 0; i < size; i++) out[i] = from_float<T>(to_float(out[i]) + to_float(place[i]));
     }
   }
@@ -152,11 +217,11 @@ class Forward {
       for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {
         const void* weight = h < model_.heads ? layer.q_norm : layer.k_norm;
         if (weight != nullptr) norm_row<T>(row + h * size, as<T>(weight), nullptr, size, model_.norm_eps, false, row + h * size);
-        if (model_.rotary_dim > 0) turn(row + h * size, step_.positions[t]);
+        if (model_.rotary_dim > 0) turn(row + h * size, places_.position(t));
       }
       T* keys = row + model_.heads * size;
-      std::memcpy(static_cast<T*>(layer.keys) + step_.slots[t] * kv_width, keys, kv_width * sizeof(T));
-      std::memcpy(static_cast<T*>(layer.values) + step_.slots[t] * kv_width, keys + kv_width, kv_width * sizeof(T));
+      std::memcpy(static_cast<T*>(layer.keys) + places_.slot(t) * kv_width, keys, kv_width * sizeof(T));
+      std::memcpy(static_cast<T*>(layer.values) + places_.slot(t) * kv_width, keys + kv_width, kv_width * sizeof(T));
     }
   }
 
@@ -185,7 +250,7 @@ class Forward {
     args.queries = step_.heads;
     args.query_stride = heads_width();
     args.out = step_.attended;
-    Attention<T>(args).run(items_, parts_, step_.num_threads);
+    Attention<T>(args).run(work_);
   }
 
   // hidden += in * weight^T + bias
@@ -232,54 +297,40 @@ class Forward {
               });
   }
 
-  // Copies each row's last token out, and says whether it is made of numbers.
+  // Says whether each row's last token is made of numbers, and normalises those whose next token is wanted.
   void gather() const {
     const int64_t size = model_.hidden;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < step_.rows.num_rows; row++) {
-      const T* from = hidden() + (step_.rows.row_first[row] + step_.rows.row_tokens[row] - 1) * size;
-      std::memcpy(static_cast<T*>(step_.last) + row * size, from, size * sizeof(T));
+      const T* from = hidden() + places_.last(row) * size;
       float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
       for (int64_t i = 0; i < size; i++) sum += to_float(from[i]);
       step_.finite[row] = std::isfinite(sum);
     }
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < step_.num_sampled; i++)
+      norm_row(hidden() + places_.last(step_.sampled[i]) * size, as<T>(model_.norm), as<T>(model_.norm_bias), size, model_.norm_eps,
+               model_.layer_norm != 0, static_cast<T*>(step_.normed) + i * size);
   }
 
-  const Model& model_;
-  const Step& step_;
-  const std::vector<Item> items_;
-  std::vector<float> parts_;
-};
-
-// Returns the place of the largest of some numbers, the first one on a tie.
-inline int64_t place_of_largest(const float* values, int64_t count) {
-  float largest = values[0];
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < count; i++) largest = std::max(largest, values[i]);
-  return std::find(values, values + count, largest) - values;
-}
-
-// logits [rows, vocab] behind hidden [rows, hidden], and the id of the largest of each row; normed is workspace of
-// hidden's size. An id of `vocab` says that a row has no largest: it holds what is not a number.
-template <class T>
-void head(const Model& model, const T* hidden, int64_t rows, T* normed, float* logits, int64_t* largest, int num_threads) {
-  const int64_t vocab = model.vocab;
-#pragma omp parallel num_threads(num_threads)
-  {
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-      norm_row(hidden + r * model.hidden, as<T>(model.norm), as<T>(model.norm_bias), model.hidden, model.norm_eps,
-               model.layer_norm != 0, normed + r * model.hidden);
-    linear<1>(normed, rows, as<T>(model.head), as<T>(model.head_bias), vocab, model.hidden,
-              [=](int64_t row, int count, int64_t column, int columns, const Sums* sums) {
-                for (int r = 0; r < count; r++)
+  void head() const {
+    const int64_t vocab = model_.vocab;
+    float* logits = step_.logits;
+    linear<1>(as<T>(step_.normed), step_.num_sampled, as<T>(model_.head), as<T>(model_.head_bias), vocab, model_.hidden,
+              [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
+                for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++)
                     logits[(row + r) * vocab + column + c] = sums[0][r * kColumns + c];
               });
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) largest[r] = place_of_largest(logits + r * vocab, vocab);
+    for (int64_t i = 0; i < step_.num_sampled; i++) step_.largest[i] = place_of_largest(logits + i * vocab, vocab);
   }
-}
+
+  const Model& model_;
+  const Step& step_;
+  const Places& places_;
+  AttentionWork work_;
+};
 
 }  // namespace sluice

@@ -5,7 +5,14 @@
 
 namespace sluice {
 
-constexpr int32_t kAbi = 3;  // raise it with every change of a structure or a function's arguments
+constexpr int32_t kAbi = 4;  // raise it with every change of a structure or a function's arguments
+
+// What every function returns.
+enum Result : int32_t {
+  kDone = 0,
+  kNoMemory = 1,
+  kOutside = 2,  // a token, position or block does not exist; nothing was computed
+};
 
 enum Activation : int32_t { kSilu = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3 };
 
@@ -30,7 +37,8 @@ struct Model {
   int64_t hidden, inner, vocab;
   int64_t num_layers, heads, kv_heads, head_dim;
   int64_t rotary_dim;  // first dimensions of each head that turn; 0: none
-  int64_t block_size;
+  int64_t block_size, num_blocks;
+  int64_t num_positions;  // rows of the tables of positions and angles
   float norm_eps;
   float scale;                               // of scores
   const void *embedding;                     // [vocab, hidden]
@@ -41,32 +49,39 @@ struct Model {
   const Layer* layers;
 };
 
-// The rows of one step: row i's tokens are row_tokens[i] consecutive ones of the batch, from row_first[i] on.
+// The rows of one step: row i's tokens are the next row_tokens[i] ones of the batch.
 struct Rows {
   int64_t num_rows, num_tokens;
-  const int32_t *row_first, *row_tokens;  // [num_rows]
-  const int32_t* row_start;               // [num_rows] position of the first token
-  const int32_t* tables;                  // [num_rows, table_stride] block tables
+  const int32_t* row_tokens;  // [num_rows]
+  const int32_t* row_start;   // [num_rows] position of the first token
+  const int32_t* row_table;   // [num_rows] which of the tables is the row's; null: the row's own number
+  const int32_t* tables;      // [.., table_stride] block tables
   int64_t table_stride;
+
+  const int32_t* table(int64_t row) const { return tables + (row_table == nullptr ? row : row_table[row]) * table_stride; }
 };
 
 // Parts of a step, as they are timed.
-enum Part { kEmbed, kNorms, kQkv, kTurn, kAttention, kOutput, kUp, kDown, kGather, kNumParts };
+enum Part { kEmbed, kNorms, kQkv, kTurn, kAttention, kOutput, kUp, kDown, kGather, kHead, kNumParts };
 
 struct Step {
   Rows rows;
   int32_t num_threads;
-  int32_t embed;                              // 1: hidden is made from tokens first
-  int64_t first_layer, last_layer;            // layers [first, last)
-  const int64_t *tokens, *positions, *slots;  // [num_tokens]
-  void* hidden;                               // [num_tokens, hidden] in and out
-  void* normed;                               // [num_tokens, hidden] workspace
-  void* heads;                                // [num_tokens, (heads + 2 kv_heads) * head_dim] workspace
-  void* attended;                             // [num_tokens, heads * head_dim] workspace
-  void* inner;                                // [num_tokens, inner] workspace
-  void* last;                                 // [num_rows, hidden] out: each row's last token
-  uint8_t* finite;                            // [num_rows] out: 1 if these are numbers
-  double* seconds;                            // [kNumParts] out: added to; null: not timed
+  int32_t embed;                    // 1: hidden is made from tokens first
+  int64_t first_layer, last_layer;  // layers [first, last)
+  const int32_t* tokens;            // [num_tokens]
+  void* hidden;                     // [num_tokens, hidden] in and out
+  void* normed;                     // [num_tokens, hidden] workspace
+  void* heads;                      // [num_tokens, (heads + 2 kv_heads) * head_dim] workspace
+  void* attended;                   // [num_tokens, heads * head_dim] workspace
+  void* inner;                      // [num_tokens, inner] workspace
+  uint8_t* finite;                  // [num_rows] out: 1 if the hidden state of the last token is made of numbers
+  int64_t num_sampled;
+  const int64_t* sampled;           // [num_sampled] rows of the step whose next token is wanted
+  float* logits;                    // [num_sampled, vocab] out
+  int64_t* largest;                 // [num_sampled] out: the id of the largest logit, the lowest one on a tie; vocab if a
+                                    // logit is not a number or the largest one is infinite
+  double* seconds;                  // [kNumParts] out: added to; null: not timed
 };
 
 // Attention by itself, for queries from anywhere.
@@ -76,7 +91,7 @@ struct Attend {
   int32_t is_bf16;
   int64_t heads, kv_heads, head_dim, block_size, window;
   float scale;
-  float reserved;
+  int32_t any_head_dim;   // 1: by the code for heads of any size, even where this size has its own; same bits
   const void *keys, *values;
   const void* queries;    // [num_tokens, query_stride]
   int64_t query_stride;   // elements between two tokens

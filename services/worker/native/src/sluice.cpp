@@ -1,4 +1,5 @@
-// The library's functions. No exceptions leave them and nothing is checked here: the callers in Python do that.
+// The library's functions. No exception leaves them; they return a `Result`. Beyond what that names nothing is checked here:
+// the callers in Python do that.
 #include "forward.h"
 
 using namespace sluice;
@@ -6,11 +7,29 @@ using namespace sluice;
 namespace {
 
 template <class T>
-void attend(const Attend& args) {
-  const std::vector<Item> items = Attention<T>::items(args.rows, args.heads / args.kv_heads);
-  std::vector<float> parts;
+Result forward(const Model& model, const Step& step) {
+  const Places places(model, step);
+  if (!places.is_inside()) return kOutside;
+  Forward<T>(model, step, places).run();
+  return kDone;
+}
+
+template <class T>
+Result attend(const Attend& args) {
+  AttentionWork work(args.rows, args.heads, args.kv_heads, args.head_dim, args.num_threads);
 #pragma omp parallel num_threads(args.num_threads)
-  Attention<T>(args).run(items, parts, args.num_threads);
+  Attention<T>(args).run(work);
+  return kDone;
+}
+
+// Only memory can be missing: nothing else throws.
+template <class F>
+Result guarded(F f) noexcept {
+  try {
+    return f();
+  } catch (...) {
+    return kNoMemory;
+  }
 }
 
 }  // namespace
@@ -20,29 +39,14 @@ extern "C" {
 
 int32_t sluice_abi() { return kAbi; }
 
-void sluice_forward(const Model* model, const Step* step) {
-  if (model->is_bf16) {
-    Forward<bf16>(*model, *step).run();
-  } else {
-    Forward<float>(*model, *step).run();
-  }
+// Runs the step's layers and, for the rows that are to be sampled, the head.
+int32_t sluice_forward(const Model* model, const Step* step) {
+  return guarded([=] { return model->is_bf16 ? forward<bf16>(*model, *step) : forward<float>(*model, *step); });
 }
 
-void sluice_head(const Model* model, const void* hidden, int64_t rows, void* normed, float* logits, int64_t* largest,
-                 int32_t num_threads) {
-  if (model->is_bf16) {
-    head(*model, as<bf16>(hidden), rows, static_cast<bf16*>(normed), logits, largest, num_threads);
-  } else {
-    head(*model, as<float>(hidden), rows, static_cast<float*>(normed), logits, largest, num_threads);
-  }
-}
-
-void sluice_attend(const Attend* args) {
-  if (args->is_bf16) {
-    attend<bf16>(*args);
-  } else {
-    attend<float>(*args);
-  }
+// Attention by itself.
+int32_t sluice_attend(const Attend* args) {
+  return guarded([=] { return args->is_bf16 ? attend<bf16>(*args) : attend<float>(*args); });
 }
 
 }  // extern "C"

@@ -1,0 +1,147 @@
+"""What a reader sees when a worker dies, stands still or is told to go, and when the broker restarts.
+
+    python -m benchmarks.survival [--rounds 5] [--streams 8]
+
+Real processes on this machine: nats-server, monitor, planner, two workers with the demo model, a dispatcher. Each round
+starts the streams, lets every one get some tokens, does the fault, and takes each reader's longest pause. The pause of
+a stream that the fault did not touch is shown apart, and how many requests went on at another worker. Every text is
+compared with that of a run without faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.harness import machine
+from tests.support.fault_cluster import NATS, Cluster, running
+from tests.support.fault_streams import CHAT, Ask, Reader, answers, ask, reading, seen, undisturbed
+
+NUM_BEFORE = 15
+"""Events that every reader has seen when the fault comes."""
+OUTAGE_S = 1.0
+TOUCHED_S = 0.25
+"""A stream whose longest pause is shorter was not touched by the fault."""
+
+Fault = Callable[[Cluster], Awaitable[None]]
+
+
+async def kill_worker(cluster: Cluster) -> None:
+    cluster.kill("worker-0")
+
+
+async def freeze_worker(cluster: Cluster) -> None:
+    cluster.freeze("worker-0")
+
+
+async def terminate_worker(cluster: Cluster) -> None:
+    cluster.terminate("worker-0")
+
+
+async def restart_broker(cluster: Cluster) -> None:
+    cluster.kill(NATS)
+    await asyncio.sleep(OUTAGE_S)
+    await asyncio.to_thread(cluster.start_broker)
+
+
+async def freeze_broker(cluster: Cluster) -> None:
+    cluster.freeze(NATS)
+    await asyncio.sleep(OUTAGE_S)
+    cluster.thaw(NATS)
+
+
+FAULTS: dict[str, Fault] = {
+    "worker killed": kill_worker,
+    "worker stopped (SIGSTOP)": freeze_worker,
+    "worker told to go (SIGTERM)": terminate_worker,
+    f"broker away for {OUTAGE_S:g} s (killed)": restart_broker,
+    f"broker away for {OUTAGE_S:g} s (SIGSTOP)": freeze_broker,
+}
+
+
+@dataclass
+class Result:
+    """Longest pauses, in seconds, over all rounds."""
+
+    touched_s: list[float] = field(default_factory=list)
+    others_s: list[float] = field(default_factory=list)
+    num_moved: int = 0
+    """Requests that went on at another worker."""
+    num_wrong: int = 0
+    """Answers that differ from those of a run without faults."""
+
+    def take(self, readers: Sequence[Reader]) -> None:
+        """Sort the pauses of one round."""
+        for reader in readers:
+            gap_s = reader.told.longest_gap_s
+            (self.touched_s if gap_s >= TOUCHED_S else self.others_s).append(gap_s)
+
+    def row(self, name: str) -> str:
+        """Return the line of the table."""
+        counts = [str(self.num_moved), str(len(self.touched_s))]
+        cells = [*counts, *_spread(self.touched_s), *_spread(self.others_s), str(self.num_wrong)]
+        return f"| {name} | {' | '.join(cells)} |"
+
+
+def _spread(values: Sequence[float]) -> tuple[str, str]:
+    if not values:
+        return "-", "-"
+    return f"{statistics.median(values):.2f}", f"{max(values):.2f}"
+
+
+async def prefill_s(cluster: Cluster, load: Sequence[Ask]) -> float:
+    """Return the median time to the first token of these requests, alone on the cluster."""
+    times: list[float] = []
+    for asked in load:
+        started_s = time.monotonic()
+        async with reading(cluster, [asked]) as (reader,):
+            await seen([reader], 1)
+            times.append(reader.told.times_s[0] - started_s)
+    return statistics.median(times)
+
+
+async def num_moved(cluster: Cluster) -> int:
+    """Return how many requests have gone on at another worker since the dispatcher started."""
+    async with cluster.bus() as bus:
+        return int((await cluster.dump(bus, "dispatcher-0"))["num_recovered"])
+
+
+async def measure(cluster: Cluster, load: Sequence[Ask], num_rounds: int) -> None:
+    expected = await undisturbed(cluster, load)
+    print(f"time to the first token of an undisturbed request: {1000 * await prefill_s(cluster, load):.0f} ms")
+    print("\n| fault | moved | streams that paused | median, s | max, s | others: median, s | max, s | wrong texts |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, fault in FAULTS.items():
+        result = Result()
+        before = await num_moved(cluster)
+        for _ in range(num_rounds):
+            async with reading(cluster, load) as readers:
+                await seen(readers, NUM_BEFORE)
+                await fault(cluster)
+                found = await answers(readers)
+            result.take(readers)
+            result.num_wrong += sum(found[asked.name] != expected[asked.name] for asked in load)
+            await cluster.restore()
+        result.num_moved = await num_moved(cluster) - before
+        print(result.row(name), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=8)
+    options = parser.parse_args()
+    load = [ask(f"animal {n}", CHAT, seed=n, temperature=0.8, max_tokens=900) for n in range(options.streams)]
+    print(machine())
+    with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as cluster:
+        asyncio.run(measure(cluster, load, options.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The file of keys: TOML with tenants and digests, never a key itself.
+
+[tenants.acme]
+tier = "default"
+requests_per_min = 600
+
+[[keys]]
+sha256 = "…64 digits…"
+tenant = "acme"
+scopes = ["infer"]
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
+from shared.api_keys import TENANT_NAME, Scope, Tier, hash_key
+from shared.errors import ConfigError
+
+MAX_FILE_BYTES: Final = 4 * 1024 * 1024
+DEFAULT_TENANT: Final = Tenant("default", Tier.PRIORITY)
+"""Whose the single key of `--api-key` is."""
+DEFAULT_SCOPES: Final = frozenset({Scope.INFER, Scope.METRICS})
+_HINT: Final = "Make entries with `sluice keys create`"
+_Limit = Annotated[int | None, Field(ge=1, le=10**12)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _Tenant(_Entry):
+    tier: Literal["flex", "default", "priority"] = "default"
+    requests_per_min: _Limit = None
+    tokens_per_min: _Limit = None
+    max_concurrent: _Limit = None
+    max_queued: Annotated[int | None, Field(ge=0, le=10**6)] = None
+
+
+class _Key(_Entry):
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tenant: str
+    scopes: Annotated[list[Literal["infer", "batch", "admin", "metrics"]], Field(min_length=1, max_length=4)]
+
+
+class _File(_Entry):
+    tenants: dict[str, _Tenant] = Field(default_factory=dict)
+    keys: Annotated[list[_Key], Field(min_length=1)]
+
+
+def read_keys(path: Path) -> dict[str, Grant]:
+    """Return the grants of every key in the file, by digest (`hash_key`).
+
+    Raises:
+        ConfigError: it cannot be read, or is not what this module's docstring shows.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the file of keys {path} cannot be read: {error.strerror}", _HINT) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"the file of keys {path} is larger than {MAX_FILE_BYTES} bytes", "Remove old keys")
+    try:
+        return _ring(_File.model_validate(tomllib.loads(data.decode())))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"the file of keys {path} is wrong at '{where}': {first['msg']}", _HINT) from None
+    except ValueError as error:  # also TOML that is none, and bytes that are no text
+        raise ConfigError(f"the file of keys {path} is wrong: {error}", _HINT) from None
+
+
+def _ring(file: _File) -> dict[str, Grant]:
+    """Return the grants by digest.
+
+    Raises:
+        ValueError: a tenant has no name that can be one, a key has no tenant, or stands there twice.
+    """
+    for name in file.tenants:
+        if not TENANT_NAME.match(name):
+            raise ValueError(f"'{name[:64]}' is no name for a tenant (1 to 64 letters, digits, '.', '_', '-')")
+    tenants = {name: _tenant(name, entry) for name, entry in file.tenants.items()}
+    ring: dict[str, Grant] = {}
+    for index, key in enumerate(file.keys):
+        if key.tenant not in tenants:
+            raise ValueError(
+                f"keys.{index} belongs to '{key.tenant[:64]}', but there is no [tenants.{key.tenant[:64]}]"
+            )
+        if key.sha256 in ring:
+            raise ValueError(f"keys.{index} stands there twice")
+        ring[key.sha256] = grant_of_tenant(tenants[key.tenant], frozenset(Scope(scope) for scope in key.scopes))
+    return ring
+
+
+def _tenant(name: str, entry: _Tenant) -> Tenant:
+    limits = TenantLimits(entry.requests_per_min, entry.tokens_per_min, entry.max_concurrent, entry.max_queued)
+    return Tenant(name, Tier[entry.tier.upper()], limits)
+
+
+def single_key(key: str) -> dict[str, Grant]:
+    """Return the grant of the key that `--api-key` names; none if it names none."""
+    return {hash_key(key): grant_of_tenant(DEFAULT_TENANT, DEFAULT_SCOPES)} if key else {}

@@ -1,0 +1,98 @@
+"""What `/metrics` says of the cluster and of the bus: read when it is asked for, from the view and from counters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from services.dispatcher.session.sessions import Sessions
+from shared.bus import Bus
+from shared.messages.report import WorkerReport
+from shared.metrics import Counter, Metrics
+
+
+class Growing:
+    """A counter of ours for totals that somebody else counts, and may begin again from nothing."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen: dict[tuple[str, ...], int] = {}
+
+    def follow(self, total: int, **labels: str) -> None:
+        """Count what has come since the last look; a total that is smaller is that of a process started anew."""
+        key = tuple(labels.values())
+        before = self._seen.get(key, 0)
+        self._counter.inc(total - before if total >= before else total, **labels)
+        self._seen[key] = total
+
+
+_WORKER: Final = ("model_name", "worker")
+
+
+class ClusterMetrics:
+    """The workers of this model, the requests of this dispatcher, and its connection to the broker."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._model = model
+        self._declare_cluster(metrics)
+        self._declare_own(metrics)
+
+    def _declare_cluster(self, metrics: Metrics) -> None:
+        gauge, counter, model = metrics.gauge, metrics.counter, ("model_name",)
+        self._running = gauge("vllm:num_requests_running", "Sequences that run on workers", model)
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait, here or at workers", model)
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use", _WORKER)
+        self._kv_bytes = gauge("sluice:kv_bytes", "Memory for KV, bytes", _WORKER)
+        self._param_bytes = gauge("sluice:param_bytes", "Memory of parameters, bytes", (*_WORKER, "state"))
+        queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", _WORKER)
+        hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", _WORKER)
+        preemptions = counter("vllm:num_preemptions", "Sequences whose KV was taken away while they ran", _WORKER)
+        self._queries, self._hits, self._preemptions = Growing(queries), Growing(hits), Growing(preemptions)
+
+    def _declare_own(self, metrics: Metrics) -> None:
+        gauge, counter, model = metrics.gauge, metrics.counter, ("model_name",)
+        self._open = gauge("sluice:requests_open", "Requests of this dispatcher that run or wait", model)
+        self._queued = gauge("sluice:requests_queued", "Of these, the ones for which no worker has room", model)
+        self._bus = Growing(counter("sluice:bus", "Token traffic by what became of it", (*model, "what")))
+        self._nats = {
+            "reconnects": Growing(counter("sluice:nats_reconnects", "Connections to the broker made again", model)),
+            "slow": Growing(counter("sluice:nats_slow_consumer", "Messages dropped before a full queue here", model)),
+            "gaps": Growing(counter("sluice:nats_gaps", "Token messages of workers that never came", model)),
+        }
+
+    def read(self, sessions: Sessions, bus: Bus) -> None:
+        """Look at everything once."""
+        model = self._model
+        reports = [status.report for status in sessions.cluster.statuses]
+        self._running.set(sum(report.num_running for report in reports), model_name=model)
+        waiting = sum(report.num_waiting + report.num_preempted for report in reports)
+        self._waiting.set(waiting + sessions.num_queued, model_name=model)
+        for gauge in (self._kv_usage, self._kv_bytes, self._param_bytes):
+            gauge.clear()  # of a worker that is gone nothing is said
+        for report in reports:
+            self._read_worker(report)
+        self._open.set(len(sessions.table), model_name=model)
+        self._queued.set(sessions.num_queued, model_name=model)
+        self._read_bus(sessions, bus)
+
+    def _read_worker(self, report: WorkerReport) -> None:
+        labels = {"model_name": self._model, "worker": report.worker_id}
+        self._kv_usage.set(report.num_used_blocks / report.num_blocks if report.num_blocks else 0.0, **labels)
+        self._kv_bytes.set(report.kv_bytes, **labels)
+        self._param_bytes.set(report.param_bytes, state="resident", **labels)
+        self._queries.follow(report.num_prefix_cache_queries_total, **labels)
+        self._hits.follow(report.num_prefix_cache_hits_total, **labels)
+        self._preemptions.follow(report.num_preemptions_total, **labels)
+
+    def _read_bus(self, sessions: Sessions, bus: Bus) -> None:
+        model, counters = self._model, sessions.table.counters
+        for what, value in (
+            ("messages", counters.num_batches),
+            ("tokens", counters.num_tokens),
+            ("ignored_rows", counters.num_ignored),
+            ("lost_messages", counters.num_lost_messages),
+            ("replays", sessions.num_replays),
+        ):
+            self._bus.follow(value, model_name=model, what=what)
+        self._nats["reconnects"].follow(bus.stats.reconnects, model_name=model)
+        self._nats["slow"].follow(bus.stats.dropped_in, model_name=model)
+        self._nats["gaps"].follow(counters.num_lost_messages, model_name=model)

@@ -1,0 +1,102 @@
+"""`sluice chaos` by hand, on a cluster of `sluice up`: what it does, says, and refuses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import ROOT, Cluster, cluster
+from tests.support.processes import is_running, wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Cluster]:
+    """A supervised cluster: what is killed is started again."""
+    with cluster("--workers", "2", "--threads", "1", "--memory", "256MiB") as found:
+        yield found
+
+
+def chaos(up: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", "chaos", *words, "--nats-url", up.nats_url],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def state_of(pid: int) -> str:
+    """Return the process's state as the kernel calls it; `T` = stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def pid_said(text: str) -> int:
+    found = re.search(r"process (\d+)", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def wait_until_all_ready(up: Cluster) -> None:
+    def ready() -> bool:
+        workers = up.get("/v1/cluster")["workers"]
+        usable = [w for w in workers if w["report"]["phase"] == "ready" and w["liveness"] == "alive"]
+        return len(usable) == 2
+
+    wait_until(ready, "both workers are ready", 60)
+
+
+@pytest.mark.parametrize("name", ["worker-0", "planner", "monitor"])
+def test_kill_ends_the_process_and_says_what_happens_next(up: Cluster, name: str) -> None:
+    done = chaos(up, "kill", name)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith(f"killed {name} (process ")
+    assert "`sluice up` starts it again" in done.stderr
+    wait_until(lambda: not is_running(pid_said(done.stderr)), "it is gone")
+    wait_until_all_ready(up)
+
+
+@pytest.mark.parametrize("name", ["worker-1", "nats"])
+def test_hang_stops_the_process_for_a_while(up: Cluster, name: str) -> None:
+    pid = up.pids[name]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", "chaos", "hang", name, "--for", "1500ms", "--nats-url", up.nats_url],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: state_of(pid) == "T", "it stands still")
+    started_s = time.monotonic()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert state_of(pid) != "T"
+    assert time.monotonic() - started_s > 1.0
+    assert f"kill -CONT {pid}" in said
+    assert said.splitlines()[-1] == f"{name} goes on"
+    wait_until_all_ready(up)
+
+
+@pytest.mark.parametrize("name", ["worker-1", "dispatcher-0", "nats"])
+def test_restart_returns_when_a_successor_is_there(up: Cluster, name: str) -> None:
+    done = chaos(up, "restart", name)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1] == f"{name} is back"
+    assert not is_running(pid_said(done.stderr))
+
+    def ready() -> bool:
+        try:
+            return bool(up.get("/ready")["ready"])
+        except OSError:
+            return False
+
+    wait_until(ready, "it serves again", 60)
+    wait_until_all_ready(up)

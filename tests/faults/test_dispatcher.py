@@ -1,0 +1,96 @@
+"""A dispatcher is killed, or told to go (rows 17, 18)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.conftest import SMALL_STEPS, Stage, set_up
+from tests.support.fault_checks import assert_nothing_left, unchanged
+from tests.support.fault_cluster import Cluster, Shape, running, until_async
+from tests.support.fault_streams import CHAT, ask, mixed_load, reading, seen
+
+pytestmark = pytest.mark.timeout(180)
+
+LEASE_S = 3.0
+ORPHAN_S = 5.0
+"""Shortened from 60 s: how long a worker keeps what nobody asks about."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Two dispatchers over two workers."""
+    env = {**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)}
+    with running(tmp_path_factory.mktemp("cluster"), Shape(num_dispatchers=2, env=env)) as cluster:
+        yield set_up(cluster)
+
+
+async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forget_them(pair: Stage) -> None:
+    """Row 17: no clean end of an unfinished stream; the other dispatcher's go on; KV is free after the lease."""
+    cluster = pair.cluster
+    async with (
+        unchanged(cluster, mixed_load(), pair.expected, pair.before) as others,
+        reading(cluster, mixed_load(), dispatcher="dispatcher-1") as own,
+    ):
+        await seen([*own, *others], 10)
+        cluster.kill("dispatcher-1")
+        await asyncio.gather(*(reader.task for reader in own))
+        for reader in own:
+            assert reader.told.broken_by, (reader.asked.name, reader.told)
+            assert not reader.told.is_whole
+    await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)
+    await until_async(lambda: _has_no_lease(cluster), "no worker has a lease any more", ORPHAN_S + 10)
+
+
+async def _has_no_lease(cluster: Cluster) -> bool:
+    async with cluster.bus() as bus:
+        return not any([(await cluster.dump(bus, name))["leases"] for name in cluster.workers])
+
+
+async def test_a_stream_of_a_killed_dispatcher_is_resumed_by_another(pair: Stage) -> None:
+    """Row 17: the same request with the same key, and the number of the last event that was seen."""
+    cluster = pair.cluster
+    headers = {"Idempotency-Key": "a key of its own"}
+    asked = next(asked for asked in mixed_load() if asked.name == "cat")
+    async with reading(cluster, [asked], dispatcher="dispatcher-1", headers=headers) as (first,):
+        await seen([first], 20)
+        cluster.kill("dispatcher-1")
+        await first.task
+    last = {"Last-Event-ID": first.told.last_event_id}
+    async with reading(cluster, [asked], headers={**headers, **last}) as (second,):
+        await second.task
+    assert second.told.is_whole, second.told
+    assert first.told.texts[0] + second.told.texts[0] == pair.expected["cat"]["texts"][0]
+    assert second.told.finish == pair.expected["cat"]["finish"]
+    await cluster.restore()
+    await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)
+
+
+async def test_a_dispatcher_told_to_stop_refuses_new_requests_and_finishes_its_own(pair: Stage) -> None:
+    """Row 18: `/ready` 503, `/live` 200, new requests 503 `draining` with Retry-After; then it ends by itself."""
+    cluster, name = pair.cluster, "dispatcher-1"
+    async with reading(cluster, mixed_load(), dispatcher=name) as readers:
+        await seen(readers, 5)
+        cluster.terminate(name)
+        await until_async(lambda: _is_draining(cluster, name), "it drains")
+        async with reading(cluster, [ask("late", CHAT)], dispatcher=name) as (late,):
+            await late.task
+        assert late.told.status == 503
+        assert (late.told.error or {})["code"] == "draining"
+        assert int(late.told.headers["Retry-After"]) >= 1
+        assert (await cluster.get("/live", name))[0] == 200
+        assert cluster.is_running(name)
+        await asyncio.gather(*(reader.task for reader in readers))
+        for reader in readers:
+            assert reader.told.texts == pair.expected[reader.asked.name]["texts"]
+            assert reader.told.is_whole
+        assert await cluster.ended(name) == 0
+    await cluster.restore()
+    await assert_nothing_left(cluster, pair.before)
+
+
+async def _is_draining(cluster: Cluster, name: str) -> bool:
+    status, body = await cluster.get("/ready", name)
+    return status == 503 and body["reason"] == "draining"

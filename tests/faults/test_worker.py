@@ -1,0 +1,176 @@
+"""A worker dies, stands still, is stuck or is told to go, in the middle of prompts and of answers (rows 1, 3 to 6)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from tests.faults.conftest import SMALL_STEPS, Stage, set_up
+from tests.support.fault_checks import assert_nothing_left, unchanged
+from tests.support.fault_cluster import Cluster, Shape, running, until_async
+from tests.support.fault_streams import COMPLETIONS, Reader, ask, long_prompts, mixed_load, reading, seen
+from tests.support.odd_worker import POISON
+
+pytestmark = pytest.mark.timeout(180)
+
+VICTIM = "worker-0"
+LOSS_S = 3.0
+"""After so long without an answer to renewals a worker is given up."""
+
+
+async def in_mid_prompt(cluster: Cluster, name: str) -> None:
+    """Return when the worker has a prompt of which it has computed a part, and one that it has only accepted."""
+    async with cluster.bus() as bus:
+
+        async def is_so() -> bool:
+            sequences = (await cluster.dump(bus, name))["sequences"]
+            begun = [0 < seq["num_computed_tokens"] < seq["num_prompt_tokens"] for seq in sequences]
+            untouched = [seq["num_computed_tokens"] == 0 for seq in sequences]
+            return any(begun) and any(untouched)
+
+        await until_async(is_so, f"{name} computes prompts")
+
+
+async def num_recovered(cluster: Cluster) -> int:
+    """Return how many requests have gone on at another worker since the dispatcher started."""
+    async with cluster.bus() as bus:
+        return int((await cluster.dump(bus, "dispatcher-0"))["num_recovered"])
+
+
+async def strike(stage: Stage, fault: str) -> None:
+    cluster = stage.cluster
+    if fault == "killed":
+        cluster.kill(VICTIM)
+    elif fault == "frozen":
+        cluster.freeze(VICTIM)
+    else:
+        cluster.terminate(VICTIM)
+
+
+def hurry(readers: Sequence[Reader]) -> float:
+    """Return the longest pause that a reader of a stream saw."""
+    return max(reader.told.longest_gap_s for reader in readers if reader.asked.is_streamed)
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
+async def test_streams_of_a_lost_worker_go_on_with_the_same_text(stage: Stage, fault: str) -> None:
+    """Rows 1, 3, 5, 6."""
+    before = await num_recovered(stage.cluster)
+    async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
+        await seen(readers, 15)
+        await strike(stage, fault)
+        await asyncio.gather(*(reader.task for reader in readers))
+    assert hurry(readers) < LOSS_S + 5
+    assert await num_recovered(stage.cluster) > before
+
+
+@pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
+async def test_prompts_of_a_lost_worker_are_computed_elsewhere(stage: Stage, fault: str) -> None:
+    """Rows 4, 5, 6: prompts that were accepted, begun and waiting."""
+    before = await num_recovered(stage.cluster)
+    async with unchanged(stage.cluster, long_prompts(), stage.expected, stage.before):
+        await in_mid_prompt(stage.cluster, VICTIM)
+        await strike(stage, fault)
+    assert await num_recovered(stage.cluster) > before
+
+
+async def test_a_worker_that_stands_still_for_a_moment_keeps_its_requests(stage: Stage) -> None:
+    """Row 5, below the limit."""
+    before = await num_recovered(stage.cluster)
+    async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
+        await seen(readers, 15)
+        stage.cluster.freeze(VICTIM)
+        await asyncio.sleep(1.0)
+        stage.cluster.thaw(VICTIM)
+        await asyncio.gather(*(reader.task for reader in readers))
+    assert await num_recovered(stage.cluster) == before
+
+
+async def test_a_worker_told_to_stop_hands_over_and_ends_well(stage: Stage) -> None:
+    """Row 6: nobody waits for more than a migration, and the process ends long before its answers would have."""
+    cluster = stage.cluster
+    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
+        await seen(readers, 15)
+        cluster.terminate(VICTIM)
+        started_s = time.monotonic()
+        assert await cluster.ended(VICTIM) == 0
+        assert time.monotonic() - started_s < 10
+    assert hurry(readers) < LOSS_S, "no limit had to run out"
+
+
+async def test_every_worker_in_turn_can_be_replaced_under_load(stage: Stage) -> None:
+    """Row 6: a rolling restart. New requests come all the while."""
+    cluster = stage.cluster
+    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as first:
+        await seen(first, 5)
+        for name in cluster.workers:
+            async with reading(cluster, mixed_load()[:3]) as more:
+                cluster.terminate(name)
+                assert await cluster.ended(name) == 0
+                cluster.start(name)
+                await asyncio.gather(*(reader.task for reader in more))
+                for reader in more:
+                    assert reader.told.texts == stage.expected[reader.asked.name]["texts"]
+            await cluster.wait_ready()
+
+
+async def test_when_all_workers_die_streams_wait_for_one_that_comes_back(stage: Stage) -> None:
+    """Row 1, with nobody left: the answers go on at the worker that was started anew."""
+    cluster = stage.cluster
+    async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
+        await seen(readers, 15)
+        for name in cluster.workers:
+            cluster.kill(name)
+        await asyncio.sleep(1.0)
+        cluster.start("worker-1")
+
+
+async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Row 5: the process answers, its device does not."""
+    folder = tmp_path_factory.mktemp("stuck")
+    file = folder / "stuck"
+    shape = Shape(
+        env={
+            **SMALL_STEPS,
+            "ODD_WORKER": "stuck",
+            "STUCK_FILE": str(file),
+            "SLUICE_WORKER_STEP_LIMIT_S": "3",
+            "SLUICE_DISPATCHER_STEP_LIMIT_S": "3",
+        },
+        modules={VICTIM: "tests.support.odd_worker"},
+    )
+    with running(folder, shape) as cluster:
+        stage = set_up(cluster)
+        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
+            await seen(readers, 15)
+            file.touch()
+            await asyncio.gather(*(reader.task for reader in readers))
+            assert await cluster.ended(VICTIM) != 0, "nothing else can free such a device"
+            file.unlink()
+        assert hurry(readers) < 3 + 5
+
+
+@pytest.mark.parametrize("moment", ["at-accept", "at-step"])
+async def test_a_request_that_kills_its_workers_is_blamed_after_two(
+    tmp_path_factory: pytest.TempPathFactory, moment: str
+) -> None:
+    """Row 31: it gets 500 `request_failed`, the others their text."""
+    names = ("worker-0", "worker-1", "worker-2")
+    shape = Shape(
+        num_workers=3,
+        env={**SMALL_STEPS, "ODD_WORKER": f"poison {moment}"},
+        modules=dict.fromkeys(names, "tests.support.odd_worker"),
+    )
+    with running(tmp_path_factory.mktemp("poison"), shape) as cluster:
+        stage = set_up(cluster)
+        poison = ask("poison", COMPLETIONS, prompt=POISON)
+        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
+            await seen(readers, 5)
+            async with reading(cluster, [poison]) as (poisoned,):
+                await poisoned.task
+            assert (poisoned.told.error or {}).get("code") == "request_failed"
+            assert sum(not cluster.is_running(name) for name in names) == 2, "no third worker was harmed"
+        await assert_nothing_left(cluster, stage.before)

@@ -1,0 +1,159 @@
+"""`sluice chaos`: whom it finds, whom it leaves alone, and what it says. The broker is real, the services are ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import click
+import pytest
+
+from cli import main as command
+from cli.chaos.command import hang, kill
+from cli.chaos.options import seconds_of
+from cli.chaos.processes import is_local_address, is_running, listener_on
+from cli.console import Console
+from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
+from cli.settings import UpSettings
+from shared.bus import ServiceInfo
+from shared.nats_bus import NatsBus
+from shared.nats_server import EmbeddedNats
+
+SLEEPER = "import time; time.sleep(60)"
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedNats]:
+    with EmbeddedNats() as server:
+        server.start(tmp_path_factory.mktemp("nats"))
+        yield server
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose command line looks like a worker's."""
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER, "services.worker"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def settings(broker: EmbeddedNats, cluster: str = "default") -> UpSettings:
+    return UpSettings(nats_url=broker.url, cluster=cluster)
+
+
+def state_of(pid: int) -> str:
+    """Return the process's state as the kernel calls it; `T` = stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@asynccontextmanager
+async def serving(broker: EmbeddedNats, name: str, **metadata: str) -> AsyncIterator[None]:
+    bus = await NatsBus.connect(broker.url, name=name)
+    info = ServiceInfo("sluice-worker", "0.1.0", "A stand-in", {"cluster": "default", **metadata}, name)
+    try:
+        await bus.serve(info, [])
+        await bus.flush()
+        yield
+    finally:
+        await bus.close()
+
+
+async def test_a_worker_is_found_by_what_it_says_and_killed(
+    broker: EmbeddedNats, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(broker, "w-here", host=socket.gethostname(), pid=str(sleeper.pid)):
+        await kill(settings(broker), "w-here", Console())
+    assert sleeper.wait(5) == -signal.SIGKILL
+    said = capsys.readouterr().err
+    assert said.startswith(f"killed w-here (process {sleeper.pid}) with SIGKILL\n")
+    assert "to undo: " in said
+
+
+async def test_a_process_that_stands_still_goes_on_afterwards(
+    broker: EmbeddedNats, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_s = time.monotonic()
+    async with serving(broker, "w-slow", host=socket.gethostname(), pid=str(sleeper.pid)):
+        await hang(settings(broker), "w-slow", 0.3, Console())
+    assert time.monotonic() - started_s >= 0.3
+    assert sleeper.poll() is None
+    assert state_of(sleeper.pid) != "T"
+    said = capsys.readouterr().err
+    assert f"kill -CONT {sleeper.pid}" in said
+    assert said.endswith("w-slow goes on\n")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "code", "words"),
+    [
+        ({"host": "elsewhere", "pid": "1"}, REFUSED, "runs on 'elsewhere'"),
+        ({"host": socket.gethostname(), "pid": str(os.getpid())}, REFUSED, "docker-compose kill"),
+        ({"host": socket.gethostname()}, 1, "does not say which process it is"),
+        ({"host": socket.gethostname(), "pid": "1", "cluster": "other"}, UNREACHABLE, "nobody goes by"),
+    ],
+)
+async def test_what_is_not_a_process_of_this_machine_and_cluster_is_left_alone(
+    broker: EmbeddedNats, metadata: dict[str, str], code: int, words: str
+) -> None:
+    async with serving(broker, "w-not", **metadata):
+        with pytest.raises(CommandError, match=words) as caught:
+            await kill(settings(broker), "w-not", Console())
+    assert caught.value.code == code
+
+
+def test_an_unknown_name_is_one_line_with_exit_code_3(broker: EmbeddedNats, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run_command(["chaos", "kill", "nobody", "--nats-url", broker.url]) == UNREACHABLE
+    said = capsys.readouterr().err
+    assert said.startswith("sluice: nobody goes by 'nobody' in cluster 'default'.")
+    assert said.count("\n") == 1
+
+
+async def test_the_broker_is_found_by_its_port_and_killed(tmp_path: Path) -> None:
+    with EmbeddedNats() as server:
+        server.start(tmp_path)
+        pid = server.pid
+        assert pid is not None
+        assert listener_on(int(server.url.rpartition(":")[2])) == pid
+        await kill(settings(server), "nats", Console())
+        deadline_s = time.monotonic() + 5
+        while is_running(pid):
+            assert time.monotonic() < deadline_s
+
+
+async def test_a_broker_elsewhere_or_something_else_on_its_port_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"nats://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(CommandError, match="no nats-server"):
+            await kill(UpSettings(nats_url=url), "nats", Console())
+    with pytest.raises(CommandError, match="not on this machine"):
+        await kill(UpSettings(nats_url="nats://192.0.2.1:4222"), "nats", Console())
+
+
+def test_addresses_of_this_machine_are_known() -> None:
+    assert is_local_address("127.0.0.1")
+    assert is_local_address("localhost")
+    assert not is_local_address("192.0.2.1")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5s", 5), ("500ms", 0.5), ("2m", 120), ("1.5", 1.5), ("1h", None)])
+def test_durations_have_units(text: str, seconds: float | None) -> None:
+    if seconds is None:
+        with pytest.raises(click.BadParameter, match="write 500ms, 5s or 2m"):
+            seconds_of(None, None, text)
+    else:
+        assert seconds_of(None, None, text) == pytest.approx(seconds)
+
+
+def test_a_bad_duration_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run_command(["chaos", "hang", "worker-0", "--for", "soon"]) == REFUSED
+    assert "is no duration" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""Keys over a real socket: who gets in, what each scope opens, what a refusal says. Rows 1 to 3 of the bad inputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from services.dispatcher.__main__ import serve
+from services.dispatcher.access.throttle import BURST
+from services.dispatcher.build import ModelText
+from shared.api_keys import hash_key
+from shared.errors import StartupError
+from tests.support.dispatchers import Running, make_settings, running_dispatcher
+
+HELLO = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+KEYS = {"infer": "sk-infer", "metrics": "sk-metrics", "batch": "sk-batch", "admin": "sk-admin", "other": "sk-other"}
+OPEN = ["/live", "/ready", "/health"]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def keys_file(folder: Path) -> Path:
+    """Write a file in which each scope has a key, and a second tenant one to infer."""
+    lines = ["[tenants.acme]", "[tenants.other]"]
+    for name, key in KEYS.items():
+        scope, tenant = ("infer", "other") if name == "other" else (name, "acme")
+        lines += ["[[keys]]", f'sha256 = "{hash_key(key)}"', f'tenant = "{tenant}"', f'scopes = ["{scope}"]']
+    path = folder / "keys.toml"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(text: ModelText, folder: Path, tmp_path: Path) -> AsyncIterator[Running]:
+    async with running_dispatcher(text, folder, lambda _: [65, 66], api_keys_file=keys_file(tmp_path)) as running:
+        yield running
+
+
+async def ask(
+    served: Running, path: str, key: str | None = None, *, method: str = "GET", body: Any = None, header: str = ""
+) -> tuple[int, Any, Any]:
+    """Return status, headers and JSON (or text)."""
+    value = header or (f"Bearer {KEYS.get(key, key)}" if key is not None else "")
+    headers = {"Authorization": value} if value else {}
+    async with served.http.request(method, served.url + path, headers=headers, json=body) as response:
+        is_json = response.content_type == "application/json"
+        return response.status, response.headers, await response.json() if is_json else await response.text()
+
+
+async def chat(served: Running, key: str | None, **body: Any) -> tuple[int, Any, Any]:
+    return await ask(served, CHAT, key, method="POST", body={"model": "tiny", "messages": HELLO, **body})
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic c2stOmluZmVy", "sk-infer", "Token sk-infer"])
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/models", "/metrics", "/v1/cluster", "/version", "/tokenize", "/nowhere", "/"]
+)
+async def test_every_path_but_the_probes_needs_a_key(served: Running, header: str, path: str) -> None:
+    status, headers, body = await ask(served, path, header=header)
+    assert status == 401
+    assert headers["WWW-Authenticate"].startswith("Bearer")
+    assert headers["x-request-id"]
+    assert body["error"]["type"] == "authentication_error"
+    assert body["error"]["code"] == "invalid_api_key"
+    assert body["error"]["param"] is None
+
+
+async def test_probes_are_open(served: Running) -> None:
+    for path in OPEN:
+        assert (await ask(served, path))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "opened"),
+    [
+        ("infer", {"/v1/models", "/v1/models/tiny", "/version"}),
+        ("metrics", {"/v1/models", "/metrics", "/v1/cluster", "/version"}),
+        ("batch", {"/v1/models", "/version"}),
+        ("admin", {"/v1/models", "/version"}),
+    ],
+)
+async def test_a_scope_opens_its_own_paths_and_no_others(served: Running, key: str, opened: set[str]) -> None:
+    for path in ("/v1/models", "/v1/models/tiny", "/version", "/metrics", "/v1/cluster"):
+        status, headers, body = await ask(served, path, key)
+        assert status == (200 if path in opened else 403), path
+        if status == 403:
+            assert (body["error"]["type"], body["error"]["code"]) == ("permission_error", "insufficient_permissions")
+            assert "WWW-Authenticate" not in headers
+    status, _, body = await chat(served, key)
+    assert status == (200 if key == "infer" else 403)
+    if key != "infer":
+        assert "'infer'" in body["error"]["message"]
+
+
+async def test_what_does_not_exist_is_said_only_to_those_who_may_ask(served: Running) -> None:
+    assert (await ask(served, "/v1/nowhere"))[0] == 401
+    assert (await ask(served, "/v1/nowhere", "metrics"))[0] == 403
+    assert (await ask(served, "/v1/nowhere", "infer"))[0] == 404
+    assert (await ask(served, CHAT, "infer"))[0] == 405
+    assert (await ask(served, CHAT))[0] == 401
+    for path, key in (("/admin/drain", "admin"), ("/v1/files", "batch"), ("/v1/batches/x", "batch")):
+        assert (await ask(served, path, "infer"))[0] == 403
+        assert (await ask(served, path, key))[0] == 404
+
+
+async def test_a_wrong_key_is_refused_before_the_body_is_read_and_nothing_reaches_a_worker(served: Running) -> None:
+    before = len(served.worker.submits)
+    status, _, body = await ask(served, CHAT, "sk-wrong", method="POST", body="x" * 100_000)
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    assert "sk-wrong" not in str(body)
+    assert len(served.worker.submits) == before
+
+
+async def test_a_thousand_wrong_keys_are_turned_away_and_the_right_one_is_not(served: Running) -> None:
+    statuses, waits = [], set()
+    for _ in range(1000):
+        status, headers, body = await ask(served, "/v1/models", "sk-wrong")
+        statuses.append(status)
+        if status == 429:
+            waits.add(headers["Retry-After"])
+            assert body["error"]["code"] == "rate_limit_exceeded"
+    assert statuses[:BURST] == [401] * BURST
+    assert statuses.count(429) >= 1000 - BURST - 60
+    assert waits == {"1"}
+    assert (await ask(served, "/v1/models", "infer"))[0] == 200
+    page = (await ask(served, "/metrics", "metrics"))[2]
+    assert 'sluice:denied_total{model_name="tiny",reason="too_many_wrong_keys"}' in page
+
+
+async def test_cached_prompts_are_shared_within_a_tenant_and_never_between_two(served: Running) -> None:
+    salts: dict[str, set[str]] = {}
+    for key in ("infer", "other", "infer"):
+        assert (await chat(served, key))[0] == 200
+        salts.setdefault(key, set()).add(served.worker.submits[-1].cache_salt)
+    assert all(len(found) == 1 for found in salts.values())
+    assert salts["infer"] != salts["other"]
+
+
+async def test_a_key_that_is_added_while_the_dispatcher_runs_is_let_in(served: Running) -> None:
+    path = served.dispatcher.front.settings.api_keys_file
+    assert path is not None
+    assert (await ask(served, "/v1/models", "sk-new"))[0] in (401, 429)
+    with path.open("a") as file:
+        file.write(f'\n[[keys]]\nsha256 = "{hash_key("sk-new")}"\ntenant = "acme"\nscopes = ["infer"]\n')
+    assert await served.dispatcher.front.access.reload()
+    assert (await ask(served, "/v1/models", "sk-new"))[0] == 200
+
+
+async def test_a_websocket_needs_a_key_when_it_opens(served: Running) -> None:
+    for key, status in ((None, 401), ("sk-nobody", 401), (KEYS["metrics"], 403)):
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refusal:
+            await served.http.ws_connect(served.url + "/v1/ws", headers=headers)
+        assert refusal.value.status in (status, 429)
+    headers = {"Authorization": f"Bearer {KEYS['infer']}"}
+    async with served.http.ws_connect(served.url + "/v1/ws", headers=headers) as socket:
+        await socket.send_json({"type": "request", "id": "a", "body": {"model": "tiny", "messages": HELLO}})
+        assert (await socket.receive_json(timeout=5))["type"] == "start"
+    salt = served.worker.submits[-1].cache_salt
+    await chat(served, "infer")
+    assert served.worker.submits[-1].cache_salt == salt
+
+
+async def test_a_request_is_cancelled_by_its_tenant_and_is_unknown_to_others(
+    text: ModelText, folder: Path, tmp_path: Path
+) -> None:
+    """Row 52: not even that it exists is said to another tenant."""
+    async with running_dispatcher(text, folder, None, api_keys_file=keys_file(tmp_path)) as running:
+        headers = {"Authorization": f"Bearer {KEYS['infer']}", "x-request-id": "job"}
+        body = {"model": "tiny", "messages": HELLO}
+        asked = asyncio.create_task(running.http.post(running.url + CHAT, json=body, headers=headers))
+        async with asyncio.timeout(5):
+            while not running.worker.running:
+                await asyncio.sleep(0.005)
+        path = "/v1/requests/job/cancel"
+        assert (await ask(running, path, method="POST"))[0] == 401
+        assert (await ask(running, path, "metrics", method="POST"))[0] == 403
+        status, _, answer = await ask(running, path, "other", method="POST")
+        assert (status, answer["error"]["code"]) == (404, "not_found")
+        assert (await ask(running, path, "infer", method="POST"))[0] == 200
+        async with await asked as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (409, "request_cancelled")
+
+
+async def test_a_dispatcher_that_others_reach_does_not_start_without_keys_or_somebodys_word(folder: Path) -> None:
+    """It is refused before anything is read or connected: there is no process here to connect with."""
+    with pytest.raises(StartupError, match=r"--api-keys-file.*--allow-no-key"):
+        await serve(make_settings(folder, host="0.0.0.0"), cast("Any", None))
+    with pytest.raises(StartupError, match="there is no model folder"):
+        await serve(make_settings(folder / "nowhere", host="0.0.0.0", allow_no_key=True), cast("Any", None))
+
+
+async def test_one_key_of_the_settings_opens_what_a_user_needs(text: ModelText, folder: Path) -> None:
+    key = "sk-" + "x" * 20
+    async with running_dispatcher(text, folder, lambda _: [65], api_key=key) as running:
+        assert (await chat(running, None))[0] == 401
+        assert (await chat(running, key))[0] == 200
+        for path in ("/metrics", "/v1/cluster", "/v1/models"):
+            assert (await ask(running, path, key))[0] == 200
+
+
+async def test_names_that_clients_invent_do_not_grow_the_metrics(served: Running) -> None:
+    """Row 55: models, users, paths and request ids that nobody knows."""
+
+    async def size() -> int:
+        return len((await ask(served, "/metrics", "metrics"))[2].splitlines())
+
+    await chat(served, "infer", model="m")
+    before = await size()
+    for index in range(300):
+        await asyncio.gather(
+            chat(served, "infer", model=f"model-{index}"),
+            ask(served, f"/v1/models/model-{index}", "infer"),
+            ask(served, f"/path-{index}", "infer"),
+        )
+    assert await size() == before

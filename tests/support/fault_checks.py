@@ -1,0 +1,148 @@
+"""After a fault: is anything left? Slots, leases, tasks, files, queue entries, KV blocks, endpoints that run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shared.bus import BusError
+from shared.nats_bus import NatsBus
+from tests.support.fault_cluster import Cluster, until_async
+from tests.support.fault_streams import Ask, Reader, answers, reading
+
+CALM_LIMIT_S: Final = 20.0
+"""Longest time until all is as before: renewals, cancellations and reports have to come by."""
+_HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_drops")
+_HELD_BY_WORKER: Final = ("num_used_blocks", "num_running", "num_waiting", "num_preempted")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What an idle cluster holds, by instance id."""
+
+    num_files: Mapping[str, int]
+    num_tasks: Mapping[str, int]
+
+
+def num_files(pid: int) -> int:
+    """Return how many file descriptors the process holds."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+async def footprint(cluster: Cluster) -> Footprint:
+    """Return what the services hold now, which should be idle."""
+    names = [name for name in cluster.services if cluster.is_running(name)]
+    async with cluster.bus() as bus:
+        dumps = {name: await cluster.dump(bus, name) for name in names if _has_dump(name)}
+    return Footprint(
+        num_files={name: num_files(cluster.pid(name)) for name in names},
+        num_tasks={name: dump["num_tasks"] for name, dump in dumps.items()},
+    )
+
+
+async def assert_nothing_left(cluster: Cluster, before: Footprint, limit_s: float = CALM_LIMIT_S) -> None:
+    """Return when nothing of any request is left anywhere, and nobody holds more than before.
+
+    Raises:
+        AssertionError: something is still there after the limit; the message says what.
+    """
+    found: list[str] = []
+
+    async def is_calm() -> bool:
+        found[:] = await _left(cluster, before)
+        return not found
+
+    try:
+        await until_async(is_calm, "nothing is left", limit_s)
+    except AssertionError:
+        raise AssertionError(f"left after {limit_s:g} s: {found}") from None
+
+
+async def _left(cluster: Cluster, before: Footprint) -> list[str]:
+    names = [name for name in cluster.services if cluster.is_running(name)]
+    left = [
+        f"{name}: {count} files, {before.num_files[name]} before"
+        for name in names
+        if (count := num_files(cluster.pid(name))) > before.num_files[name]
+    ]
+    async with cluster.bus() as bus:
+        for name in names:
+            try:
+                left += await _left_in(cluster, bus, name, before)
+            except BusError as error:
+                left.append(f"{name}: {error}")
+    return left + await _left_in_views(cluster)
+
+
+async def _left_in(cluster: Cluster, bus: NatsBus, name: str, before: Footprint) -> list[str]:
+    left: list[str] = []
+    if _has_dump(name):
+        dump = await cluster.dump(bus, name)
+        left += [f"{name}: {key} = {dump[key]}" for key in _HELD_BY_DISPATCHER if dump.get(key)]
+        left += [f"{name}: {sequence}" for sequence in dump.get("sequences", [])]
+        left += [f"{name}: {lease}" for lease in dump.get("leases", []) if lease["sequences"] or lease["paused"]]
+        if dump["num_tasks"] > before.num_tasks[name]:
+            left.append(f"{name}: {dump['num_tasks']} tasks, {before.num_tasks[name]} before")
+    stats = await cluster.stats(bus, name)
+    busy = {end["name"]: end["data"] for end in stats["endpoints"] if end["data"]["running"] or end["data"]["waiting"]}
+    return [*left, *([f"{name}: endpoints {busy}"] if busy else [])]
+
+
+async def _left_in_views(cluster: Cluster) -> list[str]:
+    """Return what the dispatchers still show: streams, and workers that hold something."""
+    left: list[str] = []
+    for name in cluster.dispatchers:
+        if not cluster.is_running(name):
+            continue
+        status, view = await cluster.get("/v1/cluster", name)
+        if status != 200:
+            left.append(f"{name}: no view")
+            continue
+        left += [f"{name}: {key}" for key in ("num_requests", "num_queued", "num_streams") if view["dispatcher"][key]]
+        left += [_held(worker) for worker in view["workers"] if _is_running(cluster, worker) and _held(worker)]
+    return left
+
+
+def _is_running(cluster: Cluster, worker: dict[str, Any]) -> bool:
+    pids = [cluster.pid(name) for name in cluster.workers if cluster.is_running(name)]
+    return worker["report"]["pid"] in pids
+
+
+def _held(worker: dict[str, Any]) -> str:
+    report = worker["report"]
+    held = {key: report[key] for key in _HELD_BY_WORKER if report[key]}
+    return f"{report['worker_id']} reports {held}" if held else ""
+
+
+def _has_dump(name: str) -> bool:
+    return name.startswith(("worker", "dispatcher"))
+
+
+def assert_no_errors(cluster: Cluster, names: Sequence[str] | None = None) -> None:
+    """Check that no service has logged an error, or that one ended by an exception."""
+    for name in cluster.services if names is None else names:
+        errors = [event for event in cluster.events(name) if event.get("level") in ("error", "critical")]
+        assert not errors, f"{name} logged {errors}"
+
+
+@asynccontextmanager
+async def unchanged(
+    cluster: Cluster, asks: Sequence[Ask], expected: Mapping[str, Any], before: Footprint
+) -> AsyncIterator[list[Reader]]:
+    """Send the requests; after the body (a fault) wait for their answers, which must be those of a run without it.
+
+    Then every fault is undone, and nothing may be left.
+    """
+    async with reading(cluster, asks) as readers:
+        try:
+            yield readers
+            found = await answers(readers)
+        finally:
+            broken = {r.asked.name: r.told.broken_by for r in readers if r.told.broken_by}
+            await cluster.restore()
+        for asked in asks:
+            assert found[asked.name] == expected[asked.name], (asked.name, broken.get(asked.name))
+    await assert_nothing_left(cluster, before)

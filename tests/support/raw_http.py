@@ -1,0 +1,86 @@
+"""Requests that no client library sends, over bare sockets, and what every error must look like."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import aiohttp
+
+from tests.support.bad_inputs import BadInput
+
+PIECE_PAUSE_S = 0.1
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def check_error(status: int, body: Any) -> tuple[int, str, str | None]:
+    """Return status, code and parameter of an answer in OpenAI's error format.
+
+    Raises:
+        AssertionError: it is another one.
+    """
+    assert set(body) == {"error"}, body
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}, error
+    assert error["message"]
+    assert "Traceback" not in error["message"]
+    assert error["type"] == TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return status, error["code"], error["param"]
+
+
+async def send(
+    http: aiohttp.ClientSession, url: str, row: BadInput, headers: dict[str, str] | None = None
+) -> tuple[int, str, str | None]:
+    """Send the row, and return status, code and parameter of the error that it must get."""
+    data = io.BytesIO(row.data) if row.data else None  # aiohttp warns of large bytes
+    async with http.request(
+        row.method, url + row.path, data=data, headers={**row.headers, **(headers or {})}
+    ) as response:
+        assert response.content_type == "application/json"
+        assert response.headers["x-request-id"]
+        return check_error(response.status, json.loads(await response.read()))
+
+
+async def exchange(url: str, *pieces: bytes, limit_s: float = 10.0) -> tuple[bytes, Any]:
+    """Send pieces of bytes, and return the head and the JSON of the answer once the server has closed the connection.
+
+    Args:
+        url: of the server.
+        pieces: sent one after the other with pauses.
+        limit_s: for all of it.
+    """
+    reader, writer = await connect(url)
+    sender = asyncio.create_task(_send_pieces(writer, pieces))
+    try:
+        async with asyncio.timeout(limit_s):
+            answer = await reader.read()
+    finally:
+        sender.cancel()
+        await asyncio.wait([sender])
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head, json.loads(body) if body else None
+
+
+async def connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection to the server."""
+    return await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+
+
+async def _send_pieces(writer: asyncio.StreamWriter, pieces: Iterable[bytes]) -> None:
+    try:
+        for index, piece in enumerate(pieces):
+            if index:
+                await asyncio.sleep(PIECE_PAUSE_S)
+            writer.write(piece)
+            await writer.drain()
+    except ConnectionError:
+        return  # the server has refused the rest; its answer says why
+
+
+def status_of(head: bytes) -> int:
+    """Return the status in the head of an answer."""
+    return int(head.split()[1])

@@ -1,0 +1,80 @@
+"""`sluice keys create`: what it prints and writes is what a dispatcher takes."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from cli.main import run_command
+from services.dispatcher.access.key_ring import KeyRing
+from services.dispatcher.access.keys_file import read_keys
+from shared.api_keys import Scope, Tier
+
+
+def create(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert run_command(["keys", "create", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_printed_lines_let_the_printed_key_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--tenant", "acme.io", "--scopes", "infer, metrics", "--tier", "priority", "--tokens-per-min", "500"]
+    key, _, lines = create(capsys, *argv, "--max-queued", "0").partition("\n")
+    path = tmp_path / "keys.toml"
+    path.write_text(lines)
+    grant = KeyRing(read_keys(path)).find(key)
+    assert grant is not None
+    assert grant.scopes == {Scope.INFER, Scope.METRICS}
+    assert (grant.tenant.name, grant.tenant.max_tier) == ("acme.io", Tier.PRIORITY)
+    assert (grant.tenant.limits.tokens_per_min, grant.tenant.limits.max_queued) == (500, 0)
+    assert grant.tenant.limits.requests_per_min is None
+    assert key not in lines
+
+
+def test_keys_are_added_to_a_file_that_only_its_owner_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.toml"
+    keys = [
+        create(capsys, "--tenant", tenant, "--file", str(path), *more).strip()
+        for tenant, more in (("a", ["--max-concurrent", "2"]), ("b", []), ("a", []))
+    ]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    grants = KeyRing(read_keys(path))
+    found = [grants.find(key) for key in keys]
+    assert [grant.tenant.name for grant in found if grant is not None] == ["a", "b", "a"]
+    assert [grant.tenant.limits.max_concurrent for grant in found if grant is not None] == [2, None, 2]
+    assert not any(key in path.read_text() for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--tenant", "a b"], "sluice: 'a b' is no name for a tenant. Use 1 to 64 letters"),
+        (["--tenant", "a", "--scopes", "root"], "sluice: there is no scope 'root'. Choose from infer, batch, admin"),
+        (["--tenant", "a", "--scopes", ","], "sluice: no scope is named. Choose from infer"),
+        (["--tenant", "a", "--tier", "gold"], "sluice: Invalid value for '--tier'"),
+        (["--tenant", "a", "--requests-per-min", "0"], "sluice: Invalid value for '--requests-per-min'"),
+        (["--scopes", "infer"], "sluice: Missing option '--tenant'"),
+        (["--tenant", "a", "--file", "/nowhere/keys.toml"], "sluice: /nowhere/keys.toml cannot be written: No such"),
+    ],
+)
+def test_a_slip_is_one_line_and_makes_no_key(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["keys", "create", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(line)
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+def test_limits_of_a_tenant_that_exists_are_not_changed_in_passing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys.toml"
+    create(capsys, "--tenant", "a", "--file", str(path))
+    before = path.read_text()
+    assert run_command(["keys", "create", "--tenant", "a", "--tier", "flex", "--file", str(path)]) == 2
+    assert "has a tenant 'a' already. Change it there, or leave out --tier" in capsys.readouterr().err
+    assert path.read_text() == before
+    path.write_text("not [ toml")
+    assert run_command(["keys", "create", "--tenant", "b", "--file", str(path)]) == 2
+    assert "is no file of keys" in capsys.readouterr().err

@@ -1,0 +1,31 @@
+"""Every test file whose results depend on the kernels runs without them too: it has the mark `kernels`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+WAYS_TO_A_MODEL = {"tests.support.runners", "tests.support.cluster", "services.worker.executor.runner"}
+"""Modules that load a model or start a worker that does."""
+NEVER_BY_TORCH = {"test_native_library.py"}
+"""Files that are about the native library alone."""
+
+
+def imported(tree: ast.Module) -> set[str]:
+    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def is_marked(tree: ast.Module) -> bool:
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    marks = [ast.unparse(node.value) for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+    return any("pytest.mark.kernels" in mark for mark in marks)
+
+
+def test_whoever_loads_a_model_has_the_mark() -> None:
+    files = [path for path in TESTS.rglob("test_*.py") if path.parent.name != "gpu"]
+    trees = {path.name: ast.parse(path.read_text()) for path in files}
+    with_model = {name for name, tree in trees.items() if imported(tree) & WAYS_TO_A_MODEL} - NEVER_BY_TORCH
+    marked = {name for name, tree in trees.items() if is_marked(tree)}
+    assert len(with_model) > 10, "the search finds too little"
+    assert with_model == marked

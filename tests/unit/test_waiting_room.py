@@ -1,0 +1,107 @@
+"""The queue: urgent tiers first, in order within one, and nobody is forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.dispatcher.limits.waiting_room import WaitingRoom
+from shared.api_keys import Tier
+from sim.virtual_time import run
+
+
+@given(st.lists(st.sampled_from(Tier), max_size=30))
+def test_the_order_is_by_tier_and_then_by_arrival(tiers: list[Tier]) -> None:
+    room = WaitingRoom()
+    tickets = [room.enter(tier, f"t{index % 3}") for index, tier in enumerate(tiers)]
+    expected = sorted(range(len(tiers)), key=lambda index: (-tiers[index], index))
+    order = []
+    while len(room):
+        room.signal()
+        (first,) = [ticket for ticket in tickets if ticket.event.is_set()]
+        order.append(tickets.index(first))
+        first.event.clear()
+        room.leave(first)
+        for ticket in tickets:
+            ticket.event.clear()
+    assert order == expected
+    assert [room.num_of(f"t{index}") for index in range(3)] == [0, 0, 0]
+
+
+def test_what_has_begun_goes_before_the_most_urgent_and_in_its_own_order() -> None:
+    room = WaitingRoom()
+    tickets = [room.enter(Tier.PRIORITY), room.enter(Tier.FLEX, first=True), room.enter(Tier.DEFAULT, first=True)]
+    order = []
+    while len(room):
+        room.signal()
+        (first,) = [ticket for ticket in tickets if ticket.event.is_set()]
+        order.append(tickets.index(first))
+        room.leave(first)
+        for ticket in tickets:
+            ticket.event.clear()
+    assert order == [1, 2, 0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(Tier), st.booleans()), max_size=30), st.integers(1, 8))
+def test_a_full_queue_sends_away_the_last_of_the_least_urgent(entries: list[tuple[Tier, bool]], most: int) -> None:
+    """What is left is what would be first in a queue without a limit; only what has begun may exceed it."""
+    room = WaitingRoom()
+    tickets = []
+    for tier, has_begun in entries:
+        tickets.append(room.enter(tier, first=has_begun))
+        room.shrink(most)
+    num_begun = sum(has_begun for _, has_begun in entries)
+    order = sorted(range(len(entries)), key=lambda index: (not entries[index][1], -entries[index][0], index))
+    left = set(order[: max(most, num_begun)])
+    assert {index for index, ticket in enumerate(tickets) if not ticket.was_sent_away} == left
+    assert len(room) == len(left)
+    for tier in Tier:
+        before = [index for index in left if entries[index][1] or entries[index][0] >= tier]
+        assert room.num_before(tier) == len(before)
+
+
+def test_one_that_is_sent_away_is_told_at_once() -> None:
+    async def main() -> None:
+        room = WaitingRoom()
+        flex = room.enter(Tier.FLEX, "a")
+        waiting = asyncio.create_task(room.turn(flex, 100.0))
+        await asyncio.sleep(1.0)
+        room.enter(Tier.DEFAULT)
+        room.shrink(1)
+        assert not await waiting
+        assert asyncio.get_running_loop().time() == 1.0
+        assert room.num_of("a") == 0
+        room.leave(flex)
+
+    run(main())
+
+
+def test_one_that_overtakes_while_the_first_tries_is_called_when_that_one_leaves() -> None:
+    async def main() -> None:
+        room = WaitingRoom()
+        flex = room.enter(Tier.FLEX)
+        room.signal()
+        assert await room.turn(flex, 1.0)
+        urgent = room.enter(Tier.PRIORITY, "a")
+        assert room.num_of("a") == 1
+        room.leave(flex)
+        room.leave(flex)
+        assert await room.turn(urgent, 1.0)
+        room.leave(urgent)
+        assert len(room) == 0
+
+    run(main())
+
+
+def test_a_turn_that_does_not_come_ends_with_the_time() -> None:
+    async def main() -> None:
+        room = WaitingRoom()
+        room.enter(Tier.PRIORITY)
+        late = room.enter(Tier.FLEX)
+        room.signal()
+        assert not await room.turn(late, 5.0)
+        assert asyncio.get_running_loop().time() == 5.0
+
+    run(main())
