@@ -149,9 +149,9 @@ async def test_a_message_that_is_none_is_answered_with_400_and_counted_without_i
     await server.serve(INFO, [Endpoint("submit", ENDPOINT["subject"], read)])
     await server.flush()
     bad = {
-        b"secret": "checksum",
-        encode(Plan(epoch=1))[:-1]: "checksum",
-        seal(b"secret"): "not msgpack",
+        b"secret": "the checksum is wrong",
+        encode(Plan(epoch=1))[:-1]: "the checksum is wrong",
+        seal(b"\xdd\xff\xff\xff\xff secret"): "not msgpack within the limits",
         _of_version(2): "speaks protocol 2",
     }
     for data, reason in bad.items():
