@@ -140,10 +140,14 @@ def _has_effect(statement: ast.stmt) -> bool:
         case ast.Expr() | ast.AugAssign() | ast.Continue() | ast.Break() | ast.Raise():
             return True
         case ast.Assign(targets=targets):
-            return not any(isinstance(target, ast.Name) for target in targets)
+            return not any(isinstance(name, ast.Name) for target in targets for name in _targets_of(target))
         case ast.Return(value=None):
             return True
     return False
+
+
+def _targets_of(target: ast.expr) -> list[ast.expr]:
+    return target.elts if isinstance(target, ast.Tuple) else [target]
 
 
 def _is_none(node: ast.expr) -> bool:
