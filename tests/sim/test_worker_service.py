@@ -190,6 +190,17 @@ def test_refusals_say_why() -> None:
     in_virtual_time(test)
 
 
+def test_token_ids_that_are_no_whole_numbers_are_refused() -> None:
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            for changes in ({"prompt": b"12345"}, {"generated": b"123"}, {"prompt": b"1234", "generated": b"1"}):
+                answer = await dispatcher.submit("w0", dispatcher.make([300], 5).model_copy(update=changes))
+                assert isinstance(answer, Refused)
+                assert answer.reason is RefusalReason.INVALID
+
+    in_virtual_time(test)
+
+
 def test_a_submission_that_names_no_possible_dispatcher_is_refused_and_harms_nobody() -> None:
     async def test() -> None:
         async with one_worker() as (worker, dispatcher, _):
