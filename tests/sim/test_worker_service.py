@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from services.worker import intake
 from services.worker.engine.types import Batch
 from services.worker.executor.shadow_kv import expected_outputs
 from shared.bus import Message
@@ -149,6 +150,20 @@ def test_a_cancel_that_overtakes_its_submission_wins() -> None:
             answer = await dispatcher.submit("w0", early.submit)
             assert isinstance(answer, Refused)
             assert (answer.reason, answer.newest_attempt) == (RefusalReason.CANCELLED, 1)
+
+    in_virtual_time(test)
+
+
+def test_of_too_many_cancelled_names_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_TOMBSTONES", 3)
+
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            early = [Stream(dispatcher.make([300], 2, request_id=f"r{i}"), WorkerId("w0")) for i in range(5)]
+            for stream in early:
+                assert not await dispatcher.cancel(stream)
+            answers = [await dispatcher.submit("w0", stream.submit) for stream in early]
+            assert [isinstance(answer, Refused) for answer in answers] == [False, False, True, True, True]
 
     in_virtual_time(test)
 
