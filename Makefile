@@ -46,7 +46,7 @@ test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real proce
 	$(BIN)/python -m pytest -m faults tests/faults
 
 test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
-	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu"
+	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu and not faults"
 
 test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it
 	@if [ -x $(COMPOSE_CHECK) ]; then \

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.errors import StartupError
 from shared.nats_config import BrokerConfig, config_text
@@ -198,9 +199,9 @@ def _read_ports(path: Path) -> dict[str, list[str]] | None:
 
 
 def _accepts(url: str) -> bool:
-    host, _, port = url.removeprefix("nats://").rpartition(":")
+    parts = urlsplit(url)  # it may name a user
     try:
-        with socket.create_connection((host, int(port)), timeout=1.0) as connection:
+        with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=1.0) as connection:
             return connection.recv(4) == b"INFO"
     except OSError:
         return False

@@ -33,6 +33,9 @@ HOSTS = {name: f"{NETWORK}.{number}" for number, name in enumerate("abc", start=
 URLS = {name: f"nats://{host}:4222" for name, host in HOSTS.items()}
 
 
+NUM_TOKENS = 400
+
+
 class Servers:
     """The three servers; each can be killed and started again."""
 
@@ -113,12 +116,13 @@ def test_one_of_three_servers_dies_and_comes_back_and_no_reader_notices(servers:
     with ExitStack() as stack:
         first = stack.enter_context(cluster(*flags, env=servers.env()))
         urls = [first.url, stack.enter_context(second_dispatcher(servers, first))]
-        expected = texts_of(read_all(urls))
+        expected = texts_of(read_all(urls, max_tokens=NUM_TOKENS))
         for name in HOSTS:
-            assert texts_of(read_all(urls, partial(servers.kill, name))) == expected, f"without {name}"
+            readers = read_all(urls, partial(servers.kill, name), max_tokens=NUM_TOKENS)
+            assert texts_of(readers) == expected, f"without {name}"
             servers.start(name)
         wait_until(lambda: _is_ready(first), "the first dispatcher is ready", 30)
-        assert texts_of(read_all(urls)) == expected
+        assert texts_of(read_all(urls, max_tokens=NUM_TOKENS)) == expected
 
 
 async def test_every_bucket_has_three_copies(servers: Servers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -17,16 +18,18 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from shared.bus import WrongRevisionError
+from shared.bus import BusError, KvEntry, WrongRevisionError
+from shared.checksum import seal
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.plan import Plan
 from shared.messages.request import Submit, pack_token_ids
 from shared.nats_bus import NatsBus
-from shared.nats_roles import Role
+from shared.nats_roles import Role, inbox_prefix
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason, SamplingParams
 from shared.wire import encode, encode_json
+from tests.support.broker import Seen
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
 from tests.support.processes import wait_until
@@ -41,14 +44,16 @@ OTHER_MAJOR = b'{"version":2,"kind":"worker_report","worker_id":"worker-9","phas
 HOSTILE = {
     "garbage": b"\x00\xffgarbage",
     "a truncated map": encode(Plan(epoch=1))[:-3],
-    "an array of 4 G elements": b"\xdd\xff\xff\xff\xff",
-    "a map of 4 G pairs": b"\xdf\xff\xff\xff\xff",
-    "a text of 4 GB": b"\xdb\xff\xff\xff\xff",
-    "deep nesting": b"\x91" * 100_000,
-    "a batch of 4 G rows": b"SLTB\x02\x02\x00\x00" + b"\xff" * 40,
+    "an array of 4 G elements": seal(b"\xdd\xff\xff\xff\xff"),
+    "a map of 4 G pairs": seal(b"\xdf\xff\xff\xff\xff"),
+    "a text of 4 GB": seal(b"\xdb\xff\xff\xff\xff"),
+    "deep nesting": seal(b"\x91" * 100_000),
+    "a batch of 4 G rows": seal(b"SLTB\x03\x02\x00\x00" + b"\xff" * 40),
     "json without a version": b"{}",
     "another major version": OTHER_MAJOR,
+    "another major version in msgpack": encode(Plan(epoch=1, version=2)),
 }
+"""What arrives undamaged (sealed) must be refused by what it says."""
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +260,31 @@ async def test_a_plan_under_an_old_revision_is_refused(running: Cluster) -> None
         await planner.close()
 
 
+async def test_dispatchers_read_write_and_watch_the_owners_and_only_read_the_view(running: Cluster) -> None:
+    url, refused = url_of(running, Role.DISPATCHER), list[BusError]()
+    bus = await NatsBus.connect(url, name="d", inbox_prefix=inbox_prefix(Role.DISPATCHER, "d"), on_fatal=refused.append)
+    try:
+        owners = await bus.key_value(SUBJECTS.owners_bucket(), max_age_s=60.0)
+        seen = Seen[KvEntry]()
+        watch = await owners.watch(">", seen)
+        revision = await owners.create("r-1", b"a")
+        revision = await owners.update("r-1", b"b", revision)
+        assert await owners.get("r-1") == KvEntry("r-1", b"b", revision)
+        assert await owners.keys() == ["r-1"]
+        await owners.delete("r-1")
+        assert [entry.value for entry in await seen.wait(3)] == [b"a", b"b", None]
+        await watch.close()
+        view = await bus.key_value(SUBJECTS.view_bucket())
+        assert await view.get("cluster") is not None
+        assert refused == []
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await view.put("cluster", b"{}")
+        assert "permissions violation for publish" in str(refused[0])
+    finally:
+        await bus.close()
+
+
 def counts(operator: RawNats) -> dict[str, int]:
     """What each service has refused so far."""
     (dispatcher,) = operator.ask_json("sluice.default.dispatcher.dispatcher-0.dump")
@@ -286,7 +316,7 @@ def test_malformed_messages_are_dropped_and_counted_and_change_no_answer(running
 
 
 def test_a_malformed_request_is_answered_with_400_and_no_contents(operator: RawNats) -> None:
-    ((headers, body),) = operator.ask("sluice.default.worker.worker-0.submit", b"\xdd\xff\xff\xff\xff secret")
+    ((headers, body),) = operator.ask("sluice.default.worker.worker-0.submit", seal(b"\xdd\xff\xff\xff\xff secret"))
     assert b"Nats-Service-Error-Code: 400" in headers
     assert b"not msgpack within the limits" in headers
     assert b"secret" not in headers + body

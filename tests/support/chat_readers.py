@@ -32,6 +32,7 @@ class Reader:
     url: str
     prompt: str
     seed: int
+    max_tokens: int = MAX_TOKENS
     text: str = ""
     finish: str = ""
     error: str = ""
@@ -52,7 +53,7 @@ class Reader:
     def _read(self) -> None:
         with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as answer:
             model = json.load(answer)["data"][0]["id"]
-        body = {"model": model, "stream": True, "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0.8}
+        body = {"model": model, "stream": True, "max_tokens": self.max_tokens, "ignore_eos": True, "temperature": 0.8}
         body |= {"messages": [{"role": "user", "content": self.prompt}], "seed": self.seed}
         request = urllib.request.Request(
             f"{self.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -75,13 +76,16 @@ class Reader:
             self.finish = choice["finish_reason"] or self.finish
 
 
-def read_all(urls: Sequence[str], disturb: Callable[[], None] | None = None, *, count: int = 8) -> list[Reader]:
+def read_all(
+    urls: Sequence[str], disturb: Callable[[], None] | None = None, *, count: int = 8, max_tokens: int = MAX_TOKENS
+) -> list[Reader]:
     """Stream so many prompts at once, in turn from each URL; disturb while all stream; return when all have ended.
 
     Raises:
         AssertionError: an answer had ended before the disturbance.
     """
-    readers = [Reader(urls[index % len(urls)], prompt, index) for index, prompt in enumerate(PROMPTS[:count])]
+    chosen = enumerate(PROMPTS[:count])
+    readers = [Reader(urls[index % len(urls)], prompt, index, max_tokens) for index, prompt in chosen]
     try:
         if disturb is not None:
             wait_until(lambda: all(reader.num_events or reader.error for reader in readers), "all stream", 60)

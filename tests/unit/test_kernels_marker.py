@@ -8,6 +8,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 WAYS_TO_A_MODEL = {"tests.support.runners", "tests.support.cluster", "services.worker.executor.runner"}
 """Modules that load a model or start a worker that does."""
+NOT_ABOUT_NUMBERS = {"gpu", "faults"}
+"""Folders whose tests need a device, or kill processes whatever these compute."""
 NEVER_BY_TORCH = {"test_native_library.py"}
 """Files that are about the native library alone."""
 
@@ -23,9 +25,10 @@ def is_marked(tree: ast.Module) -> bool:
 
 
 def test_whoever_loads_a_model_has_the_mark() -> None:
-    files = [path for path in TESTS.rglob("test_*.py") if path.parent.name != "gpu"]
+    files = [path for path in TESTS.rglob("test_*.py") if path.parent.name not in NOT_ABOUT_NUMBERS]
     trees = {path.name: ast.parse(path.read_text()) for path in files}
     with_model = {name for name, tree in trees.items() if imported(tree) & WAYS_TO_A_MODEL} - NEVER_BY_TORCH
     marked = {name for name, tree in trees.items() if is_marked(tree)}
     assert len(with_model) > 10, "the search finds too little"
-    assert with_model == marked
+    assert not with_model - marked, "begin these files with pytestmark = pytest.mark.kernels"
+    assert not marked - with_model, "these files load no model"
