@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from services.worker import intake
 from services.worker.engine.types import Batch
 from services.worker.executor.shadow_kv import expected_outputs
 from shared.bus import Message
@@ -153,6 +154,20 @@ def test_a_cancel_that_overtakes_its_submission_wins() -> None:
     in_virtual_time(test)
 
 
+def test_of_too_many_cancelled_names_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_TOMBSTONES", 3)
+
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            early = [Stream(dispatcher.make([300], 2, request_id=f"r{i}"), WorkerId("w0")) for i in range(5)]
+            for stream in early:
+                assert not await dispatcher.cancel(stream)
+            answers = [await dispatcher.submit("w0", stream.submit) for stream in early]
+            assert [isinstance(answer, Refused) for answer in answers] == [False, False, True, True, True]
+
+    in_virtual_time(test)
+
+
 def test_replay_gives_the_tokens_again_while_it_runs_and_after_the_end() -> None:
     async def test() -> None:
         async with one_worker() as (worker, dispatcher, _):
@@ -186,6 +201,17 @@ def test_refusals_say_why() -> None:
             assert all(isinstance(answer, Refused) for answer in answers)
             reasons = [answer.reason for answer in answers if isinstance(answer, Refused)]
             assert reasons == [RefusalReason.TOO_LONG, RefusalReason.INVALID, RefusalReason.DRAINING]
+
+    in_virtual_time(test)
+
+
+def test_token_ids_that_are_no_whole_numbers_are_refused() -> None:
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            for changes in ({"prompt": b"12345"}, {"generated": b"123"}, {"prompt": b"1234", "generated": b"1"}):
+                answer = await dispatcher.submit("w0", dispatcher.make([300], 5).model_copy(update=changes))
+                assert isinstance(answer, Refused)
+                assert answer.reason is RefusalReason.INVALID
 
     in_virtual_time(test)
 

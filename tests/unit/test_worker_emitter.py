@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from services.worker.emitter import Emitter
+from services.worker.emitter import MAX_QUEUED_MESSAGES, Emitter
 from services.worker.engine.events import RowExtra, StepEvents
 from shared.bus import Message
 from shared.ids import DispatcherId, WorkerId
@@ -69,3 +69,45 @@ def test_extras_follow_their_rows_into_the_message_of_their_dispatcher() -> None
     assert batches["d0"].stream_extras() == [StreamExtra(2, 16, LIKELY)]
     assert batches["d1"].stream.tolist() == [1, 2]
     assert batches["d1"].stream_extras() == [StreamExtra(0, 32), StreamExtra(1, None, LIKELY)]
+
+
+def test_the_token_with_id_0_is_a_token_and_an_end_without_one_is_not() -> None:
+    batch = sent(events([0, 0], [0, -1], ()))["d0"]
+    assert batch.count.tolist() == [1, 0]
+    assert batch.tokens.tolist() == [0]
+    assert batch.counter == 0
+
+
+def test_the_number_of_a_closed_channel_is_used_again_and_its_messages_begin_anew() -> None:
+    async def test() -> None:
+        emitter = Emitter(WorkerId("w0"), SUBJECTS, MemoryBroker().connect("w0"))
+        first, second = emitter.channel(DispatcherId("d0")), emitter.channel(DispatcherId("d1"))
+        emitter.emit(events([first], [5], ()))
+        assert emitter.counter(first) == 1
+        emitter.close_channel(first)
+        assert emitter.channel(DispatcherId("d2")) == first
+        assert emitter.counter(first) == 0
+        assert emitter.channel(DispatcherId("d1")) == second
+        assert emitter.channel(DispatcherId("d0")) not in (first, second)
+
+    run(test())
+
+
+def test_of_too_many_messages_that_wait_the_oldest_are_dropped() -> None:
+    async def test() -> list[int]:
+        broker, got = MemoryBroker(), list[int]()
+        await broker.connect("d0").subscribe(
+            SUBJECTS.tokens(DispatcherId("d0")), lambda message: got.append(TokenBatch.unpack(message.data).counter)
+        )
+        emitter = Emitter(WorkerId("w0"), SUBJECTS, broker.connect("w0"))
+        channel = emitter.channel(DispatcherId("d0"))
+        for _ in range(MAX_QUEUED_MESSAGES + 3):
+            emitter.emit(events([channel], [5], ()))
+        assert (emitter.num_dropped, emitter.idle) == (3, False)
+        sender = asyncio.create_task(emitter.run())
+        await asyncio.sleep(1)
+        sender.cancel()
+        assert (emitter.num_dropped, emitter.idle) == (3, True)
+        return got
+
+    assert run(test()) == list(range(3, MAX_QUEUED_MESSAGES + 3))
