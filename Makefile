@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --no-input
 SOURCES := pyproject.toml client/pyproject.toml constraints.txt
+# a script that starts a container engine and a compose file, runs a command, and takes all down again
+COMPOSE_CHECK := ../shared/tools/compose-check.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-torch-kernels check format clean
+.PHONY: help install demo test test-faults test-torch-kernels test-compose mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,13 +40,25 @@ demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading spe
 	$(BIN)/sluice demo
 
 test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not faults"
+	$(BIN)/python -m pytest -m "not gpu and not faults and not compose"
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
 	$(BIN)/python -m pytest -m faults tests/faults
 
 test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
 	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu and not faults"
+
+test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, and disturb it
+	@if [ -x $(COMPOSE_CHECK) ]; then \
+	  SLUICE_DETERMINISTIC=true PATH="$$PATH:$(CURDIR)/$(BIN)" $(COMPOSE_CHECK) docker-compose.yml \
+	    $(BIN)/python -m pytest -m compose tests/compose; \
+	else \
+	  echo "test-compose: skipped, there is no $(COMPOSE_CHECK). With an engine: docker-compose up -d --build," \
+	    "then $(BIN)/python -m pytest -m compose tests/compose"; \
+	fi
+
+mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice
+	$(BIN)/python -m tests.mutation
 
 check: $(VENV)/.dev ## format, lint, types, import rules
 	$(BIN)/ruff format --check .

@@ -4,7 +4,8 @@
 
 Real processes on this machine: nats-server, monitor, planner, two workers with the demo model, a dispatcher. Each round
 starts the streams, lets every one get some tokens, does the fault, and takes each reader's longest pause. The pause of
-a stream that the fault did not touch is shown apart. Every text is compared with that of a run without faults.
+a stream that the fault did not touch is shown apart, and how many requests went on at another worker. Every text is
+compared with that of a run without faults.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Result:
 
     touched_s: list[float] = field(default_factory=list)
     others_s: list[float] = field(default_factory=list)
+    num_moved: int = 0
+    """Requests that went on at another worker."""
     num_wrong: int = 0
     """Answers that differ from those of a run without faults."""
 
@@ -81,7 +84,8 @@ class Result:
 
     def row(self, name: str) -> str:
         """Return the line of the table."""
-        cells = [str(len(self.touched_s)), *_spread(self.touched_s), *_spread(self.others_s), str(self.num_wrong)]
+        counts = [str(self.num_moved), str(len(self.touched_s))]
+        cells = [*counts, *_spread(self.touched_s), *_spread(self.others_s), str(self.num_wrong)]
         return f"| {name} | {' | '.join(cells)} |"
 
 
@@ -102,13 +106,20 @@ async def prefill_s(cluster: Cluster, load: Sequence[Ask]) -> float:
     return statistics.median(times)
 
 
+async def num_moved(cluster: Cluster) -> int:
+    """Return how many requests have gone on at another worker since the dispatcher started."""
+    async with cluster.bus() as bus:
+        return int((await cluster.dump(bus, "dispatcher-0"))["num_recovered"])
+
+
 async def measure(cluster: Cluster, load: Sequence[Ask], num_rounds: int) -> None:
     expected = await undisturbed(cluster, load)
     print(f"time to the first token of an undisturbed request: {1000 * await prefill_s(cluster, load):.0f} ms")
-    print("\n| fault | streams that paused | median, s | max, s | others: median, s | max, s | wrong texts |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| fault | moved | streams that paused | median, s | max, s | others: median, s | max, s | wrong texts |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, fault in FAULTS.items():
         result = Result()
+        before = await num_moved(cluster)
         for _ in range(num_rounds):
             async with reading(cluster, load) as readers:
                 await seen(readers, NUM_BEFORE)
@@ -117,6 +128,7 @@ async def measure(cluster: Cluster, load: Sequence[Ask], num_rounds: int) -> Non
             result.take(readers)
             result.num_wrong += sum(found[asked.name] != expected[asked.name] for asked in load)
             await cluster.restore()
+        result.num_moved = await num_moved(cluster) - before
         print(result.row(name), flush=True)
 
 
@@ -125,7 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=8)
     options = parser.parse_args()
-    load = [ask(f"animal {n}", CHAT, seed=n, temperature=0.8) for n in range(options.streams)]
+    load = [ask(f"animal {n}", CHAT, seed=n, temperature=0.8, max_tokens=900) for n in range(options.streams)]
     print(machine())
     with tempfile.TemporaryDirectory() as folder, running(Path(folder)) as cluster:
         asyncio.run(measure(cluster, load, options.rounds))

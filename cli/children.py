@@ -8,10 +8,12 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cli.broker import BrokerAccess
 from cli.hints import Running
 from cli.model import Model
 from cli.settings import UpSettings
 from cli.supervisor import ChildSpec
+from shared.nats_roles import Role
 
 DISPATCHER = "dispatcher"
 MONITOR = "monitor"
@@ -26,8 +28,13 @@ class ClusterPlan:
 
     settings: UpSettings
     model: Model
-    nats_url: str
+    broker: BrokerAccess
     port: int
+
+    @property
+    def nats_url(self) -> str:
+        """The broker, as people and their tools reach it."""
+        return self.broker.operator_url
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -61,12 +68,13 @@ class ClusterPlan:
 
     def _service(self, name: str, *flags: str, instance_id: str = "") -> ChildSpec:
         settings = self.settings
-        common = ("--instance-id", instance_id or name, "--nats-url", self.nats_url, "--cluster", settings.cluster)
+        common = ("--instance-id", instance_id or name, "--nats-url", self.broker.url, "--cluster", settings.cluster)
         logs = ("--log-level", settings.log_level, "--log-format", "json")
         # -P and PYTHONPATH: a folder named `services` where the person stands must not be taken for ours
-        python = (sys.executable, "-P", "-m", f"services.{name.split('-')[0]}")
+        role = Role(name.split("-")[0])
+        python = (sys.executable, "-P", "-m", f"services.{role}")
         path = os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
-        return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path})
+        return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path, **self.broker.env(role)})
 
     def _worker(self, index: int, name: str) -> ChildSpec:
         settings = self.settings

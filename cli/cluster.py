@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 
 from cli import checks
-from cli.broker import Broker
+from cli.broker import Broker, BrokerAccess
 from cli.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan, names_of
 from cli.console import Console
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
@@ -68,11 +68,11 @@ class Cluster:
         broker = Broker(settings, self.supervisor, self._run_dir.path)
         broker.check()
         self._announce(", ".join(names_of(settings, model)))
-        nats_url = await broker.start()
-        self._plan = ClusterPlan(settings, model, nats_url, port)
+        access = await broker.start()
+        self._plan = ClusterPlan(settings, model, access, port)
         for spec in self._plan.specs():
             await self.supervisor.start(spec)
-        await self._wait_ready(nats_url, self._plan.worker_names())
+        await self._wait_ready(access, self._plan.worker_names())
         self.supervisor.mark_ready()
 
     async def stop(self) -> None:
@@ -102,9 +102,9 @@ class Cluster:
         kept = "" if self._settings.log_dir else " (until it stops; --log-dir keeps them)"
         self._console.line(f"logs: {self.log_dir}{kept}")
 
-    async def _wait_ready(self, nats_url: str, names: list[str]) -> None:
+    async def _wait_ready(self, access: BrokerAccess, names: list[str]) -> None:
         progress = StartProgress(names, self._console)
-        bus = await NatsBus.connect(nats_url, name="sluice-up")
+        bus = await NatsBus.connect(access.url, name="sluice-up", credentials=access.operator)
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cli.bench.options import bench
+from cli.bus_options import nats_config, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.keys import keys
@@ -29,6 +30,7 @@ Examples:
   sluice pull owner/name                       fetch a model from the hub
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
+  sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
 
@@ -245,6 +247,8 @@ def version() -> int:
 cli.add_command(bench)
 cli.add_command(chaos)
 cli.add_command(keys)
+cli.add_command(tap)
+cli.add_command(nats_config)
 
 
 def run_command(argv: list[str] | None = None) -> int:

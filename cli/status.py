@@ -56,7 +56,9 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
     if report.phase is WorkerPhase.LOADING:
         phase = f"loading {report.progress_ratio:.0%}"
     liveness = status.liveness.value
-    if status.liveness is not Liveness.ALIVE:
+    if status.incompatible:
+        phase, liveness = "incompatible", f"protocol {status.incompatible}"
+    elif status.liveness is not Liveness.ALIVE:
         liveness = f"{liveness} ({status.age_s:.0f} s)"
     return (
         report.worker_id,

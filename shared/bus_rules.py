@@ -26,6 +26,8 @@ class BusStats:
     """Messages published while the connection was broken and its buffer full."""
     refused: int = 0
     """Publishes or subscriptions that the broker did not permit."""
+    late_answers: int = 0
+    """Answers that the broker did not permit: their requests came over a connection that is gone."""
     disconnects: int = 0
     reconnects: int = 0
     other_errors: int = 0

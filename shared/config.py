@@ -102,13 +102,46 @@ class ServiceSettings(Settings):
     cluster: SubjectToken = "default"
     """Name of the cluster; clusters that share a broker do not see each other."""
     nats_url: Annotated[str, Field(pattern=r"^(nats|tls|ws|wss)://\S+$")] = "nats://127.0.0.1:4222"
-    """Where the NATS server listens."""
+    """Where the NATS server listens; several servers of one NATS cluster with commas."""
+    nats_user: str = ""
+    """User at the NATS server; empty: the one in the URL, or none."""
+    nats_password: Annotated[str, Field(repr=False)] = ""
+    """The user's password; better given by environment or file than as a flag, which other users of the machine see."""
+    nats_password_file: Path | None = None
+    """File whose first line is the password, where none is given."""
+    nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1
+    """Copies of each key-value bucket; 3 with a NATS cluster of three, so that any one server may be lost."""
     instance_id: SubjectToken = Field(default_factory=default_instance_id)
     """Name of this process, unique in the cluster: 1 to 64 letters, digits, '_' or '-'."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe events that are logged."""
     log_format: Literal["auto", "human", "json"] = "auto"
     """How events are written: one readable line, one JSON object, or what suits stderr (a terminal gets lines)."""
+    health_file: Path | None = None
+    """File that is rewritten every second, for `python -m shared.health FILE` as a container's health check."""
+
+    def nats_credentials(self) -> tuple[str, str] | None:
+        """Return user and password for the NATS server, None if none are set apart from the URL's.
+
+        Raises:
+            ConfigError: there is a user without a password, or the file cannot be read.
+        """
+        if not self.nats_user:
+            return None
+        password = self.nats_password or self._read_password()
+        if not password:
+            raise ConfigError(f"user '{self.nats_user}' has no password", "Set SLUICE_NATS_PASSWORD or _PASSWORD_FILE")
+        return self.nats_user, password
+
+    def _read_password(self) -> str:
+        path = self.nats_password_file
+        if path is None:
+            return ""
+        try:
+            return path.read_text(encoding="utf-8").partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"{path} cannot be read ({reason})", "Make it with `sluice nats-config`") from None
 
 
 S = TypeVar("S", bound=Settings)

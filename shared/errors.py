@@ -5,7 +5,8 @@
     │   ├── ConfigError         a flag, variable or key is unknown, or its value is not allowed
     │   └── ProfileError        a cost profile does not exist or is malformed
     └── WireError (ValueError)  bytes from another process are not the message they should be
-        └── WireSizeError       a message is over the size limit
+        ├── WireSizeError       a message is over the size limit
+        └── WireVersionError    a message of another major version of the protocol
 
 Kept elsewhere, beside what they are about: `shared.bus.BusError` (transport), `shared.systems.UnknownSystemError`.
 """
@@ -50,6 +51,19 @@ class WireError(SluiceError, ValueError):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class WireVersionError(WireError):
+    """The sender speaks another major version of the protocol; nothing of its message can be trusted to mean the same.
+
+    Args:
+        version: the sender's, as a text of at most 40 characters; it may be any number.
+        own_version: this process's.
+    """
+
+    def __init__(self, version: str, own_version: int) -> None:
+        super().__init__(f"the sender speaks protocol {version}, this process {own_version}")
+        self.version = version
 
 
 class WireSizeError(WireError):

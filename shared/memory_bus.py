@@ -5,7 +5,8 @@ has one trace. A message takes `latency_s` from publisher to subscriber; who rec
 broker does it. Of a queue group the members take turns (a real broker draws one by chance).
 
 A `deliver` policy may lose, delay or double each delivery; it is asked once per message and receiver, in order. Writes
-to a key-value bucket and their watches are not subject to it: the live ones are acknowledged and made good.
+to a key-value bucket and their watches are not subject to it: the live ones are acknowledged and made good. Each
+connection's `link` can be cut (`shared.memory_link`), and the broker can be down or hang.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from shared.bus import (
     Subscription,
 )
 from shared.bus_rules import BusStats, check_bucket, check_pattern, check_size, check_subject
-from shared.memory_kv import MemoryBucket, MemoryKeyValue
+from shared.memory_kv import MemoryBucket, MemoryKeyValue, MemoryWatch
+from shared.memory_link import NOTICE_S, Link
 from shared.memory_router import Delivery, DeliveryPolicy, Inbox, Packet, Router
 from shared.nats_service import RunningService, ServiceError, start_service
 from shared.subjects import check_token
@@ -57,8 +59,26 @@ class MemoryBroker:
         self.max_payload_bytes = max_payload_bytes
         self.available = True
         """False is a broker that is down: what is published is lost, requests and writes time out."""
+        self.is_silent = False
+        """True is a broker that has not answered for so long that its clients know it."""
         self.router = Router(latency_s, deliver)
         self.buckets: dict[str, MemoryBucket] = {}
+        self._hangs = 0
+
+    def hang(self) -> None:
+        """Stand still until `go_on`: what is sent waits; after `NOTICE_S` the clients count as disconnected."""
+        self._hangs += 1
+        self.router.pause()
+        asyncio.get_running_loop().call_later(NOTICE_S, self._give_up, self._hangs)
+
+    def go_on(self) -> None:
+        """End the hang. Idempotent."""
+        self._hangs += 1
+        self.is_silent = False
+        self.router.go_on()
+
+    def _give_up(self, hang: int) -> None:
+        self.is_silent = self.is_silent or hang == self._hangs
 
     def connect(self, name: str) -> MemoryBus:
         """Return a new connection.
@@ -75,6 +95,7 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker, name: str) -> None:
         self.name = name
         self.stats = BusStats()
+        self.link = Link(broker.router)
         self._broker = broker
         self._router = broker.router
         self._closing = False
@@ -82,13 +103,17 @@ class MemoryBus:
         # dicts as ordered sets: a set of objects has another order in each process
         self._subscriptions: dict[_MemorySubscription, None] = {}
         self._services: dict[RunningService, None] = {}
-        self._watches: dict[Subscription, None] = {}
+        self._watches: dict[MemoryWatch, None] = {}
         self._waiters: dict[_Waiter, None] = {}
 
     @property
     def connected(self) -> bool:
         """Whether a message published now would leave."""
-        return self._broker.available and not self._closed
+        return self._reaches and not self._closed
+
+    @property
+    def _reaches(self) -> bool:
+        return self._broker.available and not self._broker.is_silent and self.link.is_up
 
     @property
     def max_payload_bytes(self) -> int:
@@ -106,7 +131,7 @@ class MemoryBus:
             ServiceError: the responder answered that it failed.
         """
         reply = f"_INBOX.{self.name}.{self._router.next_number()}"
-        waiter = _Waiter(self.name)
+        waiter = _Waiter(self.name, self.link)
         self._waiters[waiter] = None
         self._router.askers[reply] = waiter
         try:
@@ -125,7 +150,7 @@ class MemoryBus:
         """See `Bus.subscribe`."""
         self._check_open()
         inbox = Inbox(check_pattern(subject), handler, self.stats, max_pending)
-        subscription = _MemorySubscription(self.name, subject, queue, inbox, self._router)
+        subscription = _MemorySubscription(self.name, self.link, subject, queue, inbox, self._router)
         self._router.add(subscription)
         self._subscriptions = {other: None for other in self._subscriptions if not other.closed}
         self._subscriptions[subscription] = None
@@ -158,7 +183,7 @@ class MemoryBus:
         self._closing = True
         for service in list(self._services):
             await service.close()
-        if self._broker.available:
+        if self._reaches and self.link.carries_out:
             await self.trip("the broker")
         for subscription in list(self._subscriptions):
             subscription.drain()
@@ -169,16 +194,24 @@ class MemoryBus:
         for waiter in list(self._waiters):
             waiter.fail(self._closed_error())
 
-    async def trip(self, what: str) -> None:
-        """Return when everything sent so far has arrived at the broker.
+    def abort(self) -> None:
+        """Be gone without a word, as when the process was killed: the broker forgets every subscription. Idempotent."""
+        self._closing = self._closed = True
+        for subscription in self._subscriptions:
+            subscription.end()
+        for watch in self._watches:
+            watch.end()
+
+    async def trip(self, what: str, *, back: bool = False) -> None:
+        """Return when everything sent so far has arrived at the broker, or (back) what the broker answered is here.
 
         Raises:
-            BusTimeoutError: the broker is down, and stays so for `OUTAGE_TIMEOUT_S`.
+            BusTimeoutError: the broker is down or cannot be reached, and stays so for `OUTAGE_TIMEOUT_S`.
             BusClosedError: this connection is closed.
         """
         self._check_open()
-        waiter = _Waiter(self.name)
-        if self._broker.available:
+        waiter = _Waiter(self.name, self.link)
+        if self._reaches and (self.link.carries_in if back else self.link.carries_out):
             self._router.after(self._router.latency_s, waiter.arrived)
         self._waiters[waiter] = None
         try:
@@ -189,7 +222,7 @@ class MemoryBus:
         finally:
             del self._waiters[waiter]
 
-    def own(self, watch: Subscription) -> None:
+    def own(self, watch: MemoryWatch) -> None:
         """Close the watch with the bus."""
         self._watches[watch] = None
 
@@ -209,10 +242,10 @@ class MemoryBus:
         if self._closed:
             raise self._closed_error()
         check_size(message.subject, message.data, self._broker.max_payload_bytes)
-        if self._broker.available:
-            self._router.send(Packet(message, self.name, error))
-        else:
+        if not self._reaches:
             self.stats.dropped_out += 1
+        elif self.link.carries_out:
+            self._router.send(Packet(message, self.name, error))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -225,8 +258,9 @@ class MemoryBus:
 class _MemorySubscription:
     """A handler and the messages that wait for it."""
 
-    def __init__(self, name: str, pattern: str, queue: str, inbox: Inbox[Message], router: Router) -> None:
+    def __init__(self, name: str, link: Link, pattern: str, queue: str, inbox: Inbox[Message], router: Router) -> None:
         self.name = name
+        self.link = link
         self.pattern = pattern
         self.queue = queue
         self.closed = False
@@ -242,18 +276,23 @@ class _MemorySubscription:
         """Handle what waits, now."""
         self._inbox.drain()
 
-    async def close(self) -> None:
-        """See `Subscription.close`."""
+    def end(self) -> None:
+        """Get nothing more, and handle nothing of what waits. Idempotent."""
         self.closed = True
         self._router.remove(self)
         self._inbox.clear()
+
+    async def close(self) -> None:
+        """See `Subscription.close`."""
+        self.end()
 
 
 class _Waiter:
     """One answer that somebody waits for."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, link: Link) -> None:
         self.name = name
+        self.link = link
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def take(self, packet: Packet) -> None:

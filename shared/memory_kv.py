@@ -8,6 +8,7 @@ from typing import Protocol
 
 from shared.bus import KvEntry, Subscription, WatchHandler, WrongRevisionError
 from shared.bus_rules import BusStats, check_key, check_pattern, check_size, has_wildcard, matches
+from shared.memory_link import Link
 from shared.memory_router import Inbox, Router
 
 _MAX_PENDING = 65_536
@@ -17,17 +18,18 @@ class KvTransport(Protocol):
     """What a bucket's client needs of its bus."""
 
     stats: BusStats
+    link: Link
 
     @property
     def max_payload_bytes(self) -> int:
         """The largest value."""
         ...
 
-    async def trip(self, what: str) -> None:
-        """Take the time of one way to the broker; raise if it cannot be reached."""
+    async def trip(self, what: str, *, back: bool = False) -> None:
+        """Take the time of one way to the broker, or back; raise if it cannot be reached."""
         ...
 
-    def own(self, watch: Subscription) -> None:
+    def own(self, watch: MemoryWatch) -> None:
         """Close the watch with the bus."""
         ...
 
@@ -41,7 +43,7 @@ class MemoryBucket:
         self._max_age_s = max_age_s
         self._router = router
         self._revision = 0
-        self._watches: dict[_MemoryWatch, None] = {}
+        self._watches: dict[MemoryWatch, None] = {}
 
     def write(self, key: str, value: bytes | None) -> int:
         """Store the value (None = deleted), send it to whoever watches, and return its revision."""
@@ -51,7 +53,7 @@ class MemoryBucket:
         self._written_s[key] = asyncio.get_running_loop().time()
         for watch in list(self._watches):
             if watch.wants(key):
-                self._router.after(self._router.latency_s, partial(watch.take, entry))
+                self._router.after(self._router.latency_s, partial(watch.arrive, entry))
         return self._revision
 
     def find(self, key: str) -> KvEntry | None:
@@ -75,11 +77,11 @@ class MemoryBucket:
         entries = [entry for key, entry in self.entries.items() if entry.value is not None and self._is_young(key)]
         return sorted(entries, key=lambda entry: entry.revision)
 
-    def add(self, watch: _MemoryWatch) -> None:
+    def add(self, watch: MemoryWatch) -> None:
         """Send every later write to the watch."""
         self._watches[watch] = None
 
-    def remove(self, watch: _MemoryWatch) -> None:
+    def remove(self, watch: MemoryWatch) -> None:
         """Send nothing more to the watch. Idempotent."""
         self._watches.pop(watch, None)
 
@@ -96,7 +98,7 @@ class MemoryKeyValue:
         check_key(key)
         await self._go(key)
         entry = self._bucket.find(key)
-        await self._go(key)
+        await self._go(key, back=True)
         return entry
 
     async def put(self, key: str, value: bytes) -> int:
@@ -123,7 +125,7 @@ class MemoryKeyValue:
         """See `KeyValue.keys`."""
         await self._go("keys")
         keys = sorted(entry.key for entry in self._bucket.present())
-        await self._go("keys")
+        await self._go("keys", back=True)
         return keys
 
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
@@ -131,13 +133,17 @@ class MemoryKeyValue:
         if not has_wildcard(check_pattern(key)):
             check_key(key)
         await self._go(key)
-        watch = _MemoryWatch(key, handler, self._bucket, self._transport.stats)
+        watch = MemoryWatch(key, handler, self._bucket, self._transport)
         for entry in self._bucket.present():
             if watch.wants(entry.key):
                 watch.take(entry)
         self._bucket.add(watch)
         self._transport.own(watch)
-        await self._go(key)
+        try:
+            await self._go(key, back=True)
+        except BaseException:
+            watch.end()
+            raise
         watch.drain()
         return watch
 
@@ -150,40 +156,59 @@ class MemoryKeyValue:
 
     async def _apply(self, key: str, value: bytes | None) -> int:
         revision = self._bucket.write(key, value)
-        await self._go(key)
+        await self._go(key, back=True)
         return revision
 
     def _check(self, key: str, value: bytes | None) -> None:
         check_size(check_key(key), value or b"", self._transport.max_payload_bytes)
 
-    async def _go(self, key: str) -> None:
-        await self._transport.trip(f"the key-value store, key '{key}'")
+    async def _go(self, key: str, *, back: bool = False) -> None:
+        await self._transport.trip(f"the key-value store, key '{key}'", back=back)
 
 
-class _MemoryWatch:
-    """A running watch."""
+class MemoryWatch:
+    """A running watch. What it misses while its link is cut is made good by the newest values when that is mended."""
 
-    def __init__(self, pattern: str, handler: WatchHandler, bucket: MemoryBucket, stats: BusStats) -> None:
+    def __init__(self, pattern: str, handler: WatchHandler, bucket: MemoryBucket, transport: KvTransport) -> None:
         self._pattern = pattern.split(".")
         self._bucket = bucket
+        self._link = transport.link
         self._closed = False
-        self._inbox = Inbox(f"watch {pattern}", handler, stats, _MAX_PENDING)
+        self._seen_revision = 0
+        self._inbox = Inbox(f"watch {pattern}", handler, transport.stats, _MAX_PENDING)
+        self._link.on_mend(self._catch_up)
 
     def wants(self, key: str) -> bool:
         """Return whether the key matches."""
         return matches(self._pattern, key.split("."))
 
+    def arrive(self, entry: KvEntry) -> None:
+        """Take an entry that the broker sent, if the link carries it and no newer one came first."""
+        if self._link.receives and entry.revision > self._seen_revision:
+            self.take(entry)
+
     def take(self, entry: KvEntry) -> None:
         """Queue one entry for the handler."""
         if not self._closed:
+            self._seen_revision = max(self._seen_revision, entry.revision)
             self._inbox.put(entry)
 
     def drain(self) -> None:
         """Hand over what waits, now."""
         self._inbox.drain()
 
-    async def close(self) -> None:
-        """See `Subscription.close`."""
+    def end(self) -> None:
+        """Get nothing more, and handle nothing of what waits. Idempotent."""
         self._closed = True
         self._bucket.remove(self)
+        self._link.forget(self._catch_up)
         self._inbox.clear()
+
+    async def close(self) -> None:
+        """See `Subscription.close`."""
+        self.end()
+
+    def _catch_up(self) -> None:
+        for entry in sorted(self._bucket.entries.values(), key=lambda entry: entry.revision):
+            if entry.revision > self._seen_revision and self.wants(entry.key):
+                self.take(entry)

@@ -6,6 +6,7 @@ Nothing here depends on chance, threads, a wall clock or the order of a set.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 
 from shared.bus import Message, NoRespondersError
 from shared.bus_rules import BusStats, has_wildcard, matches
+from shared.memory_link import Link
 from shared.nats_service import ServiceError
 
 _T = TypeVar("_T")
@@ -52,6 +54,8 @@ class Receiver(Protocol):
 
     name: str
     """Of the connection."""
+    link: Link
+    """Of the connection."""
 
     def take(self, packet: Packet) -> None:
         """Accept the packet."""
@@ -88,6 +92,7 @@ class Inbox(Generic[_T]):
         self._max_pending = max_pending
         self._items: deque[_T] = deque()
         self._scheduled = False
+        self._context = contextvars.copy_context()  # the handler runs for whoever subscribed, not for who sends
 
     def put(self, item: _T) -> None:
         """Queue one item for the handler."""
@@ -97,7 +102,7 @@ class Inbox(Generic[_T]):
         self._items.append(item)
         if not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.drain)
+            asyncio.get_running_loop().call_soon(self.drain, context=self._context)
 
     def drain(self) -> None:
         """Handle everything that waits now."""
@@ -134,6 +139,8 @@ class Router:
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
         self._armed_s = 0.0
+        self._paused = False
+        self._context = contextvars.copy_context()  # the broker's own, whoever sends
 
     def next_number(self) -> int:
         """Return a number that this router never returned before."""
@@ -147,6 +154,26 @@ class Router:
         heapq.heappush(self._on_the_way, (when, self.next_number(), action))
         if self._timer is None or when < self._armed_s:
             self._arm(loop)
+
+    def pause(self) -> None:
+        """Let nothing arrive until `go_on`; what is on its way waits."""
+        self._paused = True
+
+    def go_on(self) -> None:
+        """Let what has waited arrive, in its order. Idempotent."""
+        self._paused = False
+        if self._on_the_way:
+            self._arm(asyncio.get_running_loop())
+
+    @property
+    def num_on_the_way(self) -> int:
+        """Messages and timers that have not arrived."""
+        return len(self._on_the_way)
+
+    def num_subscriptions(self, name: str) -> int:
+        """Return how many subscriptions the connections of a name have."""
+        exact = (subscriber for subscribers in self._exact.values() for subscriber in subscribers)
+        return sum(subscriber.name == name for subscriber in (*exact, *(each for _, each in self._wild)))
 
     def send(self, packet: Packet) -> None:
         """Let the packet travel to whoever subscribes when it arrives."""
@@ -172,7 +199,7 @@ class Router:
         if self._timer is not None:
             self._timer.cancel()
         self._armed_s = self._on_the_way[0][0]
-        self._timer = loop.call_at(self._armed_s, self._pump)
+        self._timer = loop.call_at(self._armed_s, self._pump, context=self._context)
 
     def _pump(self) -> None:
         """Do everything that is due."""
@@ -180,9 +207,9 @@ class Router:
         now_s = max(loop.time(), self._armed_s)  # a loop may run a timer up to its clock's resolution too early
         self._timer = None
         on_the_way = self._on_the_way
-        while on_the_way and on_the_way[0][0] <= now_s:
+        while on_the_way and on_the_way[0][0] <= now_s and not self._paused:
             heapq.heappop(on_the_way)[2]()
-        if on_the_way and self._timer is None:
+        if on_the_way and not self._paused and self._timer is None:
             self._arm(loop)
 
     def _route(self, packet: Packet) -> None:
@@ -194,14 +221,16 @@ class Router:
         for receiver in receivers:
             self._hand_over(packet, receiver)
         if not receivers and message.reply and (waiting := self.askers.get(message.reply)) is not None:
-            self.after(self.latency_s, partial(waiting.fail, NoRespondersError(message.subject)))
+            self.after(self.latency_s, partial(_fail, waiting, NoRespondersError(message.subject)))
 
     def _matching(self, subject: str) -> list[Subscriber]:
         """Return who gets a message: each plain subscriber, and one member of each queue group."""
-        found = self._exact.get(subject, [])
+        found = [subscriber for subscriber in self._exact.get(subject, ()) if subscriber.link.is_up]
         if self._wild:
             tokens = subject.split(".")
-            found = found + [subscriber for pattern, subscriber in self._wild if matches(pattern, tokens)]
+            found += [
+                subscriber for pattern, subscriber in self._wild if subscriber.link.is_up and matches(pattern, tokens)
+            ]
         groups: dict[str, list[Subscriber]] = {}
         for subscriber in found:
             if subscriber.queue:
@@ -216,6 +245,8 @@ class Router:
         return chosen
 
     def _hand_over(self, packet: Packet, receiver: Receiver) -> None:
+        if not receiver.link.receives:
+            return
         if self.deliver is None:
             receiver.take(packet)
             return
@@ -224,6 +255,16 @@ class Router:
         delivery = Delivery(now_s, packet.sender, receiver.name, message.subject, len(message.data))
         for extra_s in self.deliver(delivery):
             if extra_s > 0:
-                self.after(extra_s, partial(receiver.take, packet))
+                self.after(extra_s, partial(_arrive_late, receiver, packet))
             else:
                 receiver.take(packet)
+
+
+def _arrive_late(receiver: Receiver, packet: Packet) -> None:
+    if receiver.link.receives:
+        receiver.take(packet)
+
+
+def _fail(asker: Asker, error: Exception) -> None:
+    if asker.link.receives:
+        asker.fail(error)

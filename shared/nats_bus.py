@@ -33,7 +33,7 @@ from shared.bus_rules import BusStats, check_bucket, check_pattern, check_size, 
 from shared.errors import StartupError
 from shared.log import get_logger
 from shared.nats_client import NatsSubscription, cancellable, disconnect, drain, round_trip
-from shared.nats_kv import NatsKeyValue
+from shared.nats_kv import BucketShape, NatsKeyValue
 from shared.nats_service import (
     ERROR_CODE_HEADER,
     ERROR_HEADER,
@@ -53,6 +53,7 @@ CLOSE_TIMEOUT_S = 5.0
 PENDING_BYTES = 2 * 1024 * 1024
 """Buffered for the broker; above it `publish` waits a moment, or drops while the connection is broken."""
 _BACKPRESSURE_S = 0.25
+_LATE_ANSWER = 'permissions violation for publish to "_inbox.'
 
 
 class NoBrokerError(BusClosedError, StartupError):
@@ -60,15 +61,24 @@ class NoBrokerError(BusClosedError, StartupError):
 
     def __init__(self, url: str, reason: str) -> None:
         self.url = without_credentials(url)
+        if "authorization" in reason:
+            what = f"the nats-server at {self.url} lets nobody in without the right password ({reason})"
+            hint = "Set SLUICE_NATS_USER and SLUICE_NATS_PASSWORD, or write them into NATS_URL"
+        else:
+            what = f"no nats-server answers at {self.url} ({reason})"
+            hint = "Start one there, or set NATS_URL to where one runs"
+        StartupError.__init__(self, what, hint)
+
+
+class NotPermittedError(BusError, StartupError):
+    """The broker refuses a subject to this user. Nothing else tells the caller: see `on_fatal`."""
+
+    def __init__(self, reason: str) -> None:
         StartupError.__init__(
             self,
-            f"no nats-server answers at {self.url} ({reason})",
-            "Start one there, or set NATS_URL to where one runs",
+            f"the broker refuses this process a subject: {reason}",
+            "Give it the user of its own role, or make users and permissions anew with `sluice nats-config`",
         )
-
-
-class NotPermittedError(BusError):
-    """The broker refuses a subject to this user. Nothing else tells the caller: see `on_fatal`."""
 
 
 class NatsBus:
@@ -78,12 +88,14 @@ class NatsBus:
         name: of the connection, as `nats server report connections` shows it.
         stats: what went wrong so far.
         last_error: the newest error of the connection itself.
+        kv_replicas: copies of each bucket that this bus creates; more than 1 needs a cluster of servers.
     """
 
     def __init__(self, name: str, on_fatal: Callable[[BusError], None] | None) -> None:
         self.name = name
         self.stats = BusStats()
         self.last_error: Exception | None = None
+        self.kv_replicas = 1
         self._client = Client()
         self._on_fatal = on_fatal
         self._was_connected = False
@@ -107,7 +119,7 @@ class NatsBus:
         """Return a bus that is connected.
 
         Args:
-            url: `nats://host:port`, or with `user:password@` in front of the host.
+            url: `nats://host:port`, or with `user:password@` in front of the host; several servers with commas.
             name: of the connection, for operators.
             inbox_prefix: where answers arrive; needed where users may only read inboxes of their own.
             credentials: user and password, if they are not in the url.
@@ -132,7 +144,7 @@ class NatsBus:
     ) -> None:
         """Connect; called once, by `connect`."""
         await self._client.connect(
-            servers=[url],
+            servers=url.split(","),
             name=self.name,
             user=credentials[0],
             password=credentials[1],
@@ -211,7 +223,8 @@ class NatsBus:
     async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
         """See `Bus.key_value`."""
         self._check_open()
-        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), history, self.stats, max_age_s)
+        shape = BucketShape(history, max_age_s, self.kv_replicas)
+        opened = await NatsKeyValue.open(self._client, check_bucket(bucket), shape, self.stats)
         self._buckets.append(opened)
         return opened
 
@@ -285,14 +298,21 @@ class NatsBus:
             self.last_error = error
         if isinstance(error, nats.errors.SlowConsumerError):
             self.stats.note_dropped(error.subject)
+        elif _LATE_ANSWER in str(error).lower():
+            self._note_late_answer()
         elif "permissions violation" in str(error):
             self.stats.refused += 1
-            get_logger().error("the broker refuses a subject to this user", error=str(error))
-            self._report_fatal(NotPermittedError(str(error)))
+            self._report_fatal(NotPermittedError(_reason(error)))
         elif self._was_connected and not self._closing:
             self.stats.other_errors += 1
             if is_power_of_two(self.stats.other_errors):
                 get_logger().warning("bus error", error=_reason(error), errors=self.stats.other_errors)
+
+    def _note_late_answer(self) -> None:
+        """A broker with users permits answers on the connection that brought the request; who asked will ask again."""
+        self.stats.late_answers += 1
+        if is_power_of_two(self.stats.late_answers):
+            get_logger().warning("answers came too late to be permitted", answers=self.stats.late_answers)
 
     async def _on_disconnected(self) -> None:
         if self._was_connected and not self._closing:
@@ -313,12 +333,14 @@ class NatsBus:
     def _report_fatal(self, error: BusError) -> None:
         if self._on_fatal is not None:
             self._on_fatal(error)
+        else:
+            get_logger().error("the bus failed, and nobody is told", bus=self.name, error=str(error))
 
 
 def without_credentials(url: str) -> str:
-    """Return the url as it may be shown."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    """Return the url, or the urls with commas, as it may be shown."""
+    parts = [urlsplit(one) for one in url.split(",")]
+    return ",".join(one._replace(netloc=one.netloc.rpartition("@")[2]).geturl() for one in parts)
 
 
 def _is_refusal(error: Exception | None) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import nats.errors
@@ -28,36 +29,57 @@ from shared.nats_watch import NatsWatch
 
 KV_TIMEOUT_S = 5.0
 """For one operation on a bucket."""
+OPEN_TRIES = 3
+"""Attempts at opening a bucket, each of which may take `KV_TIMEOUT_S`."""
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketShape:
+    """How a bucket is created."""
+
+    history: int = 1
+    """Values that are kept of each key."""
+    max_age_s: float = 0.0
+    """Seconds after which a value is gone; 0: values stay."""
+    replicas: int = 1
+    """Servers that keep a copy; more than 1 needs a cluster of servers."""
 
 
 class NatsKeyValue:
     """One bucket; implements `shared.bus.KeyValue`. Made by `open`."""
 
-    def __init__(self, client: Client, name: str, history: int, stats: BusStats, max_age_s: float = 0.0) -> None:
+    def __init__(self, client: Client, name: str, shape: BucketShape, stats: BusStats) -> None:
         self._client = client
         self._name = name
-        self._history = history
-        self._max_age_s = max_age_s
+        self._shape = shape
         self._stats = stats
         self._js = JetStreamContext(client, timeout=KV_TIMEOUT_S)
         self._bucket: Bucket | None = None
         self._watches: dict[NatsWatch, None] = {}
 
     @classmethod
-    async def open(
-        cls, client: Client, name: str, history: int, stats: BusStats, max_age_s: float = 0.0
-    ) -> NatsKeyValue:
-        """Return the bucket; it is created if it does not exist.
+    async def open(cls, client: Client, name: str, shape: BucketShape, stats: BusStats) -> NatsKeyValue:
+        """Return the bucket; it is created in this shape if it does not exist.
 
         Raises:
             BusError: the broker has no JetStream, or did not answer.
         """
-        opened = cls(client, name, history, stats, max_age_s)
+        opened = cls(client, name, shape, stats)
         with _translated(name):
-            await cancellable(opened.ensure())
+            await cancellable(opened.ensure_soon())
         return opened
+
+    async def ensure_soon(self) -> None:
+        """Find or create the stream, with patience: servers of a cluster that start need seconds to elect a leader."""
+        for _ in range(OPEN_TRIES - 1):
+            with suppress(nats.errors.TimeoutError):
+                await self.ensure()
+                return
+            if self._stats.refused:  # patience is of no use
+                raise nats.errors.TimeoutError
+        await self.ensure()
 
     async def ensure(self) -> Bucket:
         """Find or create the stream behind the bucket."""
@@ -65,7 +87,11 @@ class NatsKeyValue:
             self._bucket = await self._js.key_value(self._name)
         except nats.js.errors.BucketNotFoundError:
             config = KeyValueConfig(
-                bucket=self._name, history=self._history, storage=StorageType.FILE, ttl=self._max_age_s or None
+                bucket=self._name,
+                history=self._shape.history,
+                ttl=self._shape.max_age_s or None,
+                storage=StorageType.FILE,
+                replicas=self._shape.replicas,
             )
             try:
                 self._bucket = await self._js.create_key_value(config)

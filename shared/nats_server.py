@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shared.errors import StartupError
+from shared.nats_config import BrokerConfig, config_text
+from shared.nats_roles import Role
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 _LOOK_S = 0.01
-_CONFIG = """\
-listen: "127.0.0.1:{port}"
-{monitoring}ports_file_dir: {directory}
-max_payload: 1MB
-# a frozen peer is noticed in about 3 s
-ping_interval: "1s"
-ping_max: 2
-jetstream {{
-  store_dir: {store}
-}}
-"""
 
 
 class EmbeddedNats:
@@ -48,13 +42,23 @@ class EmbeddedNats:
         """The process, while it runs."""
         return None if self._process is None else self._process.pid
 
-    def start(self, store_dir: Path, *, port: int = 0, monitoring_port: int | None = None) -> str:
+    def start(
+        self,
+        store_dir: Path,
+        *,
+        port: int = 0,
+        monitoring_port: int | None = None,
+        passwords: Mapping[Role, str] | None = None,
+        clusters: Sequence[str] = ("default",),
+    ) -> str:
         """Return the url of a broker that accepts connections.
 
         Args:
             store_dir: for its configuration, its log and JetStream's files; created if need be.
             port: 0 = any free one.
             monitoring_port: of the HTTP monitoring; 0 = any free one, None = none.
+            passwords: of the users, one per role; None: anybody may do everything.
+            clusters: names of the Sluice clusters in which the users may act.
 
         Raises:
             StartupError: there is no binary, the port is taken, or the folder cannot be used.
@@ -63,7 +67,7 @@ class EmbeddedNats:
         binary = find_binary()
         directory = store_dir.absolute()
         try:
-            config = _write_config(directory, port, monitoring_port)
+            config = _write_config(directory, port, monitoring_port, passwords or {}, clusters)
             with (directory / "nats-server.log").open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603  (our own binary and file, no shell)
                     [binary, "--config", str(config)],
@@ -134,14 +138,20 @@ def find_binary() -> str:
     return found
 
 
-def server_command(store_dir: Path, port: int) -> list[str]:
+def server_command(store_dir: Path, port: int, passwords: Mapping[Role, str], cluster: str) -> list[str]:
     """Write the configuration, and return the command line of a broker on this port, for a supervisor that runs it.
+
+    Args:
+        store_dir: for its configuration and JetStream's files; created if need be.
+        port: on 127.0.0.1.
+        passwords: of the users, one per role.
+        cluster: name of the Sluice cluster in which they may act.
 
     Raises:
         StartupError: there is no binary.
         OSError: the folder cannot be used.
     """
-    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, None))]
+    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, None, passwords, [cluster]))]
 
 
 def accepts_connections(url: str) -> bool:
@@ -149,21 +159,34 @@ def accepts_connections(url: str) -> bool:
     return _accepts(url)
 
 
-def _write_config(directory: Path, port: int, monitoring_port: int | None) -> Path:
+def _write_config(
+    directory: Path,
+    port: int,
+    monitoring_port: int | None,
+    passwords: Mapping[Role, str],
+    clusters: Sequence[str],
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("nats-server_*.ports"):
         stale.unlink()
-    monitoring = "" if monitoring_port is None else f'http: "127.0.0.1:{monitoring_port or -1}"\n'
-    text = _CONFIG.format(
-        port=port or -1,
-        monitoring=monitoring,
-        # a JSON string is a string of its configuration language too
-        directory=json.dumps(str(directory)),
-        store=json.dumps(str(directory / "jetstream")),
+    config = BrokerConfig(
+        listen=f"127.0.0.1:{port or -1}",
+        store_dir=str(directory / "jetstream"),
+        http="" if monitoring_port is None else f"127.0.0.1:{monitoring_port or -1}",
+        ports_file_dir=str(directory),
+        passwords=passwords,
+        clusters=tuple(clusters),
     )
     path = directory / "nats-server.conf"
-    path.write_text(text)
+    write_private(path, config_text(config))
     return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read: it holds passwords."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
 
 
 def _read_ports(path: Path) -> dict[str, list[str]] | None:
@@ -176,9 +199,9 @@ def _read_ports(path: Path) -> dict[str, list[str]] | None:
 
 
 def _accepts(url: str) -> bool:
-    host, _, port = url.removeprefix("nats://").rpartition(":")
+    parts = urlsplit(url)  # it may name a user
     try:
-        with socket.create_connection((host, int(port)), timeout=1.0) as connection:
+        with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=1.0) as connection:
             return connection.recv(4) == b"INFO"
     except OSError:
         return False

@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from shared.bus import BusError, Endpoint, Handler, Message, MessageTooLargeError, ServiceInfo, Subscription
-from shared.bus_rules import BusStats
+from shared.bus_rules import BusStats, is_power_of_two
+from shared.errors import WireError
 from shared.log import get_logger
 
 ERROR_HEADER = "Nats-Service-Error"
@@ -170,6 +171,11 @@ class EndpointRunner:
         except ServiceError as error:
             failure = error
             self._note_failure(failure)
+        except WireError as error:  # what came is no message of ours; its sender is wrong, not this process
+            failure = ServiceError("400", error.reason)
+            self._note_failure(failure)
+            if is_power_of_two(self._num_errors):
+                get_logger().warning("message_refused", subject=message.subject, reason=error.reason)
         except Exception as error:  # the supervisor of the endpoint: logged, counted, and answered
             failure = ServiceError("500", f"{type(error).__name__}: {error}")
             self._note_failure(failure)

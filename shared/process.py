@@ -3,7 +3,7 @@
     exit code  meaning
     0          stopped as asked (SIGTERM, SIGINT) or done
     1          crashed: logged with its traceback
-    2          refused to start: one line on stderr says what is wrong and what to do
+    2          refused: one line on stderr says what is wrong and what to do; starting again changes nothing
 
 The first SIGTERM or SIGINT sets the stop event: the service drains and returns. After the first SIGINT the second one
 kills the process at once, also when its loop is stuck.

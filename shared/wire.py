@@ -26,19 +26,21 @@ from pydantic_core import PydanticSerializationError, from_json
 
 from shared.bus import MAX_PAYLOAD_BYTES
 from shared.checksum import check_seal, seal
-from shared.errors import WireError, WireSizeError
+from shared.errors import WireError, WireSizeError, WireVersionError
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
     "WireError",
     "WireSizeError",
+    "WireVersionError",
     "decode",
     "decode_json",
     "decode_union",
     "decode_union_json",
     "encode",
     "encode_json",
+    "read_fields",
 ]
 
 MAX_MESSAGE_BYTES: Final = MAX_PAYLOAD_BYTES
@@ -121,6 +123,18 @@ def decode_union_json(data: bytes, adapter: TypeAdapter[T]) -> T:
     return _validate_union(_parse_json(_check_size(data, "message")), adapter)
 
 
+def read_fields(data: bytes) -> dict[str, Any]:
+    """Return the fields of a message, msgpack or JSON, of any version and kind: for tools that show what they see.
+
+    The limits of `decode` hold; nothing is checked beyond them.
+
+    Raises:
+        WireError: the bytes hold no map of fields within the limits.
+    """
+    _check_size(data, "message")
+    return _parse_json(data) if data[:1] == b"{" else _unpack(data, "message")
+
+
 def _check_size(data: bytes, what: str) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireSizeError(what, len(data), MAX_MESSAGE_BYTES)
@@ -197,7 +211,7 @@ def _check_version(fields: dict[str, Any]) -> None:
     if not isinstance(version, int) or isinstance(version, bool):
         raise WireError("the message has no version")
     if version != PROTOCOL_VERSION:
-        raise WireError(f"the sender speaks protocol {_short(version)}, this process {PROTOCOL_VERSION}")
+        raise WireVersionError(_short(version), PROTOCOL_VERSION)
 
 
 def _short(value: object) -> str:

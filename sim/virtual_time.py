@@ -8,6 +8,8 @@ Order, in full: ready callbacks run first in, first out. Timers that are due at 
 order in which they were made. Tasks hash by their number within the loop, so that sets of tasks (inside `TaskGroup`,
 or from `asyncio.wait`) have the same order in every process.
 
+A callback whose context has a `Gate` runs only if the gate lets it (`sim.process`: processes that stand still or die).
+
     VirtualTimeError
     ├── DeadlockError           nothing is ready, no timer is set, and main is not done
     ├── LivelockError           callbacks follow each other for ever at one instant
@@ -23,9 +25,9 @@ import contextvars
 import heapq
 import math
 import threading
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from pathlib import PurePath
-from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from typing import Any, NoReturn, Protocol, TypeVar, TypeVarTuple
 
 MAX_ROUNDS_PER_INSTANT = 1_000_000
 """Passes over the ready queue without the clock moving; more is a loop that would never end."""
@@ -35,6 +37,23 @@ _MIN_CANCELLED_TIMERS = 100
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
+
+
+class Gate(Protocol):
+    """Decides whether what runs in its context runs now."""
+
+    def admits(self, handle: asyncio.Handle) -> bool:
+        """Return whether the callback may run; if not, the gate has kept it for later, or nobody will ever run it."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callbacks run now; while not, nobody can have looked at a task that failed."""
+        ...
+
+
+GATE: contextvars.ContextVar[Gate | None] = contextvars.ContextVar("gate", default=None)
+"""Inherited, as the context is, by every callback, timer and task that is made within it."""
 
 
 class VirtualTimeError(RuntimeError):
@@ -95,7 +114,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_timers = 0
         self._rounds = 0
-        self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._tasks: dict[int, _NumberedTask] = {}
         self._num_tasks = 0
         self._prune_at = 64
         self._failure: BaseException | None = None
@@ -147,8 +166,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self.forget_done_tasks()
         self._num_tasks += 1
         label = f"task-{self._num_tasks}" if name is None else str(name)
-        task: asyncio.Task[_T] = _NumberedTask(self._num_tasks, coro, self, label, context)
-        self._tasks[self._num_tasks] = task
+        gate = GATE.get() if context is None else context.get(GATE)
+        task = self._tasks[self._num_tasks] = _NumberedTask(self._num_tasks, coro, self, label, context, gate)
         return task
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
@@ -169,13 +188,30 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def forget_done_tasks(self) -> None:
         """Drop the tasks that are done; one whose exception nobody looked at ends the run."""
-        done = [task for task in self._tasks.values() if task.done()]
-        self._tasks = {number: task for number, task in self._tasks.items() if not task.done()}
+        done = [task for task in self._tasks.values() if task.done() and (task.gate is None or task.gate.is_open)]
+        for task in done:
+            del self._tasks[task.number]
         self._prune_at = max(64, 2 * len(self._tasks))
         for task in done:
             if task._log_traceback:  # noqa: SLF001  (asyncio says so only when the garbage collector runs; we say it now)
                 message = f"task '{task.get_name()}' failed and nobody awaited it"
                 self.call_exception_handler({"message": message, "exception": task.exception(), "task": task})
+
+    def resume(self, handles: Iterable[asyncio.Handle]) -> None:
+        """Run callbacks that a gate kept, in this order, after those that are ready."""
+        self._ready.extend(handles)
+
+    def tasks_behind(self, gate: Gate) -> list[asyncio.Task[Any]]:
+        """Return the tasks of this gate that are not done, oldest first."""
+        return [task for task in self._tasks.values() if not task.done() and task.gate is gate]
+
+    def abandon(self, gate: Gate) -> None:
+        """Forget the tasks of a gate that nothing will pass again; nobody misses them."""
+        for number, task in list(self._tasks.items()):
+            if task.gate is gate:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001  (else asyncio complains)
+                task._log_traceback = False  # noqa: SLF001  (the same for its error)
+                del self._tasks[number]
 
     def take_failure(self) -> BaseException | None:
         """Return the error that ends this run, once."""
@@ -226,8 +262,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._take_timer()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
-                handle._run()  # noqa: SLF001  (running handles is a loop's work)
+            if handle.cancelled():
+                continue
+            gate = handle._context.get(GATE)  # type: ignore[attr-defined]  # noqa: SLF001  (a loop's work, as is running it)
+            if gate is None or gate.admits(handle):
+                handle._run()  # noqa: SLF001
                 if self._failure is not None:
                     raise self._failure
 
@@ -269,8 +308,10 @@ class _NumberedTask(asyncio.Task[Any]):
         loop: VirtualTimeLoop,
         name: str,
         context: contextvars.Context | None,
+        gate: Gate | None,
     ) -> None:
         self.number = number  # before the base class puts the task into a set
+        self.gate = gate
         super().__init__(coro, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:

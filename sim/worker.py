@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,14 +50,39 @@ class SimWorkerParams:
     """Makes steps fail."""
     incarnation: int = 0
     """Of the process: another number after each restart."""
+    orphan_s: float = 60.0
+    """See `WorkerSettings.orphan_s`."""
+
+
+class StickyExecutor(ModelledExecutor):
+    """A modelled device that can get stuck: the step that runs then ends late."""
+
+    stuck_until_s = 0.0
+    """No step ends before; seconds of the event loop's clock."""
+
+    def _finish(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self.stuck_until_s:
+            loop.call_at(self.stuck_until_s, self._finish)
+        else:
+            super()._finish()
 
 
 class SimWorker:
-    """One worker in the run, with the task that reports for it."""
+    """One worker in the run, with the task that reports for it.
 
-    def __init__(self, params: SimWorkerParams, bus: Bus) -> None:
+    Args:
+        params: what it is like.
+        bus: connected.
+        on_failure: called with a task's name and error when a task of it dies, which `failures` notes as well.
+    """
+
+    def __init__(
+        self, params: SimWorkerParams, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
+    ) -> None:
         self.params = params
         self.failures: list[tuple[str, BaseException]] = []
+        self._on_failure = on_failure
         self._bus = bus
         self._tasks = TaskOwner(self._fail)
         self._settings = WorkerSettings(
@@ -71,15 +97,18 @@ class SimWorker:
             max_batch_tokens=params.max_batch_tokens,
             block_size=params.block_size,
             prefix_caching=params.prefix_caching,
+            orphan_s=params.orphan_s,
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
         self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
+        self.executor = StickyExecutor(params.cost, self.kv, failure=params.failure)
         self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
+        self.reporter.pid, self.reporter.host = 1, params.worker_id  # as in a container, before and after a restart
         self.service: WorkerService = build_worker(
             self._settings,
             bus,
-            ModelledExecutor(params.cost, self.kv, failure=params.failure),
+            self.executor,
             ModelFacts(params.vocab_size, params.eos_token_ids, params.max_model_len),
             self.reporter,
             self._fail,
@@ -87,6 +116,8 @@ class SimWorker:
 
     def _fail(self, name: str, error: BaseException) -> None:
         self.failures.append((name, error))
+        if self._on_failure is not None:
+            self._on_failure(name, error)
 
     async def start(self) -> None:
         """Join the cluster."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from cli.broker import BrokerAccess, named_broker
 from cli.checks import check_broker
 from cli.cluster import Cluster, run_cluster
 from cli.console import Console
@@ -193,12 +194,12 @@ async def run_profile(up: UpSettings, settings: ProfileSettings, console: Consol
         out_path(settings, "", "")
     if "model" not in up.model_fields_set and not up.has_own_broker:
         check_broker(up.nats_url)
-        return await _profile(up.nats_url, up.cluster, settings, console)
+        return await _profile(named_broker(up), up.cluster, settings, console)
     threads = f", threads {up.threads_per_worker()}" if up.device == "cpu" else ""
     how = f", {up.dtype}{threads}"
 
     async def use(cluster: Cluster, stop: asyncio.Event) -> int:
-        work = _profile(cluster.plan.nats_url, up.cluster, settings, console, how)
+        work = _profile(cluster.plan.broker, up.cluster, settings, console, how)
         profiling = asyncio.create_task(work, name="profile")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
@@ -212,8 +213,10 @@ async def run_profile(up: UpSettings, settings: ProfileSettings, console: Consol
     return await run_cluster(up, console, use)
 
 
-async def _profile(nats_url: str, cluster: str, settings: ProfileSettings, console: Console, how: str = "") -> int:
-    bus = await NatsBus.connect(nats_url, name="sluice-profile")
+async def _profile(
+    access: BrokerAccess, cluster: str, settings: ProfileSettings, console: Console, how: str = ""
+) -> int:
+    bus = await NatsBus.connect(access.url, name="sluice-profile", credentials=access.operator)
     try:
         subjects = Subjects(cluster)
         report = await find_worker(bus, subjects, settings.worker)

@@ -93,8 +93,9 @@ class SocketTransport:
                 }
             )
         except aiohttp.WSServerHandshakeError as error:
+            message = f"the server refused the WebSocket at {base_url}/ws; transport='http' may still work"
             refusal = APIStatusError(
-                status=error.status, code=None, message=error.message, request_id=None, retry_after_s=None
+                status=error.status, code=None, message=message, request_id=None, retry_after_s=None
             )
             return Failure(refusal, may_retry=error.status in RETRIED_STATUSES, cause=error)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

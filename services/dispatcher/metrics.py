@@ -91,6 +91,9 @@ class DispatcherMetrics:
         self._limited = counter("sluice:limited", "Requests over their tenant's limits", (*model, "tenant", "limit"))
         slow = counter("sluice:slow_readers_cut", "Connections that were cut because nobody read", model)
         self._slow_readers = Growing(slow)
+        self._connections = self.metrics.gauge("sluice:connections_open", "Open connections of clients", model)
+        refused = counter("sluice:connections_refused", "Connections that were turned away, over a limit", model)
+        self._refused_connections = Growing(refused)
 
     def _declare_times(self) -> None:
         histogram, model = self.metrics.histogram, ("model_name",)
@@ -161,6 +164,11 @@ class DispatcherMetrics:
             counter.inc(count, model_name=self._model)
             if record.tenant and count:
                 self._tenant.inc(count, model_name=self._model, tenant=record.tenant, kind=kind)
+
+    def note_connections(self, num_open: int, num_refused: int) -> None:
+        """Take the counts of connections: those now, and all that were turned away since the start."""
+        self._connections.set(num_open, model_name=self._model)
+        self._refused_connections.follow(num_refused, model_name=self._model)
 
     def render(self, sessions: Sessions, bus: Bus, num_cut_readers: int) -> tuple[bytes, str]:
         """Return what `/metrics` answers: the text, and its content type."""

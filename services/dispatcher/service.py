@@ -14,6 +14,8 @@ from services.dispatcher.session.session import FailureCode
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
 from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from shared.bus_rules import is_power_of_two
+from shared.host import process_facts
 from shared.ids import NOBODY, DispatcherId, Incarnation
 from shared.log import get_logger
 from shared.messages.report import ClusterView
@@ -92,7 +94,11 @@ class DispatcherService:
             name="sluice-dispatcher",
             version=VERSION,
             description=DESCRIPTION,
-            metadata={"cluster": self._settings.cluster, "model": self._settings.model_name()},
+            metadata={
+                "cluster": self._settings.cluster,
+                "model": self._settings.model_name(),
+                **process_facts(),
+            },
             instance_id=self._dispatcher_id,
         )
 
@@ -116,7 +122,8 @@ class DispatcherService:
 
     def _on_malformed(self, where: str, error: WireError) -> None:
         self.num_malformed += 1
-        _log.warning("malformed_message", subject=where, reason=error.reason)
+        if is_power_of_two(self.num_malformed):  # a flood does not fill the log
+            _log.warning("malformed_message", subject=where, reason=error.reason, num_malformed=self.num_malformed)
 
     async def _dump(self, _message: Message) -> bytes:
         sessions, counters = self.sessions, self.sessions.table.counters

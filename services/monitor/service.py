@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,13 +11,15 @@ from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
 from services.monitor.state import Change, ClusterState, Verdict
 from shared.bus import Bus, BusError, Endpoint, KeyValue, Message, ServiceInfo, Subscription
+from shared.host import process_facts
+from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.report import WorkerReport
-from shared.subjects import Subjects
+from shared.subjects import Subjects, check_token
 from shared.tasks import TaskOwner
 from shared.version import VERSION
-from shared.wire import WireError, decode_json, encode_json
+from shared.wire import WireError, WireVersionError, decode_json, encode_json
 
 VIEW_KEY = "cluster"
 
@@ -72,6 +73,8 @@ class Monitor:
         """Return under which name the report is counted."""
         try:
             report = decode_json(message.data, WorkerReport)
+        except WireVersionError as error:
+            return self._take_incompatible(message.subject, error)
         except WireError as error:
             return self._refuse(message.subject, str(error))
         if message.subject != self._subjects.report(report.worker_id):
@@ -85,6 +88,18 @@ class Monitor:
         if self._state.has_changes:
             self._wake.set()
         return f"reports_{verdict.value}"
+
+    def _take_incompatible(self, subject: str, error: WireVersionError) -> str:
+        """Show the worker as one that cannot be used; the subject is all that is known of it."""
+        try:
+            worker_id = WorkerId(check_token(subject.split(".")[3]))
+        except ValueError:
+            return self._refuse(subject, str(error))
+        if self._state.absorb_incompatible(worker_id, error.version, self._now()) is Verdict.FULL:
+            return self._refuse(subject, f"{self._settings.max_workers} workers are known already")
+        if self._state.has_changes:
+            self._wake.set()
+        return "reports_incompatible"
 
     def _refuse(self, subject: str, reason: str) -> str:
         num_refused = self.counters["reports_refused"] + 1
@@ -160,7 +175,7 @@ class Monitor:
             description="Judges which workers are alive, and writes the view of the cluster",
             metadata={
                 "cluster": self._settings.cluster,
-                "pid": str(os.getpid()),
+                **process_facts(),
                 "bucket": self._subjects.view_bucket(),
             },
             instance_id=self._settings.instance_id,

@@ -2,7 +2,8 @@
 
 A worker's reports are numbered per process. A late report of the same process is ignored, and so is one of a process
 that was replaced. When nothing was heard for `dead_after_s`, whatever comes next begins a new process: so a worker that
-restarts with the same host and pid, as containers do, is recognised after that time at the latest.
+restarts with the same host and pid, as containers do, is recognised after that time at the latest. Of a worker that
+speaks another version of the protocol only the name and that version are known.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from enum import StrEnum
 
 from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
 from shared.ids import WorkerId
+from shared.messages.base import PROTOCOL_VERSION
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 
 MAX_FORMER_PROCESSES = 8
@@ -34,7 +36,8 @@ class Change:
     """Something about a worker that operators and other services want to know at once."""
 
     name: str
-    """`worker_loading`, `_ready`, `_draining`, `_restarted`, `_suspect`, `_dead`, `_recovered` or `_gone`."""
+    """`worker_loading`, `_ready`, `_draining`, `_restarted`, `_suspect`, `_dead`, `_recovered`, `_gone` or
+    `_incompatible`."""
     worker_id: WorkerId
     reason: str
 
@@ -50,6 +53,7 @@ class _Record:
     heard_at_s: float
     judged_from_s: float  # as heard_at_s, but later when the monitor itself could not hear
     liveness: Liveness = Liveness.ALIVE
+    incompatible: str = ""  # the protocol version, if it is another than ours
     former: deque[_Process] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_PROCESSES))
 
     @property
@@ -83,6 +87,23 @@ class ClusterState:
         if self._is_stale(record, report, now_s):
             return Verdict.STALE
         self._replace(record, report, now_s)
+        return Verdict.ACCEPTED
+
+    def absorb_incompatible(self, worker_id: WorkerId, version: str, now_s: float) -> Verdict:
+        """Take note of a worker whose reports are of another protocol version, unless there is no room.
+
+        Whatever it ran under our version is lost, so it takes the place of what was known of it.
+        """
+        record = self._records.get(worker_id)
+        if record is None and len(self._records) >= self._max_workers:
+            return Verdict.FULL
+        # "stopped" and dead, so that every reader of the view leaves it alone, also one that knows no `incompatible`
+        unknown = WorkerReport(worker_id=worker_id, sequence_number=0, phase=WorkerPhase.STOPPED)
+        former = record.former if record is not None else deque[_Process](maxlen=MAX_FORMER_PROCESSES)
+        if record is None or record.incompatible != version:
+            reason = f"it speaks protocol {version}, this cluster {PROTOCOL_VERSION}; nothing is placed on it"
+            self._note("worker_incompatible", unknown, reason)
+        self._records[worker_id] = _Record(unknown, now_s, now_s, incompatible=version, former=former)
         return Verdict.ACCEPTED
 
     def judge(self, now_s: float) -> None:
@@ -131,7 +152,12 @@ class ClusterState:
     def make_view(self, now_s: float, number: int) -> ClusterView:
         """Return the state of this moment as the view of this number."""
         workers = tuple(
-            WorkerStatus(liveness=record.liveness, age_s=max(0.0, now_s - record.heard_at_s), report=record.report)
+            WorkerStatus(
+                liveness=Liveness.DEAD if record.incompatible else record.liveness,
+                age_s=max(0.0, now_s - record.heard_at_s),
+                incompatible=record.incompatible,
+                report=record.report,
+            )
             for _, record in sorted(self._records.items())
             if not record.stopped or now_s - record.heard_at_s < self._params.dead_after_s  # long enough to be seen
         )
@@ -152,6 +178,7 @@ class ClusterState:
         if not same_process:
             record.former.append(record.process)
         record.report, record.heard_at_s, record.judged_from_s = report, now_s, now_s
+        record.incompatible = ""
         if same_process and before.phase is report.phase:
             if was is not Liveness.ALIVE and not record.stopped:
                 self._note("worker_recovered", report, f"a report came after {silent_s:.1f} s of silence")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Sequence
 
 from services.planner.book import PLAN_KEY, PlanBook, SupersededError
 from services.planner.config import PlannerSettings
 from services.planner.policy.ladder import NO_LEVER, ClusterSnapshot, Decision, Lever, WorkerLoad, decide
 from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from shared.host import process_facts
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
@@ -166,7 +166,7 @@ class Planner:
             description="Decides which lever the cluster pulls against memory pressure, and writes plans",
             metadata={
                 "cluster": self._settings.cluster,
-                "pid": str(os.getpid()),
+                **process_facts(),
                 "bucket": self._subjects.plan_bucket(),
             },
             instance_id=self._settings.instance_id,

@@ -21,6 +21,7 @@ from services.worker.service import WorkerService
 from services.worker.step_log import StepLog
 from services.worker.watchdog import step_limit
 from shared.bus import Bus, ServiceInfo
+from shared.host import process_facts
 from shared.ids import Incarnation, WorkerId
 from shared.subjects import Subjects
 from shared.systems import find_system
@@ -158,6 +159,7 @@ def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:
             "model": facts.model,
             "device": facts.device,
             "system": facts.system,
+            **process_facts(),
         },
         instance_id=settings.instance_id,
     )

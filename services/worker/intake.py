@@ -160,7 +160,7 @@ class Intake:
         replay = decode(message.data, Replay)
         found = self._engine.replay(replay.request_id, replay.attempt, replay.first_index)
         if found is None:
-            return encode(ReplayUnknown(request_id=replay.request_id))
+            return encode(ReplayUnknown(request_id=replay.request_id, incarnation=self._leases.incarnation))
         tokens, finish = found
         batch = stream_batch(
             self._emitter.worker_id,

@@ -58,6 +58,8 @@ class Reporter:
         self, worker_id: WorkerId, subjects: Subjects, bus: Bus, period_s: float, incarnation: Incarnation
     ) -> None:
         self.incarnation = incarnation
+        self.pid, self.host = os.getpid(), socket.gethostname()
+        """As reported; set by the simulator, whose processes are not this one."""
         self._worker_id = worker_id
         self._subject = subjects.report(worker_id)
         self._bus = bus
@@ -122,8 +124,8 @@ class Reporter:
             worker_id=self._worker_id,
             sequence_number=self._number,
             phase=self._phase,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            pid=self.pid,
+            host=self.host,
             incarnation=self.incarnation,
             progress_ratio=self._progress[0],
             progress_text=self._progress[1],

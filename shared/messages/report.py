@@ -95,6 +95,9 @@ class WorkerStatus(ControlMessage):
     liveness: Liveness
     age_s: Annotated[float, Field(ge=0)]
     """Seconds since the last report, when the view was made."""
+    incompatible: Annotated[str, Field(max_length=64)] = ""
+    """The protocol version of a worker that speaks another one than the monitor; nobody uses it, and its report holds
+    its name only. Empty for every other worker."""
     report: WorkerReport
 
 

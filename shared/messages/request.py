@@ -159,6 +159,8 @@ class ReplayUnknown(ControlMessage):
 
     kind: Literal["replay_unknown"] = "replay_unknown"
     request_id: RequestId
+    incarnation: Incarnation = Incarnation(0)
+    """Of the worker's process: another one than accepted the request never had it."""
 
 
 RequestMessage = Annotated[

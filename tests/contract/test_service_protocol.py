@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 
 from shared.bus import Bus, Endpoint, Message, NoRespondersError, ServiceInfo
+from shared.checksum import seal
+from shared.messages.plan import Plan
+from shared.nats_service import ServiceError
+from shared.wire import decode, encode
 from tests.support.broker import WAIT_S, Net, Seen, contract, listen
 
 INFO = ServiceInfo("sluice-worker", "0.1.0-rc.1", "Runs sequences", {"model": "demo", "host": "h0"}, "w-0")
@@ -134,3 +138,32 @@ async def test_a_service_that_the_tools_would_hide_is_refused(net: Net) -> None:
             await bus.serve(INFO, [endpoint])
     with pytest.raises(NoRespondersError):
         await ask(bus, "$SRV.PING")
+
+
+@contract
+async def test_a_message_that_is_none_is_answered_with_400_and_counted_without_its_contents(net: Net) -> None:
+    async def read(message: Message) -> bytes:
+        return encode(decode(message.data, Plan))
+
+    server, tool = await net.connect("s"), await net.connect("t")
+    await server.serve(INFO, [Endpoint("submit", ENDPOINT["subject"], read)])
+    await server.flush()
+    bad = {
+        b"secret": "checksum",
+        encode(Plan(epoch=1))[:-1]: "checksum",
+        seal(b"secret"): "not msgpack",
+        _of_version(2): "speaks protocol 2",
+    }
+    for data, reason in bad.items():
+        with pytest.raises(ServiceError, match=reason) as caught:
+            await tool.request(ENDPOINT["subject"], data, timeout_s=WAIT_S)
+        assert caught.value.code == "400"
+        assert "secret" not in str(caught.value)
+    assert await tool.request(ENDPOINT["subject"], encode(Plan(epoch=1)), timeout_s=WAIT_S)
+    (figures,) = (await ask(tool, "$SRV.STATS.sluice-worker"))["endpoints"]
+    assert (figures["num_requests"], figures["num_errors"]) == (len(bad) + 1, len(bad))
+    assert server.stats.handler_errors == 0, "the sender is wrong, not the handler"
+
+
+def _of_version(version: int) -> bytes:
+    return encode(Plan(epoch=1, version=version))

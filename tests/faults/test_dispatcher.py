@@ -41,6 +41,12 @@ async def test_a_killed_dispatcher_breaks_its_own_streams_only_and_workers_forge
             assert reader.told.broken_by, (reader.asked.name, reader.told)
             assert not reader.told.is_whole
     await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)
+    await until_async(lambda: _has_no_lease(cluster), "no worker has a lease any more", ORPHAN_S + 10)
+
+
+async def _has_no_lease(cluster: Cluster) -> bool:
+    async with cluster.bus() as bus:
+        return not any([(await cluster.dump(bus, name))["leases"] for name in cluster.workers])
 
 
 async def test_a_stream_of_a_killed_dispatcher_is_resumed_by_another(pair: Stage) -> None:

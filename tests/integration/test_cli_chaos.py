@@ -24,7 +24,7 @@ from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
 from cli.settings import UpSettings
 from shared.bus import ServiceInfo
 from shared.nats_bus import NatsBus
-from shared.nats_server import EmbeddedNats
+from shared.nats_server import EmbeddedNats, accepts_connections
 
 SLEEPER = "import time; time.sleep(60)"
 
@@ -128,6 +128,11 @@ async def test_the_broker_is_found_by_its_port_and_killed(tmp_path: Path) -> Non
         deadline_s = time.monotonic() + 5
         while is_running(pid):
             assert time.monotonic() < deadline_s
+
+
+def test_a_broker_is_known_to_answer_also_by_a_url_with_a_user(broker: EmbeddedNats) -> None:
+    assert accepts_connections(broker.url.replace("nats://", "nats://operator:secret@"))
+    assert not accepts_connections("nats://operator:secret@127.0.0.1:1")
 
 
 async def test_a_broker_elsewhere_or_something_else_on_its_port_is_left_alone() -> None:

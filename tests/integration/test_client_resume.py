@@ -231,3 +231,18 @@ async def test_a_server_that_never_comes_back_ends_the_answer_with_an_error(text
         with pytest.raises(ConnectionLostError, match="could not be resumed: no answer from"):
             await reading
         assert TEXT.startswith(answer.text)
+
+
+async def test_a_server_without_websockets_is_named_with_the_way_out() -> None:
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(nothing, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with client_of(url, way="websocket") as client:
+            with pytest.raises(APIStatusError, match="transport='http'") as refused:
+                await client.chat("hi").read()
+    assert refused.value.status == 404

@@ -243,6 +243,8 @@ async def test_a_bug_of_our_own_is_a_500_that_tells_nothing_and_disturbs_nobody(
                 assert check_error(response.status, json.loads(answer)) == (500, "internal_error", None)
                 assert {name.lower() for name in response.headers} <= HEADERS
         seen = await readers
+        async with running.http.get(running.url + "/metrics") as response:
+            assert 'finish="cancelled"' not in await response.text()
         assert len(running.dispatcher.service.sessions.table) == 0
     assert {read for texts in seen.texts.values() for read in texts} == {"Once upon a time. " * 10}
 

@@ -55,6 +55,10 @@ async def test_one_connection_too_many_of_an_address_is_told_so_and_room_is_room
             async with idle_connections(running, 1):
                 await until_open(running, 3)
         await until_open(running, 0)
+        async with running.http.get(running.url + "/metrics") as response:
+            page = await response.text()
+        assert 'sluice:connections_open{model_name="tiny"} 1.0' in page
+        assert 'sluice:connections_refused_total{model_name="tiny"} 1.0' in page
 
 
 async def test_one_connection_too_many_in_all_is_a_503(text: ModelText, folder: Path) -> None:

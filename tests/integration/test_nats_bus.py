@@ -9,14 +9,19 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shared import nats_bus
 from shared.bus import BusClosedError, BusError, BusTimeoutError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.errors import StartupError
+from shared.ids import WorkerId
 from shared.nats_bus import NatsBus, NoBrokerError, NotPermittedError
+from shared.nats_config import new_passwords
+from shared.nats_roles import Role, inbox_prefix
 from shared.nats_server import EmbeddedNats
+from shared.subjects import Subjects
 from tests.support.broker import Seen, listen, open_descriptors
 
 LIMIT_S = 15.0
@@ -217,11 +222,10 @@ authorization {
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A broker with one user who may do little."""
-    from shared import nats_server
+    from shared import nats_config
 
-    monkeypatch.setattr(
-        nats_server, "_CONFIG", nats_server._CONFIG + AUTHORIZATION.replace("{", "{{").replace("}", "}}")
-    )
+    more = AUTHORIZATION.replace("{", "{{").replace("}", "}}")
+    monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD + more)
     with EmbeddedNats() as server:
         yield server.start(tmp_path)
 
@@ -257,10 +261,45 @@ async def test_a_refused_subject_is_reported_as_fatal(guarded: str) -> None:
     await bus.close()
 
 
-async def test_a_broker_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared import nats_server
+async def test_an_answer_to_a_request_of_a_broken_connection_is_late_and_not_fatal(tmp_path: Path) -> None:
+    """The broker's leave to answer goes with the connection; a worker that was cut off must not end because of it."""
+    passwords, errors = new_passwords(), list[BusError]()
+    asked, release = asyncio.Event(), asyncio.Event()
 
-    monkeypatch.setattr(nats_server, "_CONFIG", nats_server._CONFIG.partition("jetstream")[0])
+    async def slow(_message: Message) -> bytes:
+        asked.set()
+        await release.wait()
+        return b"ok"
+
+    def login(role: Role) -> dict[str, Any]:
+        return {"name": role, "inbox_prefix": inbox_prefix(role, "x"), "credentials": (role, passwords[role])}
+
+    with EmbeddedNats() as server:
+        url = server.start(tmp_path, passwords=passwords)
+        worker = await NatsBus.connect(url, **login(Role.WORKER), on_fatal=errors.append)
+        dispatcher = await NatsBus.connect(url, **login(Role.DISPATCHER), on_fatal=errors.append)
+        subject = Subjects().submit(WorkerId("w"))
+        await worker.serve(ServiceInfo("sluice-worker", "1.0.0", "a", {}, "w"), [Endpoint("submit", subject, slow)])
+        await worker.flush()
+        asking = asyncio.ensure_future(dispatcher.request(subject, b"", timeout_s=LIMIT_S))
+        await asked.wait()
+        server.stop()
+        server.start(tmp_path, port=int(url.rpartition(":")[2]), passwords=passwords)
+        await until(lambda: worker.stats.reconnects == 1 and dispatcher.connected)
+        release.set()
+        await until(lambda: worker.stats.late_answers == 1)
+        assert (errors, worker.stats.refused) == ([], 0)
+        assert await dispatcher.request(subject, b"", timeout_s=LIMIT_S) == b"ok", "the next answer is permitted"
+        asking.cancel()
+        await asyncio.wait([asking])
+        await worker.close()
+        await dispatcher.close()
+
+
+async def test_a_broker_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shared import nats_config
+
+    monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD.partition("jetstream")[0])
     with EmbeddedNats() as server:
         bus = await NatsBus.connect(server.start(tmp_path), name="b")
         with pytest.raises(BusError, match="without JetStream"):

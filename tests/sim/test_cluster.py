@@ -15,7 +15,8 @@ import pytest
 from shared.bus import Message
 from shared.cost import load_profile
 from shared.types import FinishReason, QoeTarget
-from sim.cluster import ClusterParams, SimAnswer, SimCluster, SimRequest
+from sim.cluster import ClusterParams, SimCluster
+from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
 

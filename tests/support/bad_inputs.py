@@ -15,6 +15,8 @@ COMPLETIONS: Final = "/v1/completions"
 HELLO: Final = [{"role": "user", "content": "hi"}]
 JSON: Final = {"Content-Type": "application/json"}
 MIB: Final = 1024 * 1024
+KEY: Final = "sk-the-table-of-bad-inputs"
+"""What connections without a client library bring; a dispatcher that asks for keys must know it."""
 
 Fields = tuple[str, dict[str, Any], str, str]
 """Name, parameters, code, parameter that is named; the status is 400."""
@@ -381,7 +383,10 @@ def bad_inputs() -> list[BadInput]:
     return found
 
 
-_POST: Final = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+_POST: Final = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"Authorization: Bearer %b\r\n" % KEY.encode()
+)
 
 
 def raw_inputs() -> list[RawInput]:

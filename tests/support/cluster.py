@@ -31,16 +31,22 @@ class Cluster:
     nats_url: str
     pids: dict[str, int]
     log: Path
+    key: str = ""
+    """Sent with every request; "" if the cluster asks for none."""
 
     def get(self, path: str) -> Any:
         """Return the JSON that `GET path` answers."""
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+        request = urllib.request.Request(self.url + path, headers=self._headers())
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 60) -> Any:
         """Return the JSON that `POST path` answers."""
         request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json", **self._headers()}
         )
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.load(answer)

@@ -52,7 +52,8 @@ from shared.wire import encode_json
 
 async def main():
     name = flag("--instance-id")
-    bus = await NatsBus.connect(flag("--nats-url"), name=name)
+    login = os.environ.get("SLUICE_WORKER_NATS_USER"), os.environ.get("SLUICE_WORKER_NATS_PASSWORD")
+    bus = await NatsBus.connect(flag("--nats-url"), name=name, credentials=login if all(login) else None)
     trace("up")
     number = 0
     while True:

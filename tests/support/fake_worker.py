@@ -218,7 +218,7 @@ class FakeWorker:
         self.replays.append(replay)
         running = self.running.get((replay.request_id, replay.attempt))
         if running is None or self.forgotten:
-            return encode(ReplayUnknown(request_id=replay.request_id))
+            return encode(ReplayUnknown(request_id=replay.request_id, incarnation=self.incarnation))
         return stream_batch(
             self.worker_id,
             counter=0,

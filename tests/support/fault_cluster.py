@@ -143,6 +143,7 @@ class Cluster:
     def start(self, name: str) -> None:
         """Start one service; it is not ready yet."""
         assert not self.is_running(name), f"{name} runs"
+        self._ending.discard(name)
         service = name.split("-")[0]
         module = self.shape.modules.get(name, f"services.{service}")
         given = [*self.shape.flags.get(service, ()), *(self.shape.flags.get(name, ()) if name != service else ())]
@@ -185,6 +186,7 @@ class Cluster:
         self.processes[name].kill()
         self.processes[name].wait(10)
         self._frozen.discard(name)
+        self._ending.discard(name)
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,10 @@ from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant
 from services.dispatcher.access.key_ring import KeyRing
 from services.dispatcher.access.keys_file import read_keys
 from services.dispatcher.access.throttle import BURST, MAX_ADDRESSES, WrongKeyThrottle
-from shared.addresses import check_reachable
+from services.dispatcher.config import DispatcherSettings
+from shared.addresses import check_reachable, is_own_address
 from shared.api_keys import KEY_PREFIX, Scope, Tier, hash_key, make_key
+from shared.config import load
 from shared.errors import ConfigError, StartupError
 
 KEY = "sk-sluice-of-a-test"
@@ -219,3 +222,12 @@ def test_an_address_that_others_reach_needs_a_key_or_somebody_who_says_that_it_d
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
 def test_this_machines_own_address_needs_none(host: str) -> None:
     check_reachable(host, has_keys=False, allow_no_key=False)
+
+
+def test_the_dispatcher_in_compose_says_that_its_address_is_guarded() -> None:
+    """Its container listens on every address; what the host publishes is checked in test_compose."""
+    compose = yaml.safe_load((Path(__file__).parents[2] / "docker-compose.yml").read_text())
+    _, *flags = compose["services"]["dispatcher"]["command"]
+    settings = load(DispatcherSettings, "dispatcher", flags, {})
+    assert not is_own_address(settings.host)
+    check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from cli import checks, model
+from cli.broker import BrokerAccess, named_broker
 from cli.children import ClusterPlan, device_of, num_devices
 from cli.model import Model, find_model
 from cli.settings import UpSettings, load_up_settings
 from shared.errors import ConfigError, StartupError
+from shared.nats_config import new_passwords
+from shared.nats_roles import Role
 from shared.nats_server import EmbeddedNats
 
 
@@ -228,7 +231,7 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     plan = ClusterPlan(
         settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3, prefix_caching=False),
         Model(tmp_path, "owner/name"),
-        "nats://127.0.0.1:9",
+        BrokerAccess("nats://127.0.0.1:9"),
         8123,
     )
     specs = {spec.name: spec.argv for spec in plan.specs()}
@@ -254,7 +257,9 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
 def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: Path) -> None:
     key = "k" * 20
     chosen = settings(host="0.0.0.0", api_key=key, api_keys_file="keys.toml", allow_no_key=True)
-    specs = {spec.name: spec for spec in ClusterPlan(chosen, Model(tmp_path, "m"), "nats://x", 80).specs()}
+    specs = {
+        spec.name: spec for spec in ClusterPlan(chosen, Model(tmp_path, "m"), BrokerAccess("nats://x"), 80).specs()
+    }
     dispatcher = specs["dispatcher"]
     assert flag(dispatcher.argv, "--api-keys-file") == str(Path("keys.toml").absolute())
     assert "--allow-no-key" in dispatcher.argv
@@ -265,7 +270,7 @@ def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: P
 
 def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_path: Path) -> None:
     chosen = settings(served_model_name="mine,org/other", generation_config="none", max_model_len=128)
-    plan = ClusterPlan(chosen, Model(tmp_path, "m"), "nats://x", 80)
+    plan = ClusterPlan(chosen, Model(tmp_path, "m"), BrokerAccess("nats://x"), 80)
     specs = {spec.name: spec.argv for spec in plan.specs()}
     assert plan.model_name == flag(specs["worker-0"], "--served-model-name") == "mine"
     assert flag(specs["worker-0"], "--max-model-len") == "128"
@@ -283,4 +288,38 @@ def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_pat
     ],
 )
 def test_the_url_can_be_opened_from_this_machine(tmp_path: Path, host: str, url: str) -> None:
-    assert ClusterPlan(settings(host=host), Model(tmp_path, "m"), "nats://x", 80).url == url
+    assert ClusterPlan(settings(host=host), Model(tmp_path, "m"), BrokerAccess("nats://x"), 80).url == url
+
+
+def test_children_of_an_own_broker_sign_in_as_their_role_and_no_flag_shows_a_password(tmp_path: Path) -> None:
+    access = BrokerAccess("nats://127.0.0.1:9", new_passwords())
+    plan = ClusterPlan(settings(), Model(tmp_path, "m"), access, 80)
+    for spec in plan.specs():
+        role = Role(spec.name.split("-")[0])
+        assert spec.env[f"SLUICE_{role.upper()}_NATS_USER"] == role
+        assert spec.env[f"SLUICE_{role.upper()}_NATS_PASSWORD"] == access.passwords[role]
+        known = [password for password in access.passwords.values() if password in str(dict(spec.env))]
+        assert known == [access.passwords[role]], "its own password and no other"
+        assert not any(password in flag for flag in spec.argv for password in access.passwords.values())
+    assert plan.nats_url == f"nats://operator:{access.passwords[Role.OPERATOR]}@127.0.0.1:9"
+
+
+def test_a_password_in_the_url_of_a_named_broker_reaches_children_by_their_environment(tmp_path: Path) -> None:
+    access = named_broker(settings(nats_url="nats://me:p%40ss@h:4222,nats://me:p%40ss@i:4222"))
+    assert access.url == "nats://h:4222,nats://i:4222"
+    assert access.operator == ("me", "p@ss")
+    assert access.operator_url == "nats://me:p%40ss@h:4222,nats://me:p%40ss@i:4222"
+    assert access.env(Role.WORKER) == {"SLUICE_NATS_USER": "me", "SLUICE_NATS_PASSWORD": "p@ss"}
+    specs = ClusterPlan(settings(), Model(tmp_path, "m"), access, 80).specs()
+    assert not any("p%40ss" in flag or "p@ss" in flag for spec in specs for flag in spec.argv)
+
+
+def test_a_user_that_was_set_is_left_to_the_children_to_find(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret\nmore")
+    access = named_broker(settings(nats_url="nats://h:4222", nats_user="ops", nats_password_file=tmp_path / "password"))
+    assert access.operator == ("ops", "secret")
+    assert access.env(Role.WORKER) == {}
+    with pytest.raises(ConfigError, match="no password"):
+        named_broker(settings(nats_url="nats://h:4222", nats_user="ops"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        named_broker(settings(nats_url="nats://h:4222", nats_user="ops", nats_password_file=tmp_path / "missing"))

@@ -85,15 +85,13 @@ def test_bytes_that_are_not_utf8_are_an_error_after_the_events_before_them() -> 
 class TestRetries:
     policy = RetryPolicy()
 
-    def test_backoff_doubles_with_jitter_below_it_and_ends(self) -> None:
+    def test_backoff_doubles_with_full_jitter_below_it(self) -> None:
         rng = random.Random(1)
         policy = RetryPolicy(max_retries=8)
         for attempt in range(8):
             delays = [policy.delay_s(attempt, None, rng) or 0.0 for _ in range(200)]
             longest = min(0.5 * 2**attempt, 8.0)
-            assert 0.75 * longest <= min(delays) < max(delays) <= longest
-        assert policy.delay_s(8, None, rng) is None
-        assert RetryPolicy(max_retries=0).delay_s(0, None, rng) is None
+            assert 0 <= min(delays) < 0.1 * longest < 0.9 * longest < max(delays) <= longest
 
     def test_retry_after_is_a_lower_bound_unless_it_asks_too_much(self) -> None:
         rng = random.Random(2)
@@ -132,9 +130,11 @@ class TestRetries:
             (503, {"x-should-retry": "false"}, False),
             (429, {"x-should-retry": "true"}, True),
             (500, {}, False),
-            (500, {"x-should-retry": "true"}, False),
+            (500, {"x-should-retry": "true"}, True),
             (400, {}, False),
         ],
     )
-    def test_only_overload_is_retried(self, status: int, headers: dict[str, str], expected: bool) -> None:
+    def test_only_overload_is_retried_and_what_the_server_says(
+        self, status: int, headers: dict[str, str], expected: bool
+    ) -> None:
         assert may_retry(status, headers) is expected

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.dispatcher.session.leases import Loss
 from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
 from shared.ids import Incarnation
 from shared.messages.report import Liveness, WorkerPhase
@@ -297,6 +298,31 @@ def test_a_request_is_not_blamed_for_workers_that_only_hang() -> None:
             assert taker.tokens == ANSWER
             assert [submit.attempt for submit in third.submits] == [3]
             assert made.sessions.recovery.num_poison == 0
+
+    go(main())
+
+
+@pytest.mark.parametrize(("incarnation", "loss"), [(1, Loss.UNKNOWN), (2, Loss.RESTARTED)])
+def test_a_worker_that_does_not_know_a_request_says_whether_it_is_the_process_that_had_it(
+    incarnation: int, loss: Loss
+) -> None:
+    """Else a poison request whose worker comes back before anybody misses it would never be blamed."""
+
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            worker.incarnation = Incarnation(1)
+            session = await made.sessions.admit(made.request())
+            await worker.emit(worker.running["r", 1], [])
+            await asyncio.sleep(0.001)
+            worker.incarnation = Incarnation(incarnation)
+            worker.running.clear()
+            made.sessions._replays.ask(session)
+            await asyncio.sleep(0.01)
+            assert made.sessions.recovery.num_lost == {loss: 1}
+            assert session.history.num_blames == (loss is Loss.RESTARTED)
+            made.sessions.release(session)
+            await asyncio.sleep(1.0)
 
     go(main())
 

@@ -24,6 +24,7 @@ from sim.virtual_time import run
 
 SUBJECTS = Subjects()
 SETTINGS = MonitorSettings(instance_id="m")
+READY = WorkerPhase.READY
 
 
 class Room:
@@ -261,3 +262,29 @@ def test_the_same_run_twice_gives_the_same_trace() -> None:
     assert first.events == second.events
     assert first.views == second.views
     assert len(first.events) == 12
+
+
+def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read() -> None:
+    async def upgrade(room: Room) -> None:
+        newer = json.loads(encode_json(WorkerReport(worker_id=WorkerId("new"), sequence_number=0, phase=READY)))
+        await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
+        for data in (b'{"version":2}', b'{"version":2,"anything":[1]}', b'{"version":-7}'):
+            await room.bus.publish("sluice.default.worker.other.report", data)
+        await room.bus.publish("sluice.default.worker.a b.report".replace(" ", "%"), b'{"version":2}')
+        await asyncio.sleep(1)
+
+    room = in_room(upgrade)
+    assert [(name, about) for _, name, about in room.events] == [
+        ("worker_ready", "new"),
+        ("worker_incompatible", "other"),
+        ("worker_incompatible", "other"),
+    ]
+    shown = {str(status.report.worker_id): status for status in room.views[-1][1].workers}
+    assert {name: status.incompatible for name, status in shown.items()} == {"new": "", "other": "-7"}
+    assert shown[WorkerId("other")].liveness is Liveness.DEAD
+    assert dict(room.monitor.counters) | {"views_written": 0} == {
+        "reports_accepted": 1,
+        "reports_incompatible": 3,
+        "reports_refused": 1,
+        "views_written": 0,
+    }

@@ -154,3 +154,34 @@ def test_the_next_judgement_is_that_of_the_longest_silent_worker() -> None:
     assert state.next_judgement_s(1.0) == 1.5
     state.judge(1.5)
     assert state.next_judgement_s(1.5) == 2.5
+
+
+def test_a_worker_of_another_protocol_is_shown_dead_by_name_until_it_is_silent() -> None:
+    state = make_state()
+    state.absorb(make_report(5), 0.0)
+    names(state)
+    assert state.absorb_incompatible(WorkerId("w"), "2", 1.0) is Verdict.ACCEPTED
+    assert state.absorb_incompatible(WorkerId("w"), "2", 1.5) is Verdict.ACCEPTED
+    assert names(state) == ["worker_incompatible"]
+    (status,) = state.make_view(1.5, 0).workers
+    assert (status.incompatible, status.liveness, status.report.phase) == ("2", Liveness.DEAD, WorkerPhase.STOPPED)
+    state.judge(4.6)
+    assert shown(state, 4.6) == {}
+    assert names(state) == []
+
+
+def test_a_worker_that_speaks_our_protocol_again_is_used_again() -> None:
+    state = make_state()
+    state.absorb_incompatible(WorkerId("w"), "2", 0.0)
+    names(state)
+    assert state.absorb(make_report(0), 0.5) is Verdict.ACCEPTED
+    assert names(state) == ["worker_ready"]
+    (status,) = state.make_view(0.5, 0).workers
+    assert (status.incompatible, status.liveness) == ("", Liveness.ALIVE)
+
+
+def test_incompatible_workers_count_as_workers() -> None:
+    state = make_state(max_workers=1)
+    state.absorb(make_report(0), 0.0)
+    assert state.absorb_incompatible(WorkerId("x"), "2", 0.0) is Verdict.FULL
+    assert state.absorb_incompatible(WorkerId("w"), "2", 0.0) is Verdict.ACCEPTED

@@ -71,6 +71,11 @@ async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | N
     except ApiError as error:
         call.fate.finish = error.code or "error"
         raise
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception:
+        call.fate.finish = FailureCode.INTERNAL.value
+        raise
     finally:
         for choice in choices:
             if choice.session is not None:

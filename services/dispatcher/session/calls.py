@@ -18,6 +18,7 @@ from shared.messages.request import (
     RefusalReason,
     Refused,
     Replay,
+    ReplayUnknown,
     RequestMessage,
     Submit,
     Upload,
@@ -63,7 +64,6 @@ class SubmitAnswer:
 class Silence(Enum):
     """Why a question has no answer."""
 
-    UNKNOWN = auto()  # the worker knows nothing of the request
     NOBODY = auto()  # no such worker is connected
     NO_ANSWER = auto()
 
@@ -167,7 +167,7 @@ class WorkerCalls:
             level("renewal_without_answer", worker=worker_id, error=str(error))
             return Silence.NO_ANSWER
 
-    async def replay(self, worker_id: WorkerId, replay: Replay) -> TokenBatch | Silence:
+    async def replay(self, worker_id: WorkerId, replay: Replay) -> TokenBatch | ReplayUnknown | Silence:
         """Ask for tokens from an index on."""
         try:
             data = await self._bus.request(
@@ -175,8 +175,7 @@ class WorkerCalls:
             )
             if data.startswith(MAGIC):
                 return TokenBatch.unpack(data)
-            decode_union(data, _ANSWERS)
+            return decode(data, ReplayUnknown)
         except (BusError, WireError) as error:
             _log.debug("replay_without_answer", rid=replay.request_id, worker=worker_id, error=str(error))
             return Silence.NO_ANSWER
-        return Silence.UNKNOWN

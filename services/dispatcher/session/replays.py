@@ -11,7 +11,7 @@ from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
 from shared.ids import WorkerId
 from shared.log import get_logger
-from shared.messages.request import Replay
+from shared.messages.request import Replay, ReplayUnknown
 from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 
@@ -93,11 +93,14 @@ class Replays:
                 self._table.receive(session, first_index, part, FINISH_REASONS[finish], now_s, extra)
             start += count
 
-    def _on_nothing(self, session: Session, outcome: Silence, first_index: int) -> None:
+    def _on_nothing(self, session: Session, answer: ReplayUnknown | Silence, first_index: int) -> None:
         if len(session.tokens) > first_index or not self._calls.connected:
             return  # the tokens came by themselves, or nobody could be asked
         session.num_lost_replies += 1
-        if outcome is Silence.UNKNOWN or session.num_lost_replies >= MAX_LOST_REPLIES:
-            self._on_lost(session, Loss.UNKNOWN if outcome is Silence.UNKNOWN else Loss.SILENT)
+        if isinstance(answer, ReplayUnknown):
+            is_same = answer.incarnation == session.history.incarnation
+            self._on_lost(session, Loss.UNKNOWN if is_same else Loss.RESTARTED)
+        elif session.num_lost_replies >= MAX_LOST_REPLIES:
+            self._on_lost(session, Loss.SILENT)
         else:
             session.silence_s = self._silence_s

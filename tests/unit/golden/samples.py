@@ -106,7 +106,7 @@ _REPORT = WorkerReport(
     num_prefix_cache_queries_total=4_000_000_000,
     num_prefix_cache_hits_total=3_000,
 )
-_STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, report=_REPORT)
+_STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, incompatible="2", report=_REPORT)
 
 MESSAGES: dict[str, ControlMessage] = {
     "submit": _SUBMIT,
@@ -129,7 +129,7 @@ MESSAGES: dict[str, ControlMessage] = {
     "cancel": Cancel(request_id=RequestId("r-0123"), attempt=2),
     "cancelled": Cancelled(request_id=RequestId("r-0123"), found=True),
     "replay": Replay(request_id=RequestId("r-0123"), attempt=2, first_index=300),
-    "replay_unknown": ReplayUnknown(request_id=RequestId("r-0123")),
+    "replay_unknown": ReplayUnknown(request_id=RequestId("r-0123"), incarnation=Incarnation(123456789)),
     "worker_report": _REPORT,
     "worker_status": _STATUS,
     "cluster_view": ClusterView(sequence_number=5, workers=(_STATUS,)),

@@ -1,0 +1,70 @@
+"""The commands about the bus as the command line knows them: `sluice tap`, `sluice nats-config`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import click
+
+TAP_EPILOG = """\b
+Examples:
+  sluice tap                                               all of the cluster's messages
+  sluice tap 'sluice.default.event.>'                      what happens
+  sluice tap 'sluice.*.worker.*.submit' | jq .message      what workers are asked to run
+  nats sub 'sluice.>' --translate 'sluice tap --decode'    the same with the NATS tools
+
+Prompts and answers are token ids: counted, and shown only with --tokens. Answers to requests go to inboxes that only
+who asked can read. NATS_URL, or SLUICE_NATS_USER and SLUICE_NATS_PASSWORD, sign in; `sluice up` prints a URL.
+"""
+
+NATS_CONFIG_EPILOG = """\b
+Examples:
+  sluice nats-config --out ./nats --store /var/lib/nats
+  sluice nats-config --out ./nats --server a=10.0.0.1 --server b=10.0.0.2 --server c=10.0.0.3
+  nats-server -c ./nats/nats/nats.conf
+  SLUICE_NATS_USER=worker SLUICE_NATS_PASSWORD_FILE=./nats/worker/password python -m services.worker …
+
+Give each host the folders of the roles that run there, and no other. Passwords that exist are kept.
+"""
+
+
+@click.command(epilog=TAP_EPILOG)
+@click.argument("subject", default="")
+@click.option("--nats-url", metavar="URL", default=None, help="Broker. [NATS_URL, else nats://127.0.0.1:4222]")
+@click.option("--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]")
+@click.option("--count", metavar="N", type=click.IntRange(min=0), default=0, help="End after N messages. [no end]")
+@click.option("--tokens", "with_tokens", is_flag=True, help="Show the ids of prompts and answers.")
+@click.option("--decode", is_flag=True, help="Show one payload from stdin, and end.")
+def tap(*, subject: str, decode: bool, count: int, with_tokens: bool, **flags: Any) -> int:
+    """Show messages of the bus, one JSON object per line. SUBJECT may have wildcards."""
+    from cli.tap.command import decode_one, run_tap
+
+    if decode:
+        return decode_one()
+    return asyncio.run(run_tap(subject, flags, count=count, with_tokens=with_tokens))
+
+
+@click.command("nats-config", epilog=NATS_CONFIG_EPILOG)
+@click.option("--out", metavar="DIR", required=True, help="Folder for configuration and passwords.")
+@click.option("--cluster", "clusters", metavar="NAME", multiple=True, help="Sluice cluster on the broker. [default]")
+@click.option("--listen", metavar="ADDR", default="0.0.0.0:4222", show_default=True, help="Where clients connect.")
+@click.option("--store", "store_dir", metavar="DIR", default="/data", show_default=True, help="JetStream's files.")
+@click.option("--http", metavar="ADDR", default="127.0.0.1:8222", show_default=True, help="Monitoring of the server.")
+@click.option("--server", "servers", metavar="NAME=HOST", multiple=True, help="A server of a NATS cluster; repeat.")
+def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...], **options: Any) -> int:
+    """Make users per role for a broker: a configuration for nats-server, and a password file for each role."""
+    from cli.nats_config import NatsConfigOptions, parse_server, write_nats_config
+    from shared.subjects import check_token
+
+    try:
+        named = tuple(parse_server(text) for text in servers)
+        checked = tuple(check_token(name) for name in clusters or ("default",))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if len({name for name, _ in named}) < len(named):
+        raise click.UsageError("two servers have the same name")
+    for path in write_nats_config(NatsConfigOptions(Path(out), checked, servers=named, **options)):
+        click.echo(path)
+    return 0

@@ -1,0 +1,126 @@
+"""One seed's cluster, workload and faults. Pure: a number in, everything that a run is made of out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shared.cost import CostModel
+from shared.types import QoeTarget
+from sim.faults import FaultPlan, FaultSpace, draw_faults
+from sim.nodes import POISON_SEED
+from sim.requests import DAY_S, SimRequest
+from sim.worker import SimWorkerParams
+
+READER = QoeTarget(ttft_s=1.0, speed_tokens_per_s=4.8)
+MONITOR = "monitor"
+BLOCK_SIZE = 4
+ORPHAN_S = 7.0
+"""Shorter than live, so that a run sees it."""
+FIRST_TOKEN, VOCABULARY = 256, 4096
+COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+"""Steps of 60 ms: an answer lasts long enough to be struck by a fault or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one client wants, and how it behaves.
+
+    If the request is resumable, it asks again under the same name when its connection breaks, and gets the same answer
+    from its beginning.
+    """
+
+    at_s: float
+    request: SimRequest
+    num_choices: int
+    first_dispatcher: int
+    """Index of the one that it asks first; then the next ones."""
+    leaves_s: float | None
+    """Seconds after which the client leaves; None: it stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """All of a run that chance decides before it begins."""
+
+    seed: int
+    workers: tuple[SimWorkerParams, ...]
+    dispatchers: tuple[str, ...]
+    planners: tuple[str, ...]
+    asks: tuple[Ask, ...]
+    plan: FaultPlan
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """Return what this seed stands for."""
+    random = np.random.default_rng(seed)
+    workers = _draw_workers(random)
+    dispatchers = tuple(f"d{i}" for i in range(int(random.integers(1, 3))))
+    planners = tuple(f"planner{i}" for i in range(int(random.integers(1, 3))))
+    names = tuple(worker.worker_id for worker in workers)
+    plan = draw_faults(FaultSpace(names, dispatchers, (MONITOR, *planners)), random)
+    asks = [_draw_ask(f"r{i}", len(dispatchers), random) for i in range(int(random.integers(8, 18)))]
+    asks += [_draw_poison(f"poison{i}", len(dispatchers), random) for i in range(plan.num_poisonous)]
+    return Scenario(seed, workers, dispatchers, planners, tuple(asks), plan)
+
+
+def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
+    system = str(random.choice(["fcfs", "fcfs-chunked"]))
+    num_blocks, caching = int(random.integers(36, 90)), bool(random.random() < 0.7)
+    return tuple(
+        SimWorkerParams(
+            worker_id=f"w{i}",
+            cost=COST,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            system=system,
+            max_model_len=160,
+            prefix_caching=caching,
+            max_sequences=int(random.integers(5, 12)),
+            max_batch_rows=8,
+            max_batch_tokens=64,
+            vocab_size=VOCABULARY,
+            first_token_id=FIRST_TOKEN,
+            orphan_s=ORPHAN_S,
+        )
+        for i in range(int(random.integers(2, 4)))
+    )
+
+
+def _draw_ask(name: str, num_dispatchers: int, random: np.random.Generator) -> Ask:
+    num_output = int(random.integers(1, 90))
+    is_resumable = bool(random.random() < 0.3)
+    request = SimRequest(
+        name,
+        _draw_prompt(random),
+        num_output,
+        seed=int(random.integers(1000, 2**31)),
+        qoe=READER if random.random() < 0.7 else None,
+        stop_after=int(random.integers(1, num_output + 1)) if random.random() < 0.15 else None,
+        logprobs=int(random.integers(0, 3)) if random.random() < 0.2 else None,
+        is_resumable=is_resumable,
+        limit_s=round(float(random.uniform(2.0, 10.0)), 3) if random.random() < 0.12 else DAY_S,
+    )
+    return Ask(
+        at_s=round(float(random.random()) * 9.0, 3),
+        request=request,
+        num_choices=1 if is_resumable else int(random.choice([1, 1, 1, 2, 3])),
+        first_dispatcher=int(random.integers(num_dispatchers)),
+        leaves_s=float(random.exponential(2.5)) if random.random() < 0.12 else None,
+    )
+
+
+def _draw_prompt(random: np.random.Generator) -> np.ndarray:
+    """Return some tokens; half of the prompts begin with one of two texts, so that they share KV."""
+    own = random.integers(FIRST_TOKEN, VOCABULARY, int(random.integers(1, 40)))
+    if random.random() < 0.5:
+        return own
+    text = np.random.default_rng(int(random.integers(2))).integers(FIRST_TOKEN, VOCABULARY, 30)
+    return np.concatenate([text[: int(random.integers(4, 30))], own[:25]])
+
+
+def _draw_poison(name: str, num_dispatchers: int, random: np.random.Generator) -> Ask:
+    request = SimRequest(name, _draw_prompt(random), 20, seed=POISON_SEED)
+    at_s = round(float(random.random()) * 9.0, 3)
+    return Ask(at_s, request, 1, int(random.integers(num_dispatchers)), None)

@@ -1,0 +1,139 @@
+"""What runs after `docker-compose up`, on a real engine (`make test-compose`): its rights, its answers, and its losses.
+
+The texts under load are compared with those of the same requests undisturbed, so the workers must be deterministic.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+
+from tests.support.chat_readers import read_all, texts_of
+from tests.support.engine_api import Engine
+from tests.support.processes import wait_until
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
+
+URL = "http://127.0.0.1:8000"
+START_LIMIT_S = 240.0
+LASTING = {"nats", "monitor", "planner", "worker-0", "worker-1", "dispatcher"}
+PAUSE_S = 5.0
+"""Longer than the lease, so that the paused worker's requests are taken elsewhere."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    found = Engine(os.environ.get("COMPOSE_PROJECT_NAME", "sluice"))
+    wait_until(lambda: num_ready() == 2, "both workers are ready", START_LIMIT_S)
+    return found
+
+
+def get(path: str) -> Any:
+    with urllib.request.urlopen(URL + path, timeout=10) as answer:
+        return json.load(answer)
+
+
+def num_ready() -> int:
+    try:
+        workers = get("/v1/cluster")["workers"]
+    except (OSError, ValueError):
+        return 0
+    return sum(one["liveness"] == "alive" and one["report"]["phase"] == "ready" for one in workers)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> list[str]:
+    """The texts of the undisturbed run."""
+    assert engine.containers()
+    texts = texts_of(read_all([URL], count=16))
+    assert len(set(texts)) == len(texts)
+    return texts
+
+
+@pytest.mark.parametrize("name", sorted(LASTING))
+def test_every_container_becomes_healthy_with_few_rights(engine: Engine, name: str) -> None:
+    wait_until(lambda: engine.inspect(name)["State"]["Health"]["Status"] == "healthy", f"{name} is healthy", 60)
+    found = engine.inspect(name)
+    assert found["Config"]["User"] == "65534:65534"
+    host = found["HostConfig"]
+    assert host["ReadonlyRootfs"] is True
+    assert host["CapDrop"] == ["ALL"]
+    assert not host["CapAdd"]
+    assert not host["Privileged"]
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]
+    published = [bind for binds in (host["PortBindings"] or {}).values() for bind in binds]
+    assert published == ([{"HostIp": "127.0.0.1", "HostPort": "8000"}] if name == "dispatcher" else [])
+    assert {mount["Destination"] for mount in found["Mounts"] if mount["RW"]} <= {"/data"}
+
+
+def test_the_setup_has_done_its_work_and_nobody_sees_more_than_its_own_password(engine: Engine) -> None:
+    state = engine.inspect("setup")["State"]
+    assert (state["Status"], state["ExitCode"]) == ("exited", 0)
+    for name in sorted(LASTING - {"nats"}):
+        code, output = engine.run(name, "python", "-c", "import os; print(sorted(os.listdir('/keys')))")
+        assert code == 0
+        listed = [key for key in ("dispatcher", "monitor", "planner", "worker", "nats") if f"'{key}'" in output]
+        readable = [key for key in listed if engine.run(name, "ls", f"/keys/{key}")[1]]
+        assert readable == [name.split("-")[0]]
+
+
+@pytest.mark.parametrize("name", ["dispatcher", "monitor", "planner"])
+def test_images_without_a_model_have_no_torch(engine: Engine, name: str) -> None:
+    code, output = engine.run(name, "python", "-c", "import importlib.util as u; print(u.find_spec('torch'))")
+    assert (code, output) == (0, "None")
+
+
+def test_the_workers_image_has_torch_for_cpus_and_no_package_of_nvidias(engine: Engine) -> None:
+    names = "sorted(d.metadata['Name'].lower() for d in importlib.metadata.distributions())"
+    code, output = engine.run("worker-0", "python", "-c", f"import importlib.metadata; print({names})")
+    assert code == 0
+    assert "'torch'" in output
+    assert not [name for name in ("nvidia", "cuda", "triton") if f"'{name}" in output]
+    kernels = {worker["report"]["kernels"] for worker in get("/v1/cluster")["workers"]}
+    assert all(name.startswith("native") for name in kernels), kernels
+
+
+def test_operators_can_look_inside(engine: Engine) -> None:
+    """With the rights of the container they are in: a dispatcher may ask a worker, and nobody may list inboxes."""
+    code, output = engine.run("dispatcher", "python", "-m", "cli.main", "tap", "_INBOX.>", "--count", "1")
+    assert code == 1
+    assert "refuses this process a subject" in output
+
+
+def test_a_paused_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
+    def pause() -> None:
+        engine.act("pause", "worker-0")
+        try:
+            time.sleep(PAUSE_S)
+        finally:
+            engine.act("unpause", "worker-0")
+
+    readers = read_all([URL], pause, count=16)
+    assert texts_of(readers) == expected
+    gaps = [reader.longest_gap_s for reader in readers]
+    assert max(gaps) > 1.0, "some reader was of the paused worker"
+    assert max(gaps) < 30.0
+    wait_until(lambda: num_ready() == 2, "the paused worker is back", 60)
+
+
+def test_a_killed_worker_is_a_pause_for_its_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
+    readers = read_all([URL], lambda: engine.act("kill", "worker-1"), count=16)
+    assert texts_of(readers) == expected
+    assert max(reader.longest_gap_s for reader in readers) < 30.0
+    engine.act("start", "worker-1")
+    wait_until(lambda: num_ready() == 2, "the killed worker is back", 120)
+    assert texts_of(read_all([URL], count=16)) == expected
+
+
+def test_a_restarted_broker_is_a_pause_for_all_readers_and_no_more(engine: Engine, expected: list[str]) -> None:
+    def restart() -> None:
+        engine.act("kill", "nats")
+        engine.act("start", "nats")
+
+    assert texts_of(read_all([URL], restart, count=16)) == expected
+    wait_until(lambda: num_ready() == 2, "the workers are back", 60)

@@ -1,0 +1,74 @@
+"""What a reader with our SDK sees when dispatchers die (row 17): a pause, and the whole text once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from sluice_client import Answer, ClientLimits, RetryPolicy, SluiceClient
+from tests.faults.conftest import SMALL_STEPS, Stage, set_up
+from tests.support.fault_checks import assert_nothing_left
+from tests.support.fault_cluster import Shape, running
+from tests.support.fault_streams import CHAT, Ask, mixed_load
+
+pytestmark = pytest.mark.timeout(180)
+
+LEASE_S = 3.0
+ORPHAN_S = 5.0
+LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.1, max_backoff_s=0.5))
+WAYS = ["http", "websocket"]
+MODE: Any = None
+"""The text as it arrives: when it is shown is not what this is about."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Two dispatchers over two workers."""
+    env = {**SMALL_STEPS, "SLUICE_WORKER_ORPHAN_S": str(ORPHAN_S)}
+    with running(tmp_path_factory.mktemp("cluster"), Shape(num_dispatchers=2, env=env)) as cluster:
+        yield set_up(cluster)
+
+
+def streams() -> list[Ask]:
+    """Return the streams with one choice: what an `Answer` is."""
+    return [asked for asked in mixed_load() if asked.is_streamed and "n" not in asked.body]
+
+
+def start(client: SluiceClient, asked: Ask) -> Answer:
+    """Return the answer to one of them."""
+    known = ("model", "stream", "stream_options", "messages", "prompt")
+    params = {name: value for name, value in asked.body.items() if name not in known}
+    if asked.path == CHAT:
+        return client.chat(asked.body["messages"], asked.body["model"], pace=MODE, **params)
+    return client.complete(asked.body["prompt"], asked.body["model"], pace=MODE, **params)
+
+
+async def begun(answers: Sequence[Answer], num_chars: int = 40) -> None:
+    async with asyncio.timeout(60):
+        while not all(len(answer.text) >= num_chars for answer in answers):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("comes_back", [False, True], ids=["another takes over", "the same comes back"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_killed_dispatcher_is_a_pause(pair: Stage, way: Any, comes_back: bool) -> None:
+    cluster, asks = pair.cluster, streams()
+    urls = [cluster.url("dispatcher-1"), *([] if comes_back else [cluster.url("dispatcher-0")])]
+    async with SluiceClient(urls, limits=LIMITS, transport=way) as client:
+        answers = [start(client, asked) for asked in asks]
+        reading = [asyncio.create_task(answer.read()) for answer in answers]
+        await begun(answers)
+        assert not any(task.done() for task in reading)
+        cluster.kill("dispatcher-1")
+        if comes_back:
+            cluster.start("dispatcher-1")
+        texts = await asyncio.gather(*reading)
+    expected = [pair.expected[asked.name] for asked in asks]
+    assert texts == [answer["texts"][0] for answer in expected]
+    billed = [((answer.usage or {})["prompt_tokens"], (answer.usage or {})["completion_tokens"]) for answer in answers]
+    assert billed == [answer["usage"] for answer in expected]
+    await cluster.restore()
+    await assert_nothing_left(cluster, pair.before, LEASE_S + ORPHAN_S + 10)

@@ -1,0 +1,44 @@
+"""The health file: who writes it is well, who stops writing it is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shared.health import MAX_AGE_S, find_illness, write_health
+
+
+def check(path: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "shared.health", str(path)], capture_output=True, text=True, check=False, timeout=30
+    )
+    return done.returncode, done.stdout.strip()
+
+
+def test_a_fresh_file_of_a_connected_process_is_well(tmp_path: Path) -> None:
+    path = tmp_path / "health"
+    write_health(path, connected=True)
+    write_health(path, connected=True)
+    assert check(path) == (0, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["health"]
+
+
+def test_a_process_without_a_broker_and_one_that_stands_still_are_not_well(tmp_path: Path) -> None:
+    path = tmp_path / "health"
+    write_health(path, connected=False)
+    assert check(path) == (1, "no connection to the broker")
+    path.write_text(json.dumps({"at_s": time.monotonic() - MAX_AGE_S - 2, "connected": True}))
+    assert find_illness(path) == f"the process has stood still for {MAX_AGE_S + 2:.0f} s"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"at_s": "x", "connected": true}', '{"at_s": null}'])
+def test_a_file_that_says_nothing_is_not_well(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "health"
+    path.write_text(text)
+    assert "says nothing" in (find_illness(path) or "")
+    assert "says nothing" in (find_illness(tmp_path / "missing") or "")
