@@ -31,7 +31,7 @@ METRICS_KEY = "sk-for-metrics-only-0001"
 BAD_INPUTS = bad_inputs()
 RAW_INPUTS = raw_inputs()
 
-pytestmark = [pytest.mark.kernels, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 
 KEYS_FILE = f"""

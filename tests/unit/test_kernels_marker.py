@@ -10,8 +10,8 @@ WAYS_TO_A_MODEL = {"tests.support.runners", "tests.support.cluster", "services.w
 """Modules that load a model or start a worker that does."""
 NOT_ABOUT_NUMBERS = {"gpu", "faults"}
 """Folders whose tests need a device, or kill processes whatever these compute."""
-NEVER_BY_TORCH = {"test_native_library.py"}
-"""Files that are about the native library alone."""
+ONCE_IS_ENOUGH = {"test_native_library.py", "test_cluster_bus.py", "test_bad_inputs_beside_streams.py"}
+"""Files about the native library alone, or about what a cluster does whatever it computes."""
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -27,8 +27,8 @@ def is_marked(tree: ast.Module) -> bool:
 def test_whoever_loads_a_model_has_the_mark() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if path.parent.name not in NOT_ABOUT_NUMBERS]
     trees = {path.name: ast.parse(path.read_text()) for path in files}
-    with_model = {name for name, tree in trees.items() if imported(tree) & WAYS_TO_A_MODEL} - NEVER_BY_TORCH
+    with_model = {name for name, tree in trees.items() if imported(tree) & WAYS_TO_A_MODEL} - ONCE_IS_ENOUGH
     marked = {name for name, tree in trees.items() if is_marked(tree)}
     assert len(with_model) > 10, "the search finds too little"
-    assert not with_model - marked, "begin these files with pytestmark = pytest.mark.kernels"
+    assert not with_model - marked, "begin these files with pytestmark = pytest.mark.kernels, or add them above"
     assert not marked - with_model, "these files load no model"
