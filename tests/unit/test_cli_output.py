@@ -25,7 +25,6 @@ from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerRep
 from shared.subjects import Subjects
 from shared.wire import encode_json
 
-
 BY_ENVIRONMENT = ("nats_user", "nats_password", "nats_password_file", "nats_replicas")
 """What a broker of one's own asks for: a password among flags is seen by everybody on the machine."""
 
