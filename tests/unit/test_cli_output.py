@@ -25,6 +25,9 @@ from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerRep
 from shared.subjects import Subjects
 from shared.wire import encode_json
 
+BY_ENVIRONMENT = ("nats_user", "nats_password", "nats_password_file", "nats_replicas")
+"""What a broker of one's own asks for: a password among flags is seen by everybody on the machine."""
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -52,9 +55,7 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = output_of(capsys, "up", "--help")
-    # how to sign in at a named broker: children read it from the same environment and file
-    sign_in = {"nats_user", "nats_password", "nats_password_file", "nats_replicas"}
-    not_for_up = {"instance_id", "log_format", "health_file"} | sign_in
+    not_for_up = {"instance_id", "log_format", "health_file", *BY_ENVIRONMENT}
     for name in set(UpSettings.model_fields) - not_for_up:
         assert f"--{name.replace('_', '-')}" in out
     assert "--json" in out
