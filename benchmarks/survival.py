@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.harness import machine
@@ -84,9 +85,9 @@ class Result:
         Later ones are the model's own: after the end of a story it goes on with tokens that are no text.
         """
         for reader in readers:
-            times_s = reader.told.times_s
-            pairs = zip(times_s, times_s[1:], strict=False)
-            gap_s = max((b - a for a, b in pairs if b > fault_s and a < fault_s + EFFECT_S), default=0.0)
+            gap_s = max(
+                (b - a for a, b in pairwise(reader.told.times_s) if b > fault_s and a < fault_s + EFFECT_S), default=0.0
+            )
             (self.touched_s if gap_s >= TOUCHED_S else self.others_s).append(gap_s)
 
     def row(self, name: str) -> str:
