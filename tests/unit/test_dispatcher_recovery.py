@@ -422,3 +422,23 @@ def test_a_request_whose_time_is_over_at_its_worker_has_timed_out() -> None:
             assert await finish(made, session) is FailureCode.TIMED_OUT
 
     go(main())
+
+
+def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_the_same_worker_has_the_next() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            worker = await made.add(script=None)
+            session = await made.sessions.admit(made.request())
+            first = worker.running["r", 1]
+            await worker.emit(first, ANSWER[:2])
+            await worker.emit(first, [], FinishReason.CANCELLED)  # given up: the same worker takes it again
+            await asyncio.sleep(0.1)
+            assert (session.worker_id, session.attempt) == ("w0", 2)
+            await worker.emit(first, [9, 9], FinishReason.STOP, first=2)
+            await asyncio.sleep(0.1)
+            assert session.tokens == ANSWER[:2]
+            await worker.emit(worker.running["r", 2], ANSWER[2:], FinishReason.STOP)
+            assert await finish(made, session) is None
+            assert session.tokens == ANSWER
+
+    go(main())
