@@ -24,7 +24,7 @@ from sluice_client import (
     SluiceClient,
 )
 from tests.support.cutting_proxy import cutting
-from tests.support.dispatchers import Running, running_dispatcher
+from tests.support.dispatchers import Running, end_id, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
 
 TEXT = "Hello 🦊 world, 你好! The end."
@@ -33,12 +33,6 @@ FAST = QoeTarget(ttft_s=0.001, speed_tokens_per_s=10_000.0)
 Way = Literal["http", "websocket"]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def end_id(text: ModelText) -> int:
-    token_id = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert token_id is not None
-    return token_id
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

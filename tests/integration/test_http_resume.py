@@ -17,7 +17,7 @@ from services.dispatcher.build import ModelText
 from shared.messages.request import Submit
 from shared.types import FinishReason
 from sluice_client.sse import SseDecoder, SseEvent
-from tests.support.dispatchers import Running, running_dispatcher
+from tests.support.dispatchers import Running, end_id, running_dispatcher
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -42,12 +42,6 @@ async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
 
     async with running_dispatcher(text, folder, script) as running:
         yield running
-
-
-def end_id(text: ModelText) -> int:
-    token_id = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert token_id is not None
-    return token_id
 
 
 _keys = iter(range(10**6))

@@ -17,7 +17,7 @@ from services.dispatcher.build import ModelText
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason, QoeTarget, RequestClass
-from tests.support.dispatchers import Running, running_dispatcher
+from tests.support.dispatchers import Running, end_id, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
 
 CHAT = "/v1/chat/completions"
@@ -26,12 +26,6 @@ HELLO = [{"role": "user", "content": "hi"}]
 TEXT = "Hello 🦊 world, 你好! The end."
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def end_id(text: ModelText) -> int:
-    token_id = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert token_id is not None
-    return token_id
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -19,19 +19,13 @@ from services.dispatcher.http.websocket import MAX_IN_FLIGHT
 from shared.api_keys import hash_key
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
-from tests.support.dispatchers import Running, running_dispatcher
+from tests.support.dispatchers import Running, end_id, running_dispatcher
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 TEXT = "Hello 🦊 world, 你好! The end."
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-def end_id(text: ModelText) -> int:
-    token_id = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert token_id is not None
-    return token_id
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -17,6 +14,7 @@ from services.dispatcher.session.leases import Loss
 from sim.campaign import SeedReport, run_seed
 from sim.fault_cluster import Outcome
 from sim.faults import BROKER_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
+from tests.support.traces import outputs_of
 
 NUM_SEEDS = 200
 SEEDS_PER_TEST = 5
@@ -85,16 +83,7 @@ def test_every_recovery_path_was_reached() -> None:
 @pytest.mark.parametrize("seed", [3, 11])
 def test_one_seed_gives_one_trace_in_any_process(seed: int) -> None:
     program = f"from sim.campaign import run_seed; print(run_seed({seed}).digest)"
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for hash_seed in ("1", "4242")
-    }
+    digests = outputs_of(program)
     assert digests == {report_of(seed).digest}
     assert report_of(seed + 1).digest not in digests
 

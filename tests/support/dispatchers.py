@@ -53,6 +53,13 @@ def load_model(folder: Path) -> ModelText:
     return load_text(make_settings(write_model_folder(folder)))
 
 
+def end_id(text: ModelText) -> int:
+    """Return the token that ends an answer."""
+    token_id = text.codec.tokenizer.token_to_id("<|im_end|>")
+    assert token_id is not None
+    return token_id
+
+
 @asynccontextmanager
 async def running_dispatcher(
     text: ModelText, folder: Path, script: Script | None = None, *, ready: bool = True, **fields: Any

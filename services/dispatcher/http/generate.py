@@ -73,7 +73,7 @@ async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | N
         raise
     except ConnectionError:
         raise  # the client is gone
-    except Exception:
+    except Exception:  # a bug, whose answer is made at the edge: here it only gets its name in metrics and log
         call.fate.finish = FailureCode.INTERNAL.value
         raise
     finally:
