@@ -8,7 +8,8 @@ Order, in full: ready callbacks run first in, first out. Timers that are due at 
 order in which they were made. Tasks hash by their number within the loop, so that sets of tasks (inside `TaskGroup`,
 or from `asyncio.wait`) have the same order in every process.
 
-A callback whose context has a `Gate` runs only if the gate lets it (`sim.process`: processes that stand still or die).
+A callback whose context has a `Gate` runs only if the gate lets it (`sim.faults.process`: processes that stand
+still or die).
 
     VirtualTimeError
     ├── DeadlockError           nothing is ready, no timer is set, and main is not done

@@ -1,7 +1,7 @@
 """`make mutation`: makes a seeded sample of small faults, one at a time, and counts those that the tests notice.
 
-Each fault meets the seeds of the campaign first (`sim/campaign.py`); what survives them meets the quick suites of its
-module. The result is a table in Markdown; whether a survivor changes any behaviour is for people to say.
+Each fault meets the seeds of the campaign first (`sim/faults/campaign.py`); what survives them meets the quick suites
+of its module. The result is a table in Markdown; whether a survivor changes any behaviour is for people to say.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import tests.mutation.loader  # noqa: F401  (first: it makes the fault)
 
 def main() -> int:
     """Run the seeds of the command line."""
-    from sim.campaign import run_seed
+    from sim.faults.campaign import run_seed
 
     for seed in map(int, sys.argv[1:]):
         report = run_seed(seed)

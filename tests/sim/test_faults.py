@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from sim.campaign import SeedReport, run_seed
-from sim.fault_cluster import Outcome
-from sim.faults import BROKER_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
+from sim.faults.campaign import SeedReport, run_seed
+from sim.faults.cluster import Outcome
+from sim.faults.kinds import BROKER_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
 from tests.support.traces import outputs_of
 
 NUM_SEEDS = 200
@@ -82,7 +82,7 @@ def test_every_recovery_path_was_reached() -> None:
 
 @pytest.mark.parametrize("seed", [3, 11])
 def test_one_seed_gives_one_trace_in_any_process(seed: int) -> None:
-    program = f"from sim.campaign import run_seed; print(run_seed({seed}).digest)"
+    program = f"from sim.faults.campaign import run_seed; print(run_seed({seed}).digest)"
     digests = outputs_of(program)
     assert digests == {report_of(seed).digest}
     assert report_of(seed + 1).digest not in digests

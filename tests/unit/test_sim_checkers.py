@@ -12,12 +12,12 @@ from services.dispatcher.session.session import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.cost import CostModel
 from shared.types import FinishReason, QoeTarget
-from sim.checkers import Checker, judge_numbers, judge_peaks
-from sim.fault_cluster import Call, Outcome, Peaks
-from sim.faults import Fault, FaultKind, FaultPlan
-from sim.nodes import POISON_SEED
+from sim.faults.checkers import Checker, judge_numbers, judge_peaks
+from sim.faults.cluster import Call, Outcome, Peaks
+from sim.faults.kinds import Fault, FaultKind, FaultPlan
+from sim.faults.nodes import POISON_SEED
+from sim.faults.scenario import Ask, Scenario
 from sim.requests import SimAnswer, SimRequest, undisturbed_text
-from sim.scenario import Ask, Scenario
 from sim.worker import SimWorkerParams
 from sluice_client.qoe import QoeTarget as ReaderTarget
 from sluice_client.qoe import final_qoe

@@ -9,7 +9,7 @@ import pytest
 
 from shared.bus import BusTimeoutError, Endpoint, Message, NoRespondersError, ServiceInfo
 from shared.memory_bus import MemoryBroker, MemoryBus
-from sim.process import ProcessState, SimProcess
+from sim.faults.process import ProcessState, SimProcess
 from sim.virtual_time import VirtualTimeLoop, run
 
 INFO = ServiceInfo("sluice-test", "1.0.0", "test", {}, "t1")

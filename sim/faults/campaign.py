@@ -19,12 +19,12 @@ from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.executor.shadow_kv import TokenDraw
 from services.worker.watchdog import StuckStepError
 from shared.subjects import Subjects
-from sim.checkers import Checker, judge_numbers, judge_peaks
-from sim.fault_cluster import FaultCluster, Outcome
-from sim.faults import MAX_DELAY_S, MESSAGE_KINDS
+from sim.faults.checkers import Checker, judge_numbers, judge_peaks
+from sim.faults.cluster import FaultCluster, Outcome
+from sim.faults.kinds import MAX_DELAY_S, MESSAGE_KINDS
+from sim.faults.scenario import FIRST_TOKEN, VOCABULARY, Ask, Scenario, draw_scenario
+from sim.faults.trace import Trace
 from sim.requests import SimRequest
-from sim.scenario import FIRST_TOKEN, VOCABULARY, Ask, Scenario, draw_scenario
-from sim.trace import Trace
 from sim.virtual_time import run
 
 BOOT_LIMIT_S = 10.0

@@ -2,8 +2,6 @@
 
 Swarm style: each seed enables a random subset of the kinds, so that a run is about few things at a time, and different
 runs about different things. After the last fault comes a quiet time in which everything must mend.
-
-`python -m sim.faults --seed 7` runs one seed and prints its trace.
 """
 
 from __future__ import annotations
@@ -122,11 +120,3 @@ def _draw_target(space: FaultSpace, kind: FaultKind, random: np.random.Generator
 def _draw_duration_s(random: np.random.Generator) -> float:
     """Return 0.05 to 12 s, evenly by order of magnitude: less than the clocks that notice (3 s), and more."""
     return round(float(np.exp(random.uniform(np.log(0.05), np.log(12.0)))), 3)
-
-
-if __name__ == "__main__":
-    import sys
-
-    from sim.campaign import main
-
-    sys.exit(main())

@@ -27,7 +27,7 @@ from shared.bus import BusError
 from shared.errors import StartupError
 from shared.ids import Incarnation
 from shared.memory_bus import MemoryBroker, MemoryBus
-from sim.process import ProcessState, SimProcess
+from sim.faults.process import ProcessState, SimProcess
 from sim.virtual_time import VirtualTimeLoop
 from sim.worker import SimWorker, SimWorkerParams
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from shared.cost import CostModel
 from shared.types import QoeTarget
-from sim.faults import FaultPlan, FaultSpace, draw_faults
-from sim.nodes import POISON_SEED
+from sim.faults.kinds import FaultPlan, FaultSpace, draw_faults
+from sim.faults.nodes import POISON_SEED
 from sim.requests import DAY_S, SimRequest
 from sim.worker import SimWorkerParams
 

@@ -15,11 +15,11 @@ from itertools import pairwise
 from services.dispatcher.session.session import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.types import FinishReason
-from sim.fault_cluster import Call, Outcome, Peaks, describe_call
-from sim.faults import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
-from sim.nodes import POISON_SEED
+from sim.faults.cluster import Call, Outcome, Peaks, describe_call
+from sim.faults.kinds import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
+from sim.faults.nodes import POISON_SEED
+from sim.faults.scenario import MONITOR, Scenario
 from sim.requests import SimAnswer, undisturbed_text
-from sim.scenario import MONITOR, Scenario
 from sluice_client.qoe import QoeTarget, final_qoe
 
 CALM_GAP_S = 4.0

@@ -15,11 +15,11 @@ from services.dispatcher.session.session import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from shared.memory_bus import Delivery, MemoryBroker
-from sim.faults import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
-from sim.nodes import Cut, DispatcherNode, LostConnectionError, MonitorNode, Node, PlannerNode, WorkerNode
+from sim.faults.kinds import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
+from sim.faults.nodes import Cut, DispatcherNode, LostConnectionError, MonitorNode, Node, PlannerNode, WorkerNode
+from sim.faults.scenario import MONITOR, Ask, Scenario
+from sim.faults.trace import SPY, Trace
 from sim.requests import SimAnswer, new_answers, serve_choices
-from sim.scenario import MONITOR, Ask, Scenario
-from sim.trace import SPY, Trace
 from sim.worker import MODEL_NAME, NO_FOLDER
 
 MAX_TURNS = 8

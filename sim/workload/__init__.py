@@ -1,0 +1,1 @@
+"""Workloads: who asks for how much, and when; from traces or drawn by seed."""
