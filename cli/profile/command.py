@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cli.broker import BrokerAccess, named_broker
 from cli.checks import check_broker
@@ -23,10 +22,11 @@ from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import WARM_UP, plan_shapes
+from cli.profile.steps import columns_of, groups_of, overheads_s
 from cli.settings import UpSettings
 from shared.bus import Bus
-from shared.cost import Profile, prefill_pairs, profile_toml
-from shared.cost_fit import Fit, StepColumns, TooFewStepsError, fit_held_out
+from shared.cost import Profile, profile_toml
+from shared.cost_fit import Fit, TooFewStepsError, fit_held_out
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
@@ -55,24 +55,6 @@ class ProfileSettings:
     seed: int = 0
     force: bool = False
     """Write over a file that exists."""
-
-
-def columns_of(steps: Sequence[StepRecord]) -> StepColumns:
-    """Return the steps as the fit takes them."""
-    return StepColumns(
-        num_tokens=np.array([step.num_tokens for step in steps], dtype=np.float64),
-        kv_decode_tokens=np.array([step.kv_decode_tokens for step in steps], dtype=np.float64),
-        prefill_pairs=np.array(
-            [sum(prefill_pairs(*chunk) for chunk in step.chunks) for step in steps], dtype=np.float64
-        ),
-        duration_s=np.array([step.duration_s for step in steps], dtype=np.float64),
-    )
-
-
-def groups_of(steps: Sequence[StepRecord]) -> NDArray[np.intp]:
-    """Return [n] group numbers: a group is a run of steps with equal numbers of decodes and chunks."""
-    sizes = np.array([(step.num_decodes, len(step.chunks)) for step in steps]).reshape(-1, 2)
-    return np.concatenate(([0], np.cumsum((sizes[1:] != sizes[:-1]).any(axis=1)))).astype(np.intp)
 
 
 async def measure(
@@ -167,6 +149,15 @@ def describe_fit(fit: Fit) -> str:
     return "\n".join(lines)
 
 
+def describe_overhead(steps: Sequence[StepRecord]) -> str:
+    """Return what the person reads of the time between steps, which is no part of the fit."""
+    overheads = overheads_s(steps)
+    if not overheads.size:
+        return "between steps: not seen, no step followed another at once"
+    mean_ms, median_ms = 1e3 * float(overheads.mean()), 1e3 * float(np.median(overheads))
+    return f"between steps: {mean_ms:.3g} ms (median {median_ms:.3g}), not part of these; a simulation's --era-ms"
+
+
 def out_path(settings: ProfileSettings, model: str, device: str) -> Path:
     """Return the file to write.
 
@@ -228,5 +219,5 @@ async def _profile(
     fit = await asyncio.to_thread(fit_steps, steps, settings.seed)
     path.write_text(profile_toml(make_profile(report, fit, path.stem, how)), encoding="utf-8")
     use = f"use it with `python -m services.worker --executor modelled --profile {path}`"
-    sys.stdout.write(f"{describe_fit(fit)}\nwritten to {path}; {use}\n")
+    sys.stdout.write(f"{describe_fit(fit)}\n{describe_overhead(steps)}\nwritten to {path}; {use}\n")
     return DONE

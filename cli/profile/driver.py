@@ -60,6 +60,38 @@ async def find_worker(bus: Bus, subjects: Subjects, worker_id: str = "") -> Work
         await listening.close()
 
 
+async def read_steps(
+    bus: Bus, subjects: Subjects, worker_id: WorkerId, first_step_id: int
+) -> tuple[list[StepRecord], int]:
+    """Return a worker's steps from an id on, and the id to go on with.
+
+    Raises:
+        CommandError: the worker keeps no step log, or does not answer.
+    """
+    steps: list[StepRecord] = []
+    while True:
+        data = await ask_worker(bus, subjects.steps(worker_id), worker_id, str(first_step_id).encode())
+        page = decode_json(data, StepLogPage)
+        if not page.max_steps:
+            raise CommandError(f"{worker_id} keeps no step log", "Start it with step_log_size above 0", FAILED)
+        steps += page.steps
+        if page.next_step_id <= first_step_id or not page.steps:
+            return steps, max(first_step_id, page.next_step_id)
+        first_step_id = page.next_step_id
+
+
+async def ask_worker(bus: Bus, subject: str, worker_id: WorkerId, data: bytes) -> bytes:
+    """Return a worker's answer.
+
+    Raises:
+        CommandError: it does not answer.
+    """
+    try:
+        return await bus.request(subject, data, timeout_s=REQUEST_LIMIT_S)
+    except BusError as error:
+        raise CommandError(f"{worker_id} does not answer: {error}", "See `sluice status`", FAILED) from error
+
+
 class Driver:
     """Submits requests to one worker and waits for their ends. A context manager; what runs at its end is cancelled.
 
@@ -133,22 +165,8 @@ class Driver:
         return is_taken and all(reason is FinishReason.LENGTH for reason in reasons)
 
     async def read_steps(self, first_step_id: int) -> tuple[list[StepRecord], int]:
-        """Return the steps from an id on, and the id to go on with.
-
-        Raises:
-            CommandError: the worker keeps no step log, or does not answer.
-        """
-        steps: list[StepRecord] = []
-        while True:
-            page = decode_json(await self._ask("steps", str(first_step_id).encode()), StepLogPage)
-            if not page.max_steps:
-                raise CommandError(
-                    f"{self._worker_id} keeps no step log", "Start it with step_log_size above 0", FAILED
-                )
-            steps += page.steps
-            if page.next_step_id <= first_step_id or not page.steps:
-                return steps, max(first_step_id, page.next_step_id)
-            first_step_id = page.next_step_id
+        """See `read_steps`."""
+        return await read_steps(self._bus, self._subjects, self._worker_id, first_step_id)
 
     async def _submit(self, shape: Shape) -> asyncio.Future[FinishReason] | None:
         """Return the future end of a request of this shape, or None if the worker refuses it."""
@@ -163,7 +181,7 @@ class Driver:
         )
         end: asyncio.Future[FinishReason] = asyncio.get_running_loop().create_future()
         self._running[stream] = end  # before the answer: tokens may overtake it
-        data = await self._ask("submit", encode(submit))
+        data = await ask_worker(self._bus, self._subjects.submit(self._worker_id), self._worker_id, encode(submit))
         try:
             decode(data, Accepted)
         except WireError:
@@ -171,13 +189,6 @@ class Driver:
             del self._running[stream]
             return None
         return end
-
-    async def _ask(self, verb: str, data: bytes) -> bytes:
-        subject = getattr(self._subjects, verb)(self._worker_id)
-        try:
-            return await self._bus.request(subject, data, timeout_s=REQUEST_LIMIT_S)
-        except BusError as error:
-            raise CommandError(f"{self._worker_id} does not answer: {error}", "See `sluice status`", FAILED) from error
 
     def _request_id(self, stream: int) -> RequestId:
         return RequestId(f"{self._id}-{stream}")

@@ -83,7 +83,7 @@ def build_worker(
     engine = _engine(settings, executor.capacity, model, facts.max_model_len)
     emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
     now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
-    steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size)
+    steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size, now)
     on_step = steps.note if settings.step_log_size else None
     loop = StepLoop(engine, executor, emitter.emit, now, StepGate(), max_failures=max_failures, on_step=on_step)
     leases = Leases(

@@ -6,6 +6,7 @@ Noting a step costs an append: the arrays are the batch's own, and are added up 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from shared.wire import encode_json
 
 MAX_PAGE_BYTES = 64 * 1024
 """About the size of an answer: some 500 steps, so that making it does not hold up the event loop."""
-_RECORD_BYTES, _CHUNK_BYTES = 120, 16
+_RECORD_BYTES, _CHUNK_BYTES = 144, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class _Step:
     start: I32
     num_tokens: I32
     duration_s: float
+    period_s: float | None
 
 
 class StepLog:
@@ -36,17 +38,23 @@ class StepLog:
     Args:
         worker_id: named in the answers.
         max_steps: kept; the oldest are forgotten. 0 keeps none.
+        now: the worker's clock, seconds.
     """
 
-    def __init__(self, worker_id: WorkerId, max_steps: int) -> None:
+    def __init__(self, worker_id: WorkerId, max_steps: int, now: Callable[[], float]) -> None:
         self._worker_id = worker_id
         self._max_steps = max_steps
+        self._now = now
+        self._noted_s: float | None = None
         self._steps: deque[_Step] = deque(maxlen=max_steps)
         self._next_step_id = 0
 
     def note(self, batch: Batch, output: BatchOutput) -> None:
         """Remember a step that succeeded."""
-        self._steps.append(_Step(batch.step_id, batch.start, batch.num_tokens, output.duration_s))
+        now_s = self._now()
+        period_s = None if self._noted_s is None else now_s - self._noted_s
+        self._noted_s = now_s
+        self._steps.append(_Step(batch.step_id, batch.start, batch.num_tokens, output.duration_s, period_s))
         self._next_step_id = batch.step_id + 1
 
     async def read(self, message: Message) -> bytes:
@@ -88,4 +96,5 @@ def _record(step: _Step) -> StepRecord:
         kv_decode_tokens=int((starts[~is_chunk] + 1).sum()),
         chunks=tuple(zip(starts[is_chunk].tolist(), step.num_tokens[is_chunk].tolist(), strict=True)),
         duration_s=step.duration_s,
+        period_s=step.period_s,
     )

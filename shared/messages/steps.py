@@ -26,6 +26,9 @@ class StepRecord(Value):
     """Of each prefill chunk of more than one token: tokens before it (p), tokens in it (c)."""
     duration_s: Annotated[float, Field(ge=0)]
     """By the executor's own clock."""
+    period_s: Annotated[float, Field(ge=0)] | None = None
+    """From when the step loop had taken in the step before to when it had this one: the duration, what the loop itself
+    took, and the time in which there was nothing to run. None for the first step."""
 
     @property
     def num_tokens(self) -> int:

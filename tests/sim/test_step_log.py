@@ -7,15 +7,17 @@ import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from itertools import count
 
 import numpy as np
 import pytest
 
 from cli.console import Console
 from cli.exit_codes import CommandError
-from cli.profile.command import ProfileSettings, columns_of, fit_steps, groups_of, make_profile, measure
+from cli.profile.command import ProfileSettings, describe_overhead, fit_steps, make_profile, measure
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, Shape, plan_shapes
+from cli.profile.steps import columns_of, groups_of, overheads_s
 from services.worker.engine.types import Batch, BatchOutput
 from services.worker.step_log import StepLog
 from shared.bus import BusError
@@ -88,8 +90,14 @@ def step(step_id: int, num_chunks: int = 0) -> tuple[Batch, BatchOutput]:
     return batch, BatchOutput(step_id, start, 0.5)
 
 
+def step_log(max_steps: int) -> StepLog:
+    """A log whose clock goes on by one second between two looks at it."""
+    seconds = count()
+    return StepLog(WorkerId("w0"), max_steps, lambda: float(next(seconds)))
+
+
 def test_the_oldest_steps_are_forgotten_and_long_logs_come_in_pages() -> None:
-    log = StepLog(WorkerId("w0"), 1500)
+    log = step_log(1500)
     for i in range(2000):
         log.note(*step(i, num_chunks=3))
     found: list[int] = []
@@ -117,7 +125,7 @@ async def test_the_log_is_asked_by_step_id() -> None:
 
 
 def test_a_worker_that_keeps_no_log_keeps_nothing() -> None:
-    log = StepLog(WorkerId("w0"), 0)
+    log = step_log(0)
     log.note(*step(0))
     assert log.page(0) == StepLogPage(worker_id=WorkerId("w0"), max_steps=0, next_step_id=1)
 
@@ -210,7 +218,7 @@ def test_requests_are_cancelled_when_the_measurement_is_broken_off() -> None:
 
 
 def test_columns_and_groups_follow_the_steps() -> None:
-    log = StepLog(WorkerId("w0"), 10)
+    log = step_log(10)
     for i, num_chunks in enumerate([0, 0, 2, 2, 0]):
         log.note(*step(i, num_chunks))
     steps = log.page(0).steps
@@ -219,3 +227,34 @@ def test_columns_and_groups_follow_the_steps() -> None:
     assert columns.num_tokens.tolist() == [1, 1, 5, 5, 1]
     assert columns.kv_decode_tokens.tolist() == [6] * 5
     assert columns.prefill_pairs.tolist() == [0, 0, 6 * 2 + 3 + 7 * 2 + 3, 6 * 2 + 3 + 7 * 2 + 3, 0]
+
+
+def test_a_period_is_the_time_from_step_to_step() -> None:
+    """The clock shows 0, 1, 2 when the steps are noted, each of which took 0.5 s: the loop took the other half."""
+    log = step_log(10)
+    for i, num_chunks in enumerate([0, 0, 2]):
+        log.note(*step(i, num_chunks))
+    steps = log.page(0).steps
+    assert [record.period_s for record in steps] == [None, 1.0, 1.0]
+    assert overheads_s(steps).tolist() == [0.5, 0.5]
+    assert describe_overhead(steps).startswith("between steps: 500 ms (median 500)")
+
+
+def test_on_the_virtual_clock_nothing_is_between_steps_that_follow_each_other() -> None:
+    """A pause before a prompt is no overhead: only steps with decodes count."""
+
+    async def test() -> None:
+        async with one_worker() as (_, broker):
+            bus = broker.connect("cli")
+            async with Driver(bus, SUBJECTS, WorkerId("w0"), np.random.default_rng(0)) as driver:
+                for _ in range(2):
+                    assert await driver.run(Shape(2, 100, 5))
+                    await asyncio.sleep(3)
+                steps, _ = await driver.read_steps(0)
+            await bus.close()
+        overheads = overheads_s(steps)
+        assert overheads.size == sum(record.num_decodes > 0 for record in steps) >= 8
+        assert overheads.max() < 1e-9
+        assert max((record.period_s or 0) - record.duration_s for record in steps) > 2.9
+
+    in_virtual_time(test)

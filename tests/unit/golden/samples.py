@@ -139,7 +139,14 @@ MESSAGES: dict[str, ControlMessage] = {
         next_step_id=44,
         steps=(
             StepRecord(step_id=41, num_decodes=3, kv_decode_tokens=700, duration_s=0.0125),
-            StepRecord(step_id=43, num_decodes=1, kv_decode_tokens=20, chunks=((0, 512), (16, 7)), duration_s=0.25),
+            StepRecord(
+                step_id=43,
+                num_decodes=1,
+                kv_decode_tokens=20,
+                chunks=((0, 512), (16, 7)),
+                duration_s=0.25,
+                period_s=0.5,
+            ),
         ),
     ),
     "plan": Plan(epoch=3, lever="drop", reason="KV 94 % full"),

@@ -1,0 +1,40 @@
+"""What a worker's step log says, in the columns that a fit takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.cost import prefill_pairs
+from shared.cost_fit import F64, StepColumns
+from shared.messages.steps import StepRecord
+
+
+def columns_of(steps: Sequence[StepRecord]) -> StepColumns:
+    """Return the steps as the fit takes them."""
+    return StepColumns(
+        num_tokens=np.array([step.num_tokens for step in steps], dtype=np.float64),
+        kv_decode_tokens=np.array([step.kv_decode_tokens for step in steps], dtype=np.float64),
+        prefill_pairs=np.array(
+            [sum(prefill_pairs(*chunk) for chunk in step.chunks) for step in steps], dtype=np.float64
+        ),
+        duration_s=np.array([step.duration_s for step in steps], dtype=np.float64),
+    )
+
+
+def groups_of(steps: Sequence[StepRecord]) -> NDArray[np.intp]:
+    """Return [n] group numbers: a group is a run of steps with equal numbers of decodes and chunks."""
+    sizes = np.array([(step.num_decodes, len(step.chunks)) for step in steps]).reshape(-1, 2)
+    return np.concatenate(([0], np.cumsum((sizes[1:] != sizes[:-1]).any(axis=1)))).astype(np.intp)
+
+
+def overheads_s(steps: Sequence[StepRecord]) -> F64:
+    """Return what the step loop took around each step that followed another without waiting for work, seconds.
+
+    A sequence that decodes was in the step before, so a step with decodes began as soon as the loop could: its period
+    less its duration is scheduling, bookkeeping and the ways to the executor and back.
+    """
+    busy = [step for step in steps if step.num_decodes and step.period_s is not None]
+    return np.array([max(0.0, (step.period_s or 0.0) - step.duration_s) for step in busy], dtype=np.float64)
