@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,16 +15,14 @@ from cli.bench.datasets import Sample, read_samples, read_trace
 from cli.bench.load import Load
 from cli.bench.prompts import PromptMaker, TokenScale
 from cli.bench.report import qoe_of, render, summarise
+from cli.bench.running import check_folder, load_session, run_shown, until_stopped
 from cli.bench.server import Server, measure_scale
 from cli.bench.stream import Outcome, stream_answer
 from cli.bench.workload import Planned, arrive_at, first, fit_context, synthetic, upscale
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
-from cli.signals import StopSignals
-from shared.errors import StartupError
 from sluice_client.qoe import QoeTarget
 
-PROGRESS_PERIOD_S = 0.25
 DEFAULT_OUTPUT = 128
 """Tokens of an answer whose length nothing states."""
 
@@ -103,14 +98,7 @@ class Bench:
         maker = PromptMaker(self._rng, scale, vocab_size=settings.vocab, num_prefix=settings.prefix_len)
         self._bodies = [self._body(request, maker) for request in planned]
         self.load = Load(planned, self._send, settings.concurrency)
-        progress = asyncio.create_task(self._show(self.load), name="progress")
-        try:
-            await self.load.run()
-        finally:
-            progress.cancel()
-            with suppress(asyncio.CancelledError):
-                await progress
-            self._console.end_live()
+        await run_shown(self.load, self._console)
 
     def _samples(self) -> list[Sample]:
         if self._settings.dataset == "synthetic" or self._settings.dataset.endswith(".csv"):
@@ -156,11 +144,6 @@ class Bench:
         assert self.load is not None, "running"
         await stream_answer(self._session, self._server.endpoint_url, self._bodies[index], self.load.clock, outcome)
 
-    async def _show(self, load: Load) -> None:
-        while self._console.is_terminal:  # a pipe gets no progress, and the load no work beside it
-            self._console.live(load.describe())
-            await asyncio.sleep(PROGRESS_PERIOD_S)
-
 
 def _with_output(request: Planned, num_output: int | None) -> Planned:
     return request if num_output is None else Planned(request.arrival_s, request.num_input, num_output)
@@ -180,42 +163,12 @@ async def run_bench(settings: BenchSettings, console: Console) -> tuple[int, str
         CommandError: nothing answers there, or it serves no such model.
         StartupError: the data set cannot be read, or the figures have no folder.
     """
-    _check_folder(settings.json_file)
-    timeout = aiohttp.ClientTimeout(total=settings.timeout_s, sock_connect=30)
-    headers = {"Content-Type": "application/json"}
-    if settings.api_key:
-        headers["Authorization"] = f"Bearer {settings.api_key}"
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
+    check_folder(settings.json_file)
+    async with load_session(settings.timeout_s, settings.api_key) as session:
         server = await Server.find(session, settings.url, settings.model, settings.endpoint)
         bench = Bench(settings, console, session, server)
-        is_whole = await _until_stopped(bench)
+        is_whole = await until_stopped(bench.run())
     return _conclude(settings, server, bench, is_whole=is_whole)
-
-
-def _check_folder(json_file: str) -> None:
-    """Refuse a file that cannot be written before the load, not after it."""
-    folder = Path(json_file).absolute().parent
-    if json_file and not folder.is_dir():
-        raise StartupError(f"there is no folder {folder}", "Name another file with --json")
-
-
-async def _until_stopped(bench: Bench) -> bool:
-    """Return whether the load came to its end before Ctrl-C."""
-    signals = StopSignals(lambda: os._exit(KILLED))
-    running = asyncio.create_task(bench.run(), name="bench")
-    stopping = asyncio.create_task(signals.stop.wait(), name="stop")
-    try:
-        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-            return True
-        return False
-    finally:
-        running.cancel()
-        stopping.cancel()
-        await asyncio.gather(running, stopping, return_exceptions=True)
-        signals.close()
 
 
 def _conclude(settings: BenchSettings, server: Server, bench: Bench, *, is_whole: bool) -> tuple[int, str]:

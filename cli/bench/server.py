@@ -15,6 +15,9 @@ from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import check_url
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
+MAX_OWNER = 40
+PROBE_IDS = range(3, 19)
+"""Ids that every vocabulary has, and that are no control tokens in most."""
 LONG_WORDS = 120
 """The longer of the two prompts by which the server's counting is measured; a sixth of it is the shorter one. A small
 context shortens both."""
@@ -29,6 +32,8 @@ class Server:
     endpoint: Literal["chat", "completions"]
     max_model_len: int = 0
     """Most tokens of prompt and answer; 0 if the server does not say."""
+    owner: str = ""
+    """Who the server says owns the model, in practice the name of the engine: `sluice`, `vllm`, `sglang`."""
 
     @property
     def endpoint_url(self) -> str:
@@ -51,7 +56,8 @@ class Server:
         if not models and not model:
             raise CommandError(f"{base_url} lists no model", "Name one with --model", FAILED)
         name = model or next(iter(models))
-        return cls(base_url, name, endpoint, models.get(name, 0))
+        entry = models.get(name, _Entry())
+        return cls(base_url, name, endpoint, entry.max_model_len, entry.owner)
 
     def body(self, prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
         """Return the fields of a request."""
@@ -60,8 +66,14 @@ class Server:
         return {"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
 
 
-async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, int]:
-    """Return the context of each model by its name; empty if the server has no such list."""
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    max_model_len: int = 0
+    owner: str = ""
+
+
+async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, _Entry]:
+    """Return what the server says of each model, by its name; empty if it has no such list."""
     url = f"{base_url}/v1/models"
     try:
         async with session.get(url, timeout=CHECK_LIMIT) as response:
@@ -75,7 +87,23 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, in
     listed = parse_answer(body) if status == 200 else None
     entries = listed.get("data") if isinstance(listed, dict) else None
     found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return {str(entry["id"]): count_of(entry.get("max_model_len")) or 0 for entry in found if "id" in entry}
+    return {
+        str(entry["id"]): _Entry(
+            count_of(entry.get("max_model_len")) or 0, str(entry.get("owned_by") or "")[:MAX_OWNER]
+        )
+        for entry in found
+        if "id" in entry
+    }
+
+
+async def accepts_token_ids(server: Server, session: aiohttp.ClientSession) -> bool:
+    """Return whether a completion's prompt may be token ids, which the server then counts as so many tokens.
+
+    Raises:
+        CommandError: no answer.
+    """
+    status, body = await _post(server, session, list(PROBE_IDS))
+    return status == 200 and _prompt_tokens(body) == len(PROBE_IDS)
 
 
 async def measure_scale(
@@ -99,15 +127,24 @@ async def measure_scale(
 
 async def _count(server: Server, session: aiohttp.ClientSession, text: str) -> int | None:
     """Return the tokens of a prompt as the server counts them, or None if it does not say."""
+    status, body = await _post(server, session, text)
+    if status != 200:
+        said = body.decode(errors="replace")[:200]
+        raise CommandError(f"{server.endpoint_url} answers {status}: {said}", "See --endpoint", FAILED)
+    return _prompt_tokens(body)
+
+
+async def _post(server: Server, session: aiohttp.ClientSession, prompt: str | list[int]) -> tuple[int, bytes]:
+    """Return status and body of the answer to a request for one token."""
     try:
-        async with session.post(server.endpoint_url, json=server.body(text, 1)) as response:
-            body = await response.content.read(1 << 20)
-            if response.status != 200:
-                said = body.decode(errors="replace")[:200]
-                raise CommandError(f"{server.endpoint_url} answers {response.status}: {said}", "See --endpoint", FAILED)
+        async with session.post(server.endpoint_url, json=server.body(prompt, 1)) as response:
+            return response.status, await response.content.read(1 << 20)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "See whether it is well, or allow more with --timeout-s"
         raise CommandError(f"no answer from {server.endpoint_url} ({type(error).__name__})", hint, FAILED) from error
+
+
+def _prompt_tokens(body: bytes) -> int | None:
     answer = parse_answer(body)
     usage = answer.get("usage") if isinstance(answer, dict) else None
     return count_of(usage.get("prompt_tokens")) if isinstance(usage, dict) else None

@@ -1,0 +1,42 @@
+"""From what a client saw of its answers to the records that a summary takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cli.bench.stream import Outcome
+from sim.experiment.records import Recorder, Records
+from sim.workload.workload import Workload
+
+
+def records_of(workload: Workload, outcomes: Sequence[Outcome]) -> Records:
+    """Return the records of the requests that were sent; a request arrives when its client sends it.
+
+    Args:
+        workload: what was planned.
+        outcomes: of its first requests, in order; further ones were not sent, and are left out.
+    """
+    recorder = Recorder(workload)
+    arrival_s = workload.arrival_s.copy()
+    was_sent = np.zeros(len(workload), dtype=np.bool_)
+    for outcome in outcomes:
+        arrival_s[outcome.index], was_sent[outcome.index] = outcome.sent_s, True
+        for at_s, count in outcome.deliveries:
+            recorder.tokens(outcome.index, at_s, count)
+        if outcome.end_s is not None:
+            recorder.end(outcome.index, outcome.failure)
+    return recorder.records(arrival_s).select(was_sent)
+
+
+def lateness_p99_s(outcomes: Sequence[Outcome]) -> float | None:
+    """Return by how much the load itself was late, 99th percentile; None if nothing was sent."""
+    late_s = [outcome.sent_s - outcome.due_s for outcome in outcomes]
+    return float(np.percentile(late_s, 99)) if late_s else None
+
+
+def num_short(outcomes: Sequence[Outcome], records: Records) -> int:
+    """Return how many complete answers are shorter than the trace wants: the server did not go on past end tokens."""
+    counted = all(outcome.is_counted for outcome in outcomes if not outcome.failure)
+    return int((records.is_complete & (records.num_tokens < records.num_output)).sum()) if counted else 0

@@ -1,0 +1,122 @@
+"""Looks at a server while a load runs: what it tells of its memory, for the figures that no client can measure.
+
+Any server is asked for `/metrics`; one that tells a cluster view (`/v1/cluster`, Sluice's own) gives blocks as well, of
+all workers at one instant. Both are looked at once a second: what lies between two looks is not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import aiohttp
+
+from cli.replay.metrics import Sample, read_sample
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
+from shared.wire import WireError, decode_json
+from sim.experiment.summary import SystemFacts
+
+PERIOD_S = 1.0
+LOOK_LIMIT = aiohttp.ClientTimeout(total=5)
+MAX_ANSWER_BYTES = 8 * 1024**2
+
+
+class ServerWatch:
+    """Peaks and differences over one load.
+
+    Args:
+        session: with the headers.
+        base_url: of the server.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+        self._session = session
+        self._base_url = base_url
+        self._has_metrics = self._has_view = True
+        self._kv_peak: float | None = None
+        self._demand_peak: float | None = None
+        self._preemptions: tuple[float, float] | None = None
+        """At the first look, and at the last one."""
+        self._gpus_peak: int | None = None
+        self._gpu_seconds = 0.0
+        self._looked_s: float | None = None
+
+    async def run(self) -> None:
+        """Look until cancelled, or until the server turns out to tell nothing."""
+        while self._has_metrics or self._has_view:
+            await self.look()
+            await asyncio.sleep(PERIOD_S)
+
+    async def look(self) -> None:
+        """Take in what the server says now."""
+        if self._has_view:
+            self._has_view = await self._ask("/v1/cluster", self._take_cluster)
+        if self._has_metrics:
+            self._has_metrics = await self._ask("/metrics", self._take_metrics)
+
+    def take_view(self, view: ClusterView, now_s: float) -> None:
+        """Note the blocks and devices of all workers that serve."""
+        reports = [
+            worker.report
+            for worker in view.workers
+            if worker.liveness is Liveness.ALIVE and worker.report.phase is WorkerPhase.READY
+        ]
+        num_blocks = sum(report.num_blocks for report in reports)
+        if num_blocks:
+            used = sum(report.num_used_blocks for report in reports)
+            demanded = sum(report.num_demanded_blocks for report in reports)
+            self._kv_peak = max(self._kv_peak or 0.0, used / num_blocks)
+            self._demand_peak = max(self._demand_peak or 0.0, (used + demanded) / num_blocks)
+        num_gpus = sum(map(_is_on_gpu, reports))
+        if self._looked_s is not None:
+            self._gpu_seconds += num_gpus * (now_s - self._looked_s)
+        self._looked_s = now_s
+        self._gpus_peak = max(self._gpus_peak or 0, num_gpus)
+
+    def take_sample(self, sample: Sample) -> None:
+        """Note the metrics; the view, where there is one, is the better word on memory."""
+        if sample.kv_used_ratio is not None and self._demand_peak is None:
+            self._kv_peak = max(self._kv_peak or 0.0, sample.kv_used_ratio)
+        if sample.num_preemptions is not None:
+            first = sample.num_preemptions if self._preemptions is None else self._preemptions[0]
+            self._preemptions = (first, sample.num_preemptions)
+
+    def facts(self) -> SystemFacts:
+        """Return what was seen; None for what the server does not tell."""
+        preemptions = None
+        if self._preemptions is not None and self._preemptions[1] >= self._preemptions[0]:  # else it began anew
+            preemptions = round(self._preemptions[1] - self._preemptions[0])
+        return SystemFacts(
+            kv_peak_ratio=self._kv_peak,
+            demand_over_capacity_peak=self._demand_peak,
+            preemptions=preemptions,
+            gpus_peak=self._gpus_peak,
+            gpu_seconds=None if self._gpus_peak is None else self._gpu_seconds,
+        )
+
+    def _take_cluster(self, body: bytes) -> bool:
+        try:
+            view = decode_json(body, ClusterView)
+        except WireError:
+            return b'"workers"' in body  # a cluster whose monitor has not spoken yet
+        self.take_view(view, time.monotonic())
+        return True
+
+    def _take_metrics(self, body: bytes) -> bool:
+        self.take_sample(read_sample(body.decode(errors="replace")))
+        return True
+
+    async def _ask(self, path: str, take: Callable[[bytes], bool]) -> bool:
+        """Return whether to ask this again: not if the server does not know the path, or says something else."""
+        try:
+            async with self._session.get(f"{self._base_url}{path}", timeout=LOOK_LIMIT) as response:
+                if response.status != 200:
+                    return response.status >= 500
+                return take(await response.content.read(MAX_ANSWER_BYTES))
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return True  # it may be late under load
+
+
+def _is_on_gpu(report: WorkerReport) -> bool:
+    return report.device.startswith("cuda")
