@@ -19,6 +19,8 @@ FIRST_ID = 3
 """Ids below are control tokens."""
 NUM_TOKENS = 4096
 """Tokens that the tokenizer has; prompts are of these, whatever the model's vocabulary is."""
+SPACE = "\u0120"
+"""How a byte-level vocabulary writes a space."""
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -46,10 +48,23 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(shape)
     model = (LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM)(config).float()
-    with torch.no_grad():  # tied: no greedy answer ever has a control token, which is no text
-        model.get_input_embeddings().weight[:FIRST_ID] = 0
+    tokenizer = make_tokenizer()
+    with torch.no_grad():  # tied: no greedy answer ever has such a token
+        model.get_input_embeddings().weight[silent_ids(tokenizer.get_vocab())] = 0
     model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def silent_ids(vocab: dict[str, int]) -> list[int]:
+    """Return the tokens that may be no text by themselves: control tokens, and those with a part of a character.
+
+    A server holds such text back, so that times would depend on what is said.
+    """
+    return sorted(
+        index
+        for token, index in vocab.items()
+        if index < FIRST_ID or not all("!" <= char <= "~" or char == SPACE for char in token)
+    )
 
 
 def _config(shape: str) -> Any:

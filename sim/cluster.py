@@ -15,7 +15,7 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
-from shared.memory_bus import MemoryBroker
+from shared.memory_bus import LATENCY_S, MemoryBroker
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
 
@@ -36,6 +36,8 @@ class ClusterParams:
     """Requests that may wait for room."""
     queue_limit_s: float = 3600.0
     """Seconds that they may wait."""
+    latency_s: float = LATENCY_S
+    """Of every message, from sender to receiver."""
 
 
 class SimCluster:
@@ -43,7 +45,7 @@ class SimCluster:
 
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
-        self.broker = MemoryBroker()
+        self.broker = MemoryBroker(params.latency_s)
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)

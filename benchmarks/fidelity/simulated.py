@@ -1,0 +1,93 @@
+"""The simulated side: the same workload on the services' own code, with the coefficients that were fitted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.fidelity.live import message_s
+from benchmarks.fidelity.measurement import Measurement, WorkerFacts
+from cli.profile.driver import read_steps
+from cli.profile.steps import columns_of, groups_of, overheads_s
+from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
+from shared.cost import CostModel
+from shared.cost_fit import Fit, fit_held_out
+from shared.ids import WorkerId
+from shared.messages.steps import StepRecord
+from shared.subjects import Subjects
+from sim.cluster import ClusterParams, SimCluster
+from sim.experiment.records import Recorder, Records
+from sim.experiment.run import feed
+from sim.virtual_time import run
+from sim.worker import SimWorkerParams
+from sim.workload.workload import Workload
+
+WORKER_ID = WorkerId("worker-0")
+READ_PERIOD_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What the simulation is told of the live cluster; nothing of it is taken from the load that it is compared on."""
+
+    fit: Fit
+    """Of the steps' durations; without overhead."""
+    overhead_s: float
+    """Mean of what the step loop takes between two steps: the cost model's `era_s`."""
+    message_s: float
+    """Latency of one message, HTTP and text included."""
+
+    @property
+    def cost(self) -> CostModel:
+        """What a simulated step takes."""
+        return replace(self.fit.cost, era_s=self.overhead_s)
+
+
+def calibrate(measured: Measurement, seed: int = 0) -> Calibration:
+    """Return the calibration by the idle probes and the first load."""
+    steps = measured.fitted.steps
+    fit = fit_held_out(columns_of(steps), groups_of(steps), np.random.default_rng(seed))
+    overhead_s = float(overheads_s(steps).mean())
+    return Calibration(fit, overhead_s, message_s(measured.idle, overhead_s))
+
+
+@dataclass(frozen=True, slots=True)
+class SimRun:
+    """One load on the simulated cluster."""
+
+    records: Records
+    steps: tuple[StepRecord, ...]
+
+
+def simulate(workload: Workload, worker: WorkerFacts, calibration: Calibration) -> SimRun:
+    """Return what the simulator says of a workload; the same for the same arguments."""
+    params = SimWorkerParams(
+        worker_id=WORKER_ID,
+        cost=calibration.cost,
+        num_blocks=worker.num_blocks,
+        block_size=worker.block_size,
+        system=worker.system,
+        max_model_len=worker.max_model_len,
+        max_sequences=worker.max_sequences,
+        vocab_size=VOCAB_SIZE,
+        first_token_id=FIRST_TOKEN_ID,
+    )
+    return run(_simulate(workload, ClusterParams((params,), worker.system, latency_s=calibration.message_s)))
+
+
+async def _simulate(workload: Workload, params: ClusterParams) -> SimRun:
+    recorder = Recorder(workload)
+    async with SimCluster(params) as cluster:
+        feeding = asyncio.create_task(feed(cluster, workload, recorder), name="feeder")
+        bus, steps, next_step_id = cluster.broker.connect("fidelity"), list[StepRecord](), 0
+        is_last = False
+        while not is_last:
+            await asyncio.wait([feeding], timeout=READ_PERIOD_S)
+            is_last = feeding.done()
+            new, next_step_id = await read_steps(bus, Subjects("default"), WORKER_ID, next_step_id)
+            steps += new
+        feeding.result()
+        await bus.close()
+    return SimRun(recorder.records(), tuple(steps))
