@@ -23,7 +23,7 @@ from sim.cluster import SimCluster
 from sim.experiment.records import Recorder
 from sim.experiment.result import RunResult
 from sim.experiment.sampling import Sampler
-from sim.experiment.setup import build_params, real_blocks
+from sim.experiment.setup import ExperimentCluster, build_cluster
 from sim.requests import DAY_S
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run as run_virtually
@@ -67,20 +67,25 @@ def run_system(
         StartupError: the scenario names what does not exist.
     """
     workload = scenario.workload(seed, traces)
-    return run_virtually(_run(scenario, system, workload, on_progress))
+    return run_workload(build_cluster(scenario, system, workload), workload, on_progress)
 
 
-async def _run(
-    scenario: Scenario, system: str, workload: Workload, on_progress: Callable[[Progress], None]
+def run_workload(
+    cluster: ExperimentCluster, workload: Workload, on_progress: Callable[[Progress], None] = lambda _: None
 ) -> RunResult:
+    """Return what became of a workload's requests on a cluster."""
+    return run_virtually(_run(cluster, workload, on_progress))
+
+
+async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callable[[Progress], None]) -> RunResult:
     recorder = Recorder(workload)
     end_s = float(workload.arrival_s[-1]) if len(workload) else 0.0
 
     def report(at_s: float) -> None:
         on_progress(Progress(at_s, end_s, recorder.num_done, len(workload)))
 
-    async with SimCluster(build_params(scenario, system, workload)) as cluster:
-        sampler = Sampler(cluster, real_blocks(scenario, system), cluster.params.workers[0].tp)
+    async with SimCluster(built.params) as cluster:
+        sampler = Sampler(cluster, built.num_blocks, built.tp)
         sampling = asyncio.create_task(sampler.run(report), name="sampler")
         feeding = asyncio.create_task(feed(cluster, workload, recorder), name="feeder")
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shared.systems import find_system
 from sim.catalog.instance import InstanceFacts, find_instance
@@ -30,20 +30,31 @@ def num_kv_blocks(scenario: Scenario) -> int:
     return num_tokens // BLOCK_SIZE
 
 
-def build_params(scenario: Scenario, system: str, workload: Workload) -> ClusterParams:
+@dataclass(frozen=True, slots=True)
+class ExperimentCluster:
+    """A cluster to simulate, and what its figures are relative to."""
+
+    params: ClusterParams
+    num_blocks: int | None = None
+    """KV blocks of one instance's real memory, where its worker is given more than there is; None: ask the worker."""
+    tp: int = 1
+    """GPUs of one instance."""
+
+
+def build_cluster(scenario: Scenario, system: str, workload: Workload) -> ExperimentCluster:
     """Return the cluster: so many equal instances, each a worker.
 
     The KV of a finished request is not kept for others: prompts are random, and the papers' baselines have no prefix
     cache. A preempted request computes all of its KV again.
     """
-    find_system(system)
-    instance = instance_of(scenario)
+    instance, num_blocks = instance_of(scenario), num_kv_blocks(scenario)
+    is_bounded = find_system(system).memory == "bounded"
     longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
             replace(instance.cost, era_s=scenario.era_ms / 1e3),
-            num_blocks=num_kv_blocks(scenario),
+            num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             system=system,
             max_model_len=longest,
@@ -53,4 +64,4 @@ def build_params(scenario: Scenario, system: str, workload: Workload) -> Cluster
         )
         for i in range(scenario.instances)
     )
-    return ClusterParams(workers, system=system)
+    return ExperimentCluster(ClusterParams(workers, system=system), None if is_bounded else num_blocks, instance.tp)
