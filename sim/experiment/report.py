@@ -1,4 +1,4 @@
-"""A comparison as the table that a person reads: one column per system, factors of the baseline beside its figures. Pure."""
+"""A comparison as the table that a person reads: a column per system, factors of the baseline beside it. Pure."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _GAPS: Final = (("gap closed: TTFT p99", "ttft_p99"), ("gap closed: QoE mean", "
 
 
 def render(comparison: Comparison) -> str:
-    """Return the table. The first system is the baseline of the factors; rows that nobody knows anything of are left out."""
+    """Return the table: the first system is the baseline of the factors; rows without any figure are left out."""
     systems: Mapping[str, Summary] = comparison["systems"]
     names = list(systems)
     lines = [["", *names]]
