@@ -41,6 +41,16 @@ def check_url(text: str) -> str:
     return text
 
 
+async def read_body(response: aiohttp.ClientResponse, max_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    """Return the whole body, or its beginning if it is longer than `max_bytes`; one read gives only what is there."""
+    parts: list[bytes] = []
+    left = max_bytes
+    while left and (part := await response.content.read(left)):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
 async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
     """Return what GET says; a key is sent along if there is one.
 
@@ -51,7 +61,7 @@ async def ask(url: str, *, api_key: str = "", limit_s: float = 5.0) -> Answer:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session, session.get(url) as response:
-            return Answer(response.status, await response.content.read(MAX_ANSWER_BYTES))
+            return Answer(response.status, await read_body(response))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = "no answer in time" if isinstance(error, asyncio.TimeoutError) else type(error).__name__
         hint = "Start a cluster with `sluice up`, or name another with --url"

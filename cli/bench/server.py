@@ -12,7 +12,7 @@ import numpy as np
 from cli.bench.answers import count_of, parse_answer
 from cli.bench.prompts import PromptMaker, TokenScale, scale_of
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.http import check_url
+from cli.http import check_url, read_body
 
 CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 MAX_OWNER = 40
@@ -138,7 +138,7 @@ async def _post(server: Server, session: aiohttp.ClientSession, prompt: str | li
     """Return status and body of the answer to a request for one token."""
     try:
         async with session.post(server.endpoint_url, json=server.body(prompt, 1)) as response:
-            return response.status, await response.content.read(1 << 20)
+            return response.status, await read_body(response)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         hint = "See whether it is well, or allow more with --timeout-s"
         raise CommandError(f"no answer from {server.endpoint_url} ({type(error).__name__})", hint, FAILED) from error

@@ -7,40 +7,42 @@ all workers at one instant. Both are looked at once a second: what lies between 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import aiohttp
+import numpy as np
 
+from cli.http import read_body
 from cli.replay.metrics import Sample, read_sample
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.wire import WireError, decode_json
+from sim.experiment.result import Samples
 from sim.experiment.summary import SystemFacts
 
 PERIOD_S = 1.0
 LOOK_LIMIT = aiohttp.ClientTimeout(total=5)
-MAX_ANSWER_BYTES = 8 * 1024**2
 
 
 class ServerWatch:
-    """Peaks and differences over one load.
+    """Watches one load.
 
     Args:
         session: with the headers.
         base_url: of the server.
+        clock: seconds since the load began.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, clock: Callable[[], float]) -> None:
         self._session = session
         self._base_url = base_url
+        self._clock = clock
         self._has_metrics = self._has_view = True
+        self._rows: list[tuple[float, ...]] = []
+        """Of the views; columns as in `Samples`."""
         self._kv_peak: float | None = None
-        self._demand_peak: float | None = None
+        """By the metrics."""
         self._preemptions: tuple[float, float] | None = None
         """At the first look, and at the last one."""
-        self._gpus_peak: int | None = None
-        self._gpu_seconds = 0.0
-        self._looked_s: float | None = None
 
     async def run(self) -> None:
         """Look until cancelled, or until the server turns out to tell nothing."""
@@ -55,44 +57,54 @@ class ServerWatch:
         if self._has_metrics:
             self._has_metrics = await self._ask("/metrics", self._take_metrics)
 
-    def take_view(self, view: ClusterView, now_s: float) -> None:
+    def take_view(self, view: ClusterView, at_s: float) -> None:
         """Note the blocks and devices of all workers that serve."""
         reports = [
             worker.report
             for worker in view.workers
             if worker.liveness is Liveness.ALIVE and worker.report.phase is WorkerPhase.READY
         ]
-        num_blocks = sum(report.num_blocks for report in reports)
-        if num_blocks:
-            used = sum(report.num_used_blocks for report in reports)
-            demanded = sum(report.num_demanded_blocks for report in reports)
-            self._kv_peak = max(self._kv_peak or 0.0, used / num_blocks)
-            self._demand_peak = max(self._demand_peak or 0.0, (used + demanded) / num_blocks)
-        num_gpus = sum(map(_is_on_gpu, reports))
-        if self._looked_s is not None:
-            self._gpu_seconds += num_gpus * (now_s - self._looked_s)
-        self._looked_s = now_s
-        self._gpus_peak = max(self._gpus_peak or 0, num_gpus)
+        used = sum(report.num_used_blocks for report in reports)
+        demanded = sum(report.num_demanded_blocks for report in reports)
+        self._rows.append(
+            (
+                at_s,
+                used,
+                used + demanded,
+                sum(report.num_blocks for report in reports),
+                sum(report.num_running for report in reports),
+                sum(report.num_waiting + report.num_preempted for report in reports),
+                sum(map(_is_on_gpu, reports)),
+            )
+        )
 
     def take_sample(self, sample: Sample) -> None:
-        """Note the metrics; the view, where there is one, is the better word on memory."""
-        if sample.kv_used_ratio is not None and self._demand_peak is None:
+        """Note the metrics."""
+        if sample.kv_used_ratio is not None:
             self._kv_peak = max(self._kv_peak or 0.0, sample.kv_used_ratio)
         if sample.num_preemptions is not None:
             first = sample.num_preemptions if self._preemptions is None else self._preemptions[0]
             self._preemptions = (first, sample.num_preemptions)
 
+    def samples(self) -> Samples | None:
+        """Return what the views said so far; None if there was none."""
+        return Samples(*np.array(self._rows, dtype=np.float64).T) if self._rows else None
+
     def facts(self) -> SystemFacts:
-        """Return what was seen; None for what the server does not tell."""
+        """Return what was seen; None for what the server does not tell. A view is the better word on memory."""
         preemptions = None
         if self._preemptions is not None and self._preemptions[1] >= self._preemptions[0]:  # else it began anew
             preemptions = round(self._preemptions[1] - self._preemptions[0])
+        samples = self.samples()
+        if samples is None or not samples.num_blocks.any():
+            return SystemFacts(kv_peak_ratio=self._kv_peak, preemptions=preemptions)
+        num_blocks = np.maximum(samples.num_blocks, 1)
         return SystemFacts(
-            kv_peak_ratio=self._kv_peak,
-            demand_over_capacity_peak=self._demand_peak,
+            kv_peak_ratio=float((samples.used_blocks / num_blocks).max()),
+            demand_over_capacity_peak=float((samples.demanded_blocks / num_blocks).max()),
             preemptions=preemptions,
-            gpus_peak=self._gpus_peak,
-            gpu_seconds=None if self._gpus_peak is None else self._gpu_seconds,
+            gpus_peak=int(samples.num_gpus.max()),
+            gpu_seconds=float((samples.num_gpus[:-1] * np.diff(samples.at_s)).sum()),
         )
 
     def _take_cluster(self, body: bytes) -> bool:
@@ -100,7 +112,7 @@ class ServerWatch:
             view = decode_json(body, ClusterView)
         except WireError:
             return b'"workers"' in body  # a cluster whose monitor has not spoken yet
-        self.take_view(view, time.monotonic())
+        self.take_view(view, self._clock())
         return True
 
     def _take_metrics(self, body: bytes) -> bool:
@@ -113,7 +125,7 @@ class ServerWatch:
             async with self._session.get(f"{self._base_url}{path}", timeout=LOOK_LIMIT) as response:
                 if response.status != 200:
                     return response.status >= 500
-                return take(await response.content.read(MAX_ANSWER_BYTES))
+                return take(await read_body(response))
         except (aiohttp.ClientError, TimeoutError, OSError):
             return True  # it may be late under load
 
