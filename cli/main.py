@@ -14,6 +14,7 @@ from cli.bus_options import nats_config, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.keys import keys
+from cli.replay.options import replay
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
 
@@ -30,6 +31,7 @@ Examples:
   sluice pull owner/name                       fetch a model from the hub
   sluice keys create --tenant me               make an API key
   sluice bench --request-rate 4                put a load on a server and measure it
+  sluice replay arrivals.csv --upscale 8       a trace of arrivals and lengths, on time
   sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
@@ -39,8 +41,8 @@ Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench), or under the id (chaos)
-  130  stopped at once by a second Ctrl-C (bench, pull: by the first)
+  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos)
+  130  stopped at once by a second Ctrl-C (bench, replay, pull: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
 NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting one.
@@ -247,6 +249,7 @@ def version() -> int:
 cli.add_command(bench)
 cli.add_command(chaos)
 cli.add_command(keys)
+cli.add_command(replay)
 cli.add_command(tap)
 cli.add_command(nats_config)
 

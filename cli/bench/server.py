@@ -18,6 +18,7 @@ CHECK_LIMIT = aiohttp.ClientTimeout(total=10)
 MAX_OWNER = 40
 PROBE_IDS = range(3, 19)
 """Ids that every vocabulary has, and that are no control tokens in most."""
+NO_SUCH_PATH = (404, 405, 501)
 LONG_WORDS = 120
 """The longer of the two prompts by which the server's counting is measured; a sixth of it is the shorter one. A small
 context shortens both."""
@@ -96,14 +97,18 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, _E
     }
 
 
-async def accepts_token_ids(server: Server, session: aiohttp.ClientSession) -> bool:
-    """Return whether a completion's prompt may be token ids, which the server then counts as so many tokens.
+async def probe_completions(server: Server, session: aiohttp.ClientSession) -> Literal["ids", "text", "none"]:
+    """Return what `/v1/completions` takes: `ids` if a prompt may be token ids, which count as so many tokens.
+
+    `none` means that there is no such path.
 
     Raises:
         CommandError: no answer.
     """
     status, body = await _post(server, session, list(PROBE_IDS))
-    return status == 200 and _prompt_tokens(body) == len(PROBE_IDS)
+    if status in NO_SUCH_PATH:
+        return "none"
+    return "ids" if status == 200 and _prompt_tokens(body) == len(PROBE_IDS) else "text"
 
 
 async def measure_scale(

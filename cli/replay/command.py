@@ -1,0 +1,215 @@
+"""`sluice replay`: finds out what the server takes, sends the trace on time, and reports as `sluice compare` does."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from cli.bench.prompts import PromptMaker
+from cli.bench.running import check_folder, load_session, run_shown, until_stopped
+from cli.bench.server import Server, measure_scale, probe_completions
+from cli.bench.stream import Outcome
+from cli.console import Console
+from cli.exit_codes import DONE, FAILED, KILLED, CommandError
+from cli.replay.load import fit_context, load_workload
+from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.remarks import remarks_on
+from cli.replay.sender import VOCAB_SIZE, Prompts, Sender, token_prompts
+from cli.replay.watch import ServerWatch
+from sim.experiment.compare import compare, to_json
+from sim.experiment.plots import check_matplotlib, write_plots
+from sim.experiment.report import render
+from sim.experiment.result import RunResult
+from sim.experiment.summary import Slo, summarise
+from sim.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """What `sluice replay` was told."""
+
+    trace: Path
+    url: str
+    model: str = ""
+    name: str = ""
+    """Of the system in the report; empty: what the server calls itself."""
+    upscale: float = 1.0
+    """Load in multiples of the trace's own."""
+    lengths: str = ""
+    """Distribution of prompt and answer lengths; empty: the trace's own."""
+    duration_s: float | None = None
+    """Arrivals after it are left out."""
+    warm_up_s: float = 0.0
+    """Requests that arrive before it do not count."""
+    reader: tuple[float, float] = (1.0, 4.8)
+    """What QoE expects: seconds to the first token, then tokens per second."""
+    slo: tuple[float, float] | None = None
+    """What is in time: seconds to the first token, seconds per token."""
+    vocab: int = VOCAB_SIZE
+    """Prompts are of token ids below this, where the server takes ids."""
+    seed: int = 0
+    timeout_s: float = 600.0
+    api_key: str = ""
+    json_file: str = ""
+    plot_folder: Path | None = None
+
+
+class Replay:
+    """One `sluice replay`.
+
+    Args:
+        settings: of the command.
+        console: where the person looks.
+        session: with the time limit and the headers.
+        server: reachable.
+        workload: what the trace wants.
+    """
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        console: Console,
+        session: aiohttp.ClientSession,
+        server: Server,
+        workload: Workload,
+    ) -> None:
+        self._settings = settings
+        self._console = console
+        self._session = session
+        self.server = server
+        self.workload = workload
+        self.num_cut = 0
+        """Requests that were cut to the model's context."""
+        self.has_token_ids = False
+        """Whether prompts are token ids, of exactly the wanted length, and not words of about that length."""
+        self.sender: Sender | None = None
+        self.watch: ServerWatch | None = None
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of the requests that were sent so far."""
+        return [] if self.sender is None else list(self.sender.outcomes)
+
+    async def run(self) -> None:
+        """Return when every request has ended.
+
+        Raises:
+            CommandError: the server refuses even a short request.
+        """
+        prompts = await self._choose_prompts()
+        self._say_what_is_sent()
+        self.sender = Sender(self._session, self.server, self.workload, prompts)
+        self.watch = ServerWatch(self._session, self.server.base_url, self.sender.load.clock)
+        watching = asyncio.create_task(self.watch.run(), name="watch")
+        try:
+            await run_shown(self.sender.load, self._console)
+            await self.watch.look()
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def _choose_prompts(self) -> Prompts:
+        """Find out what the server takes, and cut the workload to its context."""
+        taken = await probe_completions(self.server, self._session)
+        self.has_token_ids = taken == "ids"
+        if taken == "none":
+            self.server = replace(self.server, endpoint="chat")
+        if self.server.max_model_len:
+            self.workload, self.num_cut = fit_context(
+                self.workload, self.server.max_model_len, is_exact=self.has_token_ids
+            )
+        if self.has_token_ids:
+            return token_prompts(self.workload, self._settings.vocab)
+        rng = np.random.default_rng(self._settings.seed)
+        maker = PromptMaker(rng, await measure_scale(self.server, self._session, rng, ()))
+        return lambda index: maker.make(int(self.workload.num_prompt[index]))
+
+    def _say_what_is_sent(self) -> None:
+        load = self.workload
+        what = "token ids" if self.has_token_ids else "words, about as long as wanted: the server takes no token ids"
+        sizes = f"{load.num_prompt.sum()} prompt and {load.num_output.sum()} answer tokens"
+        where = f"{self.server.model} at {self.server.base_url}"
+        self._console.line(f"{load.name}: {len(load)} requests, {sizes}, over {load.arrival_s[-1]:.0f} s, on {where}")
+        self._console.line(f"prompts are {what}")
+        if self.num_cut:
+            limit = self.server.max_model_len
+            self._console.line(f"{self.num_cut} requests are cut to the model's context of {limit} tokens")
+
+
+async def run_replay(settings: ReplaySettings, console: Console) -> tuple[int, str]:
+    """Replay the trace; return the exit code and what to print. Ctrl-C ends it and gives what there is.
+
+    Raises:
+        CommandError: nothing answers there, it serves no such model, or refuses everything.
+        StartupError: the trace cannot be read, there are no such lengths, or no place for the figures.
+    """
+    check_folder(settings.json_file)
+    if settings.plot_folder is not None:
+        check_matplotlib()
+    workload = load_workload(
+        settings.trace,
+        upscale=settings.upscale,
+        lengths=settings.lengths,
+        duration_s=settings.duration_s,
+        reader=settings.reader,
+        seed=settings.seed,
+    )
+    async with load_session(settings.timeout_s, settings.api_key) as session:
+        server = await Server.find(session, settings.url, settings.model, "completions")
+        replay = Replay(settings, console, session, server, workload)
+        is_whole = await until_stopped(replay.run())
+    return _conclude(settings, replay, is_whole=is_whole)
+
+
+def _conclude(settings: ReplaySettings, replay: Replay, *, is_whole: bool) -> tuple[int, str]:
+    outcomes = replay.outcomes
+    if replay.watch is None or not outcomes:
+        raise CommandError("stopped before the first request was sent", "", KILLED)
+    result = RunResult(records_of(replay.workload, outcomes), replay.watch.facts(), replay.watch.samples())
+    slo = None if settings.slo is None else Slo(*settings.slo)
+    summary = summarise(result.records, result.facts, slo=slo, warm_up_s=settings.warm_up_s)
+    name = settings.name or replay.server.owner or "server"
+    comparison = compare(_scenario(settings, replay), {settings.seed: {name: summary}})
+    _write(settings, to_json(comparison), {name: result})
+    lines = [render(comparison), "", *remarks_on(outcomes, result.records)]
+    if not is_whole:
+        return KILLED, "\n".join([*lines, "stopped by Ctrl-C; the figures are those of the answers so far"])
+    return (DONE if result.records.is_complete.all() else FAILED), "\n".join(lines).rstrip()
+
+
+def _scenario(settings: ReplaySettings, replay: Replay) -> dict[str, Any]:
+    """Return what was run, as the JSON names it."""
+    return {
+        "name": "replay",
+        "title": replay.workload.name,
+        "url": replay.server.base_url,
+        "model": replay.server.model,
+        "trace": settings.trace.name,
+        "upscale": settings.upscale,
+        "lengths": settings.lengths or None,
+        "duration_s": settings.duration_s,
+        "warm_up_s": settings.warm_up_s,
+        "reader": dict(zip(("ttft_s", "speed_tokens_per_s"), settings.reader, strict=True)),
+        "prompts": "token ids" if replay.has_token_ids else "words",
+        "num_cut_to_context": replay.num_cut,
+        "lateness_p99_s": lateness_p99_s(replay.outcomes),
+    }
+
+
+def _write(settings: ReplaySettings, text: str, results: dict[str, RunResult]) -> None:
+    """Write what was asked for."""
+    try:
+        if settings.json_file:
+            Path(settings.json_file).write_text(text, encoding="utf-8")
+        if settings.plot_folder is not None:
+            write_plots(results, settings.plot_folder, settings.trace.stem)
+    except OSError as error:
+        hint = "Name another place with --json or --plot"
+        raise CommandError(f"{error.filename} cannot be written: {error.strerror}", hint) from error

@@ -1,0 +1,29 @@
+"""What a person should know of a replay besides its figures. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cli.bench.report import LATE_S
+from cli.bench.stream import Outcome
+from cli.replay.records import lateness_p99_s, num_short
+from sim.experiment.records import Records
+
+
+def remarks_on(outcomes: Sequence[Outcome], records: Records) -> list[str]:
+    """Return lines: what failed, and what makes the figures less than they seem."""
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    details = {outcome.failure: outcome.detail for outcome in reversed(failed)}
+    lines = [
+        f"failed: {count} × {kind}" + (f": {details[kind]}" if details[kind] else "")
+        for kind, count in Counter(outcome.failure for outcome in failed).most_common()
+    ]
+    if not all(outcome.is_counted for outcome in outcomes if outcome.end_s is not None and not outcome.failure):
+        lines.append("the server gives no usage: each chunk of text counts as one token")
+    if short := num_short(outcomes, records):
+        lines.append(f"{short} answers are shorter than the trace's: the server does not go on past its end tokens")
+    late_s = lateness_p99_s(outcomes)
+    if late_s is not None and late_s > LATE_S:
+        lines.append(f"the load itself was late by {1e3 * late_s:.0f} ms (p99): this client is part of the bottleneck")
+    return lines

@@ -1,0 +1,275 @@
+"""`sluice replay`: what it sends, what it takes from a server's own figures, and what it reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli import main as command
+from cli.bench.stream import Outcome
+from cli.console import Console
+from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
+from cli.replay.command import ReplaySettings, run_replay
+from cli.replay.load import fit_context, load_workload
+from cli.replay.metrics import Sample, read_sample
+from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.remarks import remarks_on
+from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
+from cli.replay.watch import ServerWatch
+from shared.errors import StartupError
+from shared.messages.report import ClusterView, WorkerReport
+from tests.support.openai_server import FINISH, Server, chunk, events, refuse, running, stream
+from tests.support.workloads import plain_workload
+
+HEAD = "arrival_s,input_tokens,output_tokens,log_type\n"
+METRICS = """# HELP vllm:kv_cache_usage_perc Share
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="a b"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="a b"} 0.75 1700000000000
+vllm:num_preemptions_total{engine="0",model_name="x"} 3.0
+vllm:num_preemptions_total{engine="1",model_name="x"} 4e0
+vllm:time_to_first_token_seconds_bucket{le="+Inf"} NaN
+what is this
+"""
+
+
+def text_events(num_prompt: int, num_output: int) -> bytes:
+    """A completion of so many tokens, one event each."""
+    texts = [chunk(choices=[{"index": 0, "text": "x", "finish_reason": None}]) for _ in range(num_output)]
+    usage = chunk(choices=[], usage={"prompt_tokens": num_prompt, "completion_tokens": num_output})
+    return events(*texts, FINISH, usage, "[DONE]")
+
+
+class Engine(Server):
+    """An engine that counts exactly; it may refuse token ids, completions, or every third request."""
+
+    def __init__(self, *, ids: bool = True, completions: bool = True, refuses: bool = False, limit: int = 512) -> None:
+        super().__init__(self.answer)
+        self.takes_ids, self.has_completions, self.refuses, self.limit = ids, completions, refuses, limit
+        self.metrics = METRICS
+        self.streams: list[dict[str, Any]] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            entry = {"id": "demo", "owned_by": "vllm", "max_model_len": self.limit}
+            return web.json_response({"object": "list", "data": [entry]})
+        if request.path == "/metrics":
+            return web.Response(text=self.metrics)
+        if request.method == "GET" or (not self.has_completions and request.path == "/v1/completions"):
+            return web.json_response({"error": "no such path"}, status=404)
+        return await self.answer(request)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        if isinstance(prompt, list) and not self.takes_ids:
+            return web.json_response({"error": {"message": "prompt must be a text"}}, status=400)
+        num_prompt = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())
+        if not body.get("stream"):
+            return web.json_response({"usage": {"prompt_tokens": num_prompt, "completion_tokens": 1}})
+        self.streams.append(body | {"path": request.path})
+        reply = refuse(429, "full") if self.refuses and len(self.streams) % 3 == 0 else None
+        reply = reply or stream(text_events(num_prompt, body["max_tokens"]))
+        answer: web.StreamResponse = await reply(request)
+        return answer
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "small.csv"
+    path.write_text(HEAD + "0.0,7,2,api\n0.01,30,5,conversation\n0.02,16,3,api\n")
+    return path
+
+
+async def replay(engine: Server, trace: Path, **settings: Any) -> tuple[int, str]:
+    async with running(engine) as url:
+        return await run_replay(ReplaySettings(trace, url, **settings), Console())
+
+
+async def test_a_trace_is_replayed_with_its_exact_lengths_and_reported_as_a_comparison(
+    trace: Path, tmp_path: Path
+) -> None:
+    engine, out = Engine(), tmp_path / "out.json"
+    code, text = await replay(engine, trace, json_file=str(out), slo=(60.0, 60.0))
+    assert code == DONE, text
+    prompts = [body["prompt"] for body in engine.streams]
+    assert [len(prompt) for prompt in prompts] == [7, 30, 16]
+    assert all(FIRST_TOKEN_ID <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
+    assert [(body["max_tokens"], body["ignore_eos"]) for body in engine.streams] == [(2, True), (5, True), (3, True)]
+    assert "qoe" not in engine.streams[0], "only our own server is told of readers"
+    comparison = json.loads(out.read_text())
+    assert set(comparison) == {"scenario", "seeds", "systems", "gap_closed"}
+    assert comparison["scenario"]["prompts"] == "token ids"
+    assert comparison["gap_closed"] == {"vllm": {"ttft_p99": None, "qoe_mean": None}}
+    found = comparison["systems"]["vllm"]
+    assert (found["requests"], found["completed"], found["refused"]) == (3, 3, 0)
+    assert (found["kv_peak_ratio"], found["preemptions"], found["demand_over_capacity_peak"]) == (0.5, 0, None)
+    assert found["slo"]["both_share"] == 1.0
+    assert 0 < found["ttft_s"]["p50"] <= found["ttft_s"]["p999"]
+    assert "vllm" in text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("engine", "path"),
+    [(Engine(ids=False), "/v1/completions"), (Engine(completions=False), "/v1/chat/completions")],
+)
+async def test_a_server_that_takes_no_ids_gets_words_of_about_the_same_length(
+    engine: Engine, path: str, trace: Path
+) -> None:
+    """Every word is two tokens there: 7, 30 and 16 tokens are 4, 15 and 8 words (7 / 2 is rounded to even)."""
+    code, text = await replay(engine, trace, name="other")
+    assert code == DONE, text
+    assert [body["path"] for body in engine.streams] == [path] * 3
+    prompts = [body["messages"][0]["content"] if "messages" in body else body["prompt"] for body in engine.streams]
+    assert [len(prompt.split()) for prompt in prompts] == [4, 15, 8]
+    assert "other" in text.splitlines()[0]
+
+
+async def test_failed_requests_are_counted_and_named(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, text = await replay(Engine(refuses=True), trace, json_file=str(out))
+    assert code == FAILED
+    assert "failed: 1 × http 429: full" in text
+    found = json.loads(out.read_text())["systems"]["vllm"]
+    assert (found["requests"], found["completed"], found["refused"]) == (3, 2, 1)
+
+
+async def test_what_the_context_cannot_hold_is_cut(trace: Path) -> None:
+    """Of 20 tokens the answer gets 10 at most and the prompt the rest: 30 + 5 becomes 15 + 5."""
+    engine = Engine(limit=20)
+    assert (await replay(engine, trace))[0] == DONE
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in engine.streams] == [(7, 2), (15, 5), (16, 3)]
+
+
+async def test_what_cannot_be_replayed_is_refused_in_one_line(trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"nothing answers at http://127\.0\.0\.1:1 ") as found:
+        await run_replay(ReplaySettings(trace, "http://127.0.0.1:1"), Console())
+    assert found.value.code == UNREACHABLE
+    with pytest.raises(CommandError, match=r"does not serve 'other'\. It serves: demo"):
+        await replay(Engine(), trace, model="other")
+    with pytest.raises(StartupError, match="there is no folder"):
+        await replay(Engine(), trace, json_file=str(tmp_path / "none" / "x.json"))
+
+
+async def test_a_trace_with_a_bad_line_is_refused_before_the_server_is_asked(tmp_path: Path) -> None:
+    engine = Engine()
+    with pytest.raises(StartupError, match=r"bad\.csv, line 3: input_tokens is '0'"):
+        await replay(engine, bad_trace(tmp_path))
+    assert not engine.streams
+
+
+def bad_trace(folder: Path) -> Path:
+    path = folder / "bad.csv"
+    path.write_text(HEAD + "0.0,7,2,api\n1.0,0,2,api\n")
+    return path
+
+
+def test_the_command_line_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path, trace: Path) -> None:
+    for argv, said in (
+        (["replay", str(tmp_path / "none.csv")], "none.csv' does not exist"),
+        (["replay", str(trace), "--slo", "ttft=1"], "tpot=NUMBER is missing"),
+        (["replay", str(trace), "--lengths", "shargpt"], "sharegpt"),
+        (["replay", str(trace), "--upscale", "0"], "--upscale"),
+    ):
+        assert command.run_command(argv) == 2
+        captured = capsys.readouterr()
+        assert said in captured.err
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
+def test_flags_change_arrivals_and_lengths(trace: Path) -> None:
+    plain = load_workload(trace)
+    assert plain.num_prompt.tolist() == [7, 30, 16]
+    assert plain.arrival_s.tolist() == [0.0, 0.01, 0.02]
+    assert len(load_workload(trace, upscale=3.0)) == 9
+    assert load_workload(trace, duration_s=0.015).num_output.tolist() == [2, 5]
+    assert load_workload(trace, lengths="64x8").num_prompt.tolist() == [64] * 3
+    assert load_workload(trace, reader=(2.0, 9.0)).qoe_speed.tolist() == [9.0] * 3
+
+
+@given(st.integers(2, 300), st.integers(1, 1000), st.integers(1, 1000), st.booleans())
+def test_what_is_cut_to_the_context_fits(context: int, num_prompt: int, num_output: int, is_exact: bool) -> None:
+    fitted, num_cut = fit_context(plain_workload([0.0], num_prompt, num_output), context, is_exact=is_exact)
+    prompt, output = int(fitted.num_prompt[0]), int(fitted.num_output[0])
+    assert prompt + output <= context
+    assert min(prompt, output) >= 1
+    assert num_cut == ((prompt, output) != (num_prompt, num_output))
+
+
+def outcome(index: int, due_s: float, tokens: list[tuple[float, int]], failure: str = "") -> Outcome:
+    end_s = tokens[-1][0] if tokens else due_s
+    return Outcome(
+        index, due_s, due_s + 0.5, end_s, tokens, 5, sum(count for _, count in tokens), is_counted=True, failure=failure
+    )
+
+
+def test_records_count_from_sending_and_leave_out_what_was_not_sent() -> None:
+    """Four requests, three sent, half a second late each; the third is still under way."""
+    workload = plain_workload([0.0, 1.0, 2.0, 3.0], num_output=3)
+    outcomes = [outcome(0, 0.0, [(1.0, 1), (1.5, 2)]), outcome(1, 1.0, [], "http 429"), outcome(2, 2.0, [(3.0, 1)])]
+    outcomes[2].end_s = None
+    records = records_of(workload, outcomes)
+    assert records.failure == ("", "http 429", "unfinished")
+    assert records.ttft_s[0] == pytest.approx(0.5)
+    assert records.num_tokens.tolist() == [3, 0, 1]
+    assert records.arrival_s.tolist() == [0.5, 1.5, 2.5]
+    assert lateness_p99_s(outcomes) == pytest.approx(0.5)
+    assert lateness_p99_s([]) is None
+
+
+def test_remarks_say_what_makes_the_figures_less() -> None:
+    workload = plain_workload([0.0, 1.0], num_output=3)
+    outcomes = [outcome(0, 0.0, [(1.0, 2)]), outcome(1, 1.0, [], "timeout")]
+    remarks = remarks_on(outcomes, records_of(workload, outcomes))
+    assert [line.split(":")[0] for line in remarks] == [
+        "failed",
+        "1 answers are shorter than the trace's",
+        "the load itself was late by 500 ms (p99)",
+    ]
+    outcomes[0].is_counted = False
+    assert any("no usage" in line for line in remarks_on(outcomes, records_of(workload, outcomes)))
+
+
+def test_metrics_are_read_by_the_names_of_several_engines() -> None:
+    assert read_sample(METRICS) == Sample(0.5, 7.0)
+    assert read_sample('sglang:token_usage{model_name="m"} 0.125\n') == Sample(0.125, None)
+    assert read_sample("<html>\n\x00 1 2 3\nvllm:num_preemptions_total x\n") == Sample(None, None)
+
+
+def report(worker_id: str, **fields: Any) -> dict[str, Any]:
+    base = {"worker_id": worker_id, "sequence_number": 0, "phase": "ready", "num_blocks": 100, "device": "cuda:0"}
+    return {"liveness": "alive", "age_s": 0.1, "report": WorkerReport.model_validate(base | fields)}
+
+
+def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
+    """Used 30 + 50 of 200, then 90 + 60 with 100 more wanted; a dead worker and a loading one count for nothing."""
+    watch = ServerWatch(None, "", lambda: 0.0)  # type: ignore[arg-type]  nothing is asked
+    dead = report("w2", num_used_blocks=100) | {"liveness": "dead"}
+    loading = report("w3", phase="loading")
+    first = (report("w0", num_used_blocks=30), report("w1", num_used_blocks=50), dead, loading)
+    second = (report("w0", num_used_blocks=90, num_demanded_blocks=100), report("w1", num_used_blocks=60))
+    for at_s, workers in ((0.0, first), (2.0, second)):
+        watch.take_view(ClusterView.model_validate({"sequence_number": 0, "workers": workers}), at_s)
+    watch.take_sample(Sample(0.99, 5.0))
+    watch.take_sample(Sample(0.98, 8.0))
+    facts = watch.facts()
+    assert (facts.kv_peak_ratio, facts.demand_over_capacity_peak) == (0.75, 1.25), "the view goes before the metrics"
+    assert (facts.preemptions, facts.gpus_peak, facts.gpu_seconds) == (3, 2, 4.0)
+    samples = watch.samples()
+    assert samples is not None
+    assert samples.used_blocks.tolist() == [80, 150]
+    watch.take_sample(Sample(0.1, 2.0))
+    assert watch.facts().preemptions is None, "the server began anew, so nobody knows"
+
+
+def test_a_server_that_says_nothing_leaves_nothing_known() -> None:
+    watch = ServerWatch(None, "", lambda: 0.0)  # type: ignore[arg-type]  nothing is asked
+    facts = watch.facts()
+    assert {getattr(facts, name) for name in facts.__dataclass_fields__} == {None}
+    assert watch.samples() is None
