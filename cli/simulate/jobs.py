@@ -82,9 +82,7 @@ def run_job(job: Job, on_progress: Callable[[Progress], None]) -> Done:
             on_progress(progress)
 
     result = run_system(job.scenario, job.system, job.seed, job.traces, report)
-    summary = summarise(
-        result.records, result.facts, slo=job.scenario.slo, warm_up_s=job.scenario.warm_up_s
-    )
+    summary = summarise(result.records, result.facts, slo=job.scenario.slo, warm_up_s=job.scenario.warm_up_s)
     return Done(summary, result if job.keep_result else None, time.monotonic() - began_s, last_s)
 
 
