@@ -25,13 +25,11 @@ class Sampler:
 
     Args:
         cluster: entered.
-        num_blocks: KV blocks of one instance's real memory, where its worker has more than any GPU; None: ask it.
         tp: GPUs of one instance.
     """
 
-    def __init__(self, cluster: SimCluster, num_blocks: int | None, tp: int) -> None:
+    def __init__(self, cluster: SimCluster, tp: int) -> None:
         self._cluster = cluster
-        self._num_blocks = num_blocks
         self._tp = tp
         self._loop = asyncio.get_running_loop()
         self._begin_s = self._loop.time()
@@ -60,13 +58,12 @@ class Sampler:
         used = sum(each.num_used_blocks for each in stats)
         wanted = sum(each.num_demanded_blocks for each in stats)
         parked = sum(each.num_waiting + each.num_preempted for each in stats)
-        blocks = self._num_blocks
         self._rows.append(
             (
                 self._loop.time() - self._begin_s,
                 used,
                 used + wanted + (self._queued_blocks() if sessions.num_queued else 0),
-                sum(each.num_blocks if blocks is None else blocks for each in stats),
+                sum(each.num_blocks for each in stats),
                 sum(each.num_running for each in stats),
                 parked + sessions.num_queued,
                 sessions.cluster.num_ready * self._tp,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shared.systems import find_system
 from sim.catalog.instance import InstanceFacts, find_instance
 from sim.cluster import ClusterParams
 from sim.scenarios.scenario import Scenario
@@ -24,19 +23,11 @@ def instance_of(scenario: Scenario) -> InstanceFacts:
     return find_instance(scenario.model, scenario.gpu, tp=scenario.tp)
 
 
-def num_kv_blocks(scenario: Scenario) -> int:
-    """Return the KV blocks of one instance's real memory."""
-    num_tokens = instance_of(scenario).kv_tokens if scenario.kv_tokens is None else scenario.kv_tokens
-    return num_tokens // BLOCK_SIZE
-
-
 @dataclass(frozen=True, slots=True)
 class ExperimentCluster:
-    """A cluster to simulate, and what its figures are relative to."""
+    """A cluster to simulate."""
 
     params: ClusterParams
-    num_blocks: int | None = None
-    """KV blocks of one instance's real memory, where its worker is given more than there is; None: ask the worker."""
     tp: int = 1
     """GPUs of one instance."""
 
@@ -47,14 +38,14 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     The KV of a finished request is not kept for others: prompts are random, and the papers' baselines have no prefix
     cache. A preempted request computes all of its KV again.
     """
-    instance, num_blocks = instance_of(scenario), num_kv_blocks(scenario)
-    is_bounded = find_system(system).memory == "bounded"
+    instance = instance_of(scenario)
+    num_tokens = instance.kv_tokens if scenario.kv_tokens is None else scenario.kv_tokens
     longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
             replace(instance.cost, era_s=scenario.era_ms / 1e3),
-            num_blocks=num_blocks,
+            num_blocks=num_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             system=system,
             max_model_len=longest,
@@ -64,4 +55,4 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
         )
         for i in range(scenario.instances)
     )
-    return ExperimentCluster(ClusterParams(workers, system=system), None if is_bounded else num_blocks, instance.tp)
+    return ExperimentCluster(ClusterParams(workers, system=system), instance.tp)
