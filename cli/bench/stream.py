@@ -13,6 +13,8 @@ from cli.bench.answers import MAX_COUNT, count_of
 from sluice_client.errors import ProtocolError
 from sluice_client.sse import SseDecoder, SseEvent
 
+EMPTY = "empty"
+"""Failure of an answer that came to its end without any text."""
 MAX_DETAIL = 200
 """Characters of a server's complaint that are kept."""
 
@@ -93,7 +95,7 @@ class AnswerReader:
         if not (self._is_done or outcome.finish_reason):
             outcome.fail("broken off", "the stream ended without [DONE]")
         elif not outcome.deliveries:
-            outcome.fail("empty", "the answer had no text")
+            outcome.fail(EMPTY, "the answer had no text")
 
     def _take(self, event: SseEvent, at_s: float) -> None:
         if event.data.strip() == "[DONE]":

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cli.bench.stream import Outcome
+from cli.bench.stream import EMPTY, Outcome
 from sim.experiment.records import Recorder, Records
 from sim.workload.workload import Workload
 
 
 def records_of(workload: Workload, outcomes: Sequence[Outcome]) -> Records:
     """Return the records of the requests that were sent; a request arrives when its client sends it.
+
+    Tokens without text (control tokens, as a model may say them when it has to go on past its end) come with the next
+    text, and if none comes with the end of the answer.
 
     Args:
         workload: what was planned.
@@ -25,9 +28,17 @@ def records_of(workload: Workload, outcomes: Sequence[Outcome]) -> Records:
         arrival_s[outcome.index], was_sent[outcome.index] = outcome.sent_s, True
         for at_s, count in outcome.deliveries:
             recorder.tokens(outcome.index, at_s, count)
-        if outcome.end_s is not None:
+        if outcome.end_s is not None and is_silent(outcome):
+            recorder.tokens(outcome.index, outcome.end_s, outcome.num_output)
+            recorder.end(outcome.index)
+        elif outcome.end_s is not None:
             recorder.end(outcome.index, outcome.failure)
     return recorder.records(arrival_s).select(was_sent)
+
+
+def is_silent(outcome: Outcome) -> bool:
+    """Return whether this is a whole answer of tokens that have no text."""
+    return outcome.failure == EMPTY and outcome.is_counted and outcome.num_output > 0
 
 
 def lateness_p99_s(outcomes: Sequence[Outcome]) -> float | None:

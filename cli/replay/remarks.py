@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from cli.bench.report import LATE_S
 from cli.bench.stream import Outcome
-from cli.replay.records import lateness_p99_s, num_short
+from cli.replay.records import is_silent, lateness_p99_s, num_short
 from sim.experiment.records import Records
 
 
 def remarks_on(outcomes: Sequence[Outcome], records: Records) -> list[str]:
     """Return lines: what failed, and what makes the figures less than they seem."""
-    failed = [outcome for outcome in outcomes if outcome.failure]
+    failed = [outcome for outcome in outcomes if outcome.failure and not is_silent(outcome)]
     details = {outcome.failure: outcome.detail for outcome in reversed(failed)}
     lines = [
         f"failed: {count} × {kind}" + (f": {details[kind]}" if details[kind] else "")
@@ -21,6 +21,8 @@ def remarks_on(outcomes: Sequence[Outcome], records: Records) -> list[str]:
     ]
     if not all(outcome.is_counted for outcome in outcomes if outcome.end_s is not None and not outcome.failure):
         lines.append("the server gives no usage: each chunk of text counts as one token")
+    if silent := sum(map(is_silent, outcomes)):
+        lines.append(f"{silent} answers had no text: their tokens count as come at their ends")
     if short := num_short(outcomes, records):
         lines.append(f"{short} answers are shorter than the trace's: the server does not go on past its end tokens")
     late_s = lateness_p99_s(outcomes)

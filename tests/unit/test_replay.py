@@ -223,6 +223,17 @@ def test_records_count_from_sending_and_leave_out_what_was_not_sent() -> None:
     assert lateness_p99_s([]) is None
 
 
+def test_an_answer_without_text_is_whole_if_its_tokens_were_counted() -> None:
+    workload = plain_workload([0.0, 1.0], num_output=3)
+    outcomes = [outcome(0, 0.0, [(1.0, 3)], "empty"), outcome(1, 1.0, [], "empty")]
+    outcomes[0].deliveries = []
+    outcomes[1].is_counted = False
+    records = records_of(workload, outcomes)
+    assert records.failure == ("", "empty")
+    assert records.token_s.tolist() == [1.0] * 3
+    assert "1 answers had no text: their tokens count as come at their ends" in remarks_on(outcomes, records)
+
+
 def test_remarks_say_what_makes_the_figures_less() -> None:
     workload = plain_workload([0.0, 1.0], num_output=3)
     outcomes = [outcome(0, 0.0, [(1.0, 2)]), outcome(1, 1.0, [], "timeout")]
