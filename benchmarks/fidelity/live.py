@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.fidelity.loads import sequential
 from benchmarks.fidelity.measurement import LiveRun, Measurement, WorkerFacts
 from benchmarks.peers_engines import START_LIMIT_S, EngineProcess
@@ -137,14 +135,3 @@ async def measure(settings: LiveSettings, fitted: Workload, compared: Workload) 
             runs.append(await cluster.replay(workload))
     facts = WorkerFacts(report.num_blocks, report.block_size, report.max_model_len, report.max_sequences, report.system)
     return Measurement(facts, *runs)
-
-
-def message_s(idle: LiveRun, overhead_s: float) -> float:
-    """Return the latency of one message, in a simulation, that takes an answer as long as the idle server's ways do.
-
-    What lies between a client's request and its first token, less the step itself and the loop's own time, is
-    HTTP, tokenizer, broker and wake-ups on the way in and on the way out; a simulation has one message for each.
-    """
-    steps = np.array([step.duration_s for step in idle.steps])
-    ways_s = float(np.median(idle.records.ttft_s)) - float(np.median(steps)) - overhead_s
-    return max(0.0, ways_s / 2)

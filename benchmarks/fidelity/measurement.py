@@ -89,14 +89,15 @@ def _run_of(tree: dict[str, Any]) -> LiveRun:
 
 
 _TYPES = {"num_prompt": np.int32, "num_output": np.int32, "request_class": np.uint8, "token_begin": np.int64}
+"""Of the columns that are not float64."""
 
 
 def _columns(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value)
-        if name == "failure"
-        else np.array(value, dtype=_TYPES.get(name, np.float64))
-        if isinstance(value, list)
-        else value
-        for name, value in tree.items()
-    }
+    """Return the fields with lists as columns again; failures are words."""
+    found = dict(tree)
+    for name, value in tree.items():
+        if name == "failure":
+            found[name] = tuple(value)
+        elif isinstance(value, list):
+            found[name] = np.array(value, dtype=_TYPES.get(name, np.float64))
+    return found

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.fidelity.live import message_s
-from benchmarks.fidelity.measurement import Measurement, WorkerFacts
+from benchmarks.fidelity.measurement import LiveRun, Measurement, WorkerFacts
 from cli.profile.driver import read_steps
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
@@ -51,6 +50,17 @@ def calibrate(measured: Measurement, seed: int = 0) -> Calibration:
     fit = fit_held_out(columns_of(steps), groups_of(steps), np.random.default_rng(seed))
     overhead_s = float(overheads_s(steps).mean())
     return Calibration(fit, overhead_s, message_s(measured.idle, overhead_s))
+
+
+def message_s(idle: LiveRun, overhead_s: float) -> float:
+    """Return the latency of one message, in a simulation, that takes an answer as long as the idle server's ways do.
+
+    What lies between a client's request and its first token, less the step itself and the loop's own time, is
+    HTTP, tokenizer, broker and wake-ups on the way in and on the way out; a simulation has one message for each.
+    """
+    steps = np.array([step.duration_s for step in idle.steps])
+    ways_s = float(np.median(idle.records.ttft_s)) - float(np.median(steps)) - overhead_s
+    return max(0.0, ways_s / 2)
 
 
 @dataclass(frozen=True, slots=True)
