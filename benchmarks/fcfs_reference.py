@@ -34,7 +34,7 @@ NUM_BLOCKS, BLOCK_SIZE = 4_000, 16
 MAX_SEQUENCES, MAX_TOKENS = 256, 4096
 WATERMARK = 0.01
 """Share of all blocks that an admission leaves free."""
-LOADS = {"light": 0.8, "busy": 2.0, "overload": 3.0}
+LOADS = {"light": 1.5, "busy": 4.0, "overload": 6.5}
 """Requests per second."""
 DURATION_S = 120.0
 SEED = 11

@@ -14,6 +14,7 @@ from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
 from shared.cost import CostModel
 from shared.cost_fit import Fit, fit_held_out
 from shared.ids import WorkerId
+from shared.log import only_from
 from shared.messages.steps import StepRecord
 from shared.subjects import Subjects
 from sim.cluster import ClusterParams, SimCluster
@@ -84,7 +85,9 @@ def simulate(workload: Workload, worker: WorkerFacts, calibration: Calibration) 
         vocab_size=VOCAB_SIZE,
         first_token_id=FIRST_TOKEN_ID,
     )
-    return run(_simulate(workload, ClusterParams((params,), worker.system, latency_s=calibration.message_s)))
+    cluster = ClusterParams((params,), worker.system, latency_s=calibration.message_s)
+    with only_from("error"):
+        return run(_simulate(workload, cluster))
 
 
 async def _simulate(workload: Workload, params: ClusterParams) -> SimRun:

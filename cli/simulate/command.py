@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import click
 
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
+from cli.simulate.experiment import Experiment, describe, read_experiment
 from cli.simulate.jobs import Job, run_jobs
-from cli.simulate.load import Load, describe_load, read_load
 from cli.simulate.progress import RunProgress
 from shared.errors import StartupError
-from shared.systems import UnknownSystemError, find_system
+from shared.systems import DEFAULT_SYSTEM, UnknownSystemError, find_system
 from sim.experiment.compare import compare, to_json
 from sim.experiment.plan import InstancePlan, plan_instances
 from sim.experiment.plots import check_matplotlib, write_plots
@@ -32,24 +32,30 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
         CommandError: a run failed, or a file cannot be written.
     """
     console = Console()
-    load = read_load(flags)
-    names = _checked(systems or load.scenario.systems)
-    if load.plot_folder is not None:
+    experiment = read_experiment(flags)
+    names = _checked(systems or experiment.scenario.systems or (DEFAULT_SYSTEM,))
+    if experiment.plot_folder is not None:
         check_matplotlib()
-    if load.instances_by_slo:
-        load = _with_planned_instances(load, names[0], console)
+    if experiment.instances_by_slo:
+        experiment = _with_planned_instances(experiment, names[0], console)
     jobs = [
-        Job(load.scenario, name, seed, load.traces, keep_result=load.plot_folder is not None and seed == load.seeds[0])
-        for seed in load.seeds
+        Job(
+            experiment.scenario,
+            name,
+            seed,
+            experiment.traces,
+            keep_result=experiment.plot_folder is not None and seed == experiment.seeds[0],
+        )
+        for seed in experiment.seeds
         for name in names
     ]
-    runs, results = _run(jobs, load, console)
-    comparison = compare(describe_load(load), runs)
-    if load.json_file is not None:
-        _write(load.json_file, to_json(comparison))
-    if load.plot_folder is not None:
-        _plot(results, load)
-    click.echo(f"{_title(load)}\n\n{render(comparison)}")
+    runs, results = _run(jobs, experiment, console)
+    comparison = compare(describe(experiment), runs)
+    if experiment.json_file is not None:
+        _write(experiment.json_file, to_json(comparison))
+    if experiment.plot_folder is not None:
+        _plot(results, experiment)
+    click.echo(f"{_title(experiment)}\n\n{render(comparison)}")
     return DONE
 
 
@@ -61,16 +67,16 @@ def run_plan(system: str, flags: Mapping[str, Any]) -> int:
         CommandError: no number up to the limit suffices; a run failed; the file cannot be written.
     """
     console = Console()
-    load = read_load(flags)
+    experiment = read_experiment(flags)
     _checked([system])
-    _needs_slo(load)
-    found = _plan(load, system, console)
-    if load.json_file is not None:
-        _write(load.json_file, to_json(rounded(_plan_tree(load, system, found))))
-    click.echo(_plan_text(load, found))
+    _needs_slo(experiment)
+    found = _plan(experiment, system, console)
+    if experiment.json_file is not None:
+        _write(experiment.json_file, to_json(rounded(_plan_tree(experiment, system, found))))
+    click.echo(_plan_text(experiment, found))
     if found.num_instances is None:
         raise CommandError(
-            f"{load.max_instances} instances do not suffice",
+            f"{experiment.max_instances} instances do not suffice",
             "Raise --max-instances, or allow more time with --slo",
             FAILED,
         )
@@ -92,14 +98,14 @@ def _checked(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _run(
-    jobs: Sequence[Job], load: Load, console: Console
+    jobs: Sequence[Job], experiment: Experiment, console: Console
 ) -> tuple[dict[int, dict[str, Summary]], dict[str, RunResult]]:
     """Return summaries by seed and system, and the results that were kept, by system."""
-    several = len(load.seeds) > 1
+    several = len(experiment.seeds) > 1
     labels = [f"{job.system} (seed {job.seed})" if several else job.system for job in jobs]
-    progress = RunProgress(labels, console, quiet=load.quiet)
+    progress = RunProgress(labels, console, quiet=experiment.quiet)
     try:
-        done = run_jobs(jobs, load.num_processes, progress.hear)
+        done = run_jobs(jobs, experiment.num_processes, progress.hear)
     finally:
         progress.end()
     runs: dict[int, dict[str, Summary]] = {}
@@ -109,49 +115,49 @@ def _run(
     return runs, kept
 
 
-def _plan(load: Load, system: str, console: Console) -> InstancePlan:
+def _plan(experiment: Experiment, system: str, console: Console) -> InstancePlan:
     """Try numbers of instances until the least that suffices is known; say each on a terminal."""
 
     def probe(count: int) -> float:
-        scenario = replace(load.scenario, instances=count)
-        jobs = [Job(scenario, system, seed, load.traces) for seed in load.seeds]
-        runs, _ = _run(jobs, replace(load, quiet=True), console)
+        scenario = experiment.scenario.model_copy(update={"instances": count})
+        jobs = [Job(scenario, system, seed, experiment.traces) for seed in experiment.seeds]
+        runs, _ = _run(jobs, replace(experiment, quiet=True), console)
         shares = [run[system]["slo"]["both_share"] or 0.0 for run in runs.values()]
         share = sum(shares) / len(shares)
-        if not load.quiet:
+        if not experiment.quiet:
             console.line(f"{_instances(count)}: {100 * share:.2f} % in time")
         return share
 
-    return plan_instances(probe, load.target_share, load.max_instances)
+    return plan_instances(probe, experiment.target_share, experiment.max_instances)
 
 
-def _with_planned_instances(load: Load, system: str, console: Console) -> Load:
-    _needs_slo(load)
-    found = _plan(load, system, console)
+def _with_planned_instances(experiment: Experiment, system: str, console: Console) -> Experiment:
+    _needs_slo(experiment)
+    found = _plan(experiment, system, console)
     if found.num_instances is None:
         raise CommandError(
-            f"{load.max_instances} instances do not suffice for {system}",
+            f"{experiment.max_instances} instances do not suffice for {system}",
             "Raise --max-instances, allow more time with --slo, or name a number with --instances",
             FAILED,
         )
-    return replace(load, scenario=replace(load.scenario, instances=found.num_instances))
+    return replace(experiment, scenario=experiment.scenario.model_copy(update={"instances": found.num_instances}))
 
 
-def _needs_slo(load: Load) -> None:
-    if load.scenario.slo is None:
+def _needs_slo(experiment: Experiment) -> None:
+    if experiment.scenario.slo is None:
         raise StartupError(
             "it is not said what is in time", "Say it with --slo ttft=SECONDS,tpot=SECONDS, for example ttft=1,tpot=0.1"
         )
 
 
-def _plot(results: Mapping[str, RunResult], load: Load) -> None:
-    assert load.plot_folder is not None
-    seed = f", seed {load.seeds[0]}" if len(load.seeds) > 1 else ""
+def _plot(results: Mapping[str, RunResult], experiment: Experiment) -> None:
+    assert experiment.plot_folder is not None
+    seed = f", seed {experiment.seeds[0]}" if len(experiment.seeds) > 1 else ""
     try:
-        write_plots(results, load.plot_folder, f"{_title(load)}{seed}")
+        write_plots(results, experiment.plot_folder, f"{_title(experiment)}{seed}")
     except OSError as error:
         raise CommandError(
-            f"{load.plot_folder} cannot be written: {error.strerror}", "Name another with --plot"
+            f"{experiment.plot_folder} cannot be written: {error.strerror}", "Name another with --plot"
         ) from error
 
 
@@ -162,8 +168,8 @@ def _write(path: Path, text: str) -> None:
         raise CommandError(f"{path} cannot be written: {error.strerror}", "Name another with --json") from error
 
 
-def _title(load: Load) -> str:
-    tree = describe_load(load)
+def _title(experiment: Experiment) -> str:
+    tree = describe(experiment)
     gpus = (
         f"{tree['instances']} × {tree['gpu']}"
         if tree["tp"] == 1
@@ -176,13 +182,13 @@ def _instances(count: int) -> str:
     return "1 instance" if count == 1 else f"{count} instances"
 
 
-def _plan_tree(load: Load, system: str, found: InstancePlan) -> dict[str, Any]:
-    assert load.scenario.slo is not None
+def _plan_tree(experiment: Experiment, system: str, found: InstancePlan) -> dict[str, Any]:
+    assert experiment.scenario.slo is not None
     return {
-        "scenario": {**describe_load(load), "instances": None},
+        "scenario": {**describe(experiment), "instances": None},
         "system": system,
-        "seeds": list(load.seeds),
-        "slo": {**asdict(load.scenario.slo), "share": load.target_share},
+        "seeds": list(experiment.seeds),
+        "slo": {**experiment.scenario.slo.model_dump(), "share": experiment.target_share},
         "instances": found.num_instances,
         "share": found.share,
         "share_with_one_less": found.share_below,
@@ -190,10 +196,10 @@ def _plan_tree(load: Load, system: str, found: InstancePlan) -> dict[str, Any]:
     }
 
 
-def _plan_text(load: Load, found: InstancePlan) -> str:
-    slo = load.scenario.slo
+def _plan_text(experiment: Experiment, found: InstancePlan) -> str:
+    slo = experiment.scenario.slo
     assert slo is not None
-    wish = f"{100 * load.target_share:g} % with TTFT ≤ {slo.ttft_s:g} s and TPOT ≤ {slo.tpot_s:g} s"
+    wish = f"{100 * experiment.target_share:g} % with TTFT ≤ {slo.ttft_s:g} s and TPOT ≤ {slo.tpot_s:g} s"
     rows = [f"{count:>9}  {100 * share:6.2f} %" for count, share in sorted(found.shares.items())]
     lines = [f"wanted: {wish}", "", "instances   in time", *rows, ""]
     if found.num_instances is None:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from cli.exit_codes import FAILED, CommandError
+from shared.log import only_from
 from sim.experiment.result import RunResult
 from sim.experiment.run import Progress, run_system
-from sim.experiment.summary import Summary, summarise
+from sim.experiment.summary import Slo, Summary, summarise
 from sim.scenarios.scenario import Scenario
 
 PROGRESS_PERIOD_S = 0.25
@@ -81,8 +82,10 @@ def run_job(job: Job, on_progress: Callable[[Progress], None]) -> Done:
             said_s = time.monotonic()
             on_progress(progress)
 
-    result = run_system(job.scenario, job.system, job.seed, job.traces, report)
-    summary = summarise(result.records, result.facts, slo=job.scenario.slo, warm_up_s=job.scenario.warm_up_s)
+    with only_from("error"):
+        result = run_system(job.scenario, job.system, job.seed, job.traces, report)
+    slo = None if job.scenario.slo is None else Slo(job.scenario.slo.ttft_s, job.scenario.slo.tpot_s)
+    summary = summarise(result.records, result.facts, slo=slo, warm_up_s=job.scenario.warm_up_s)
     return Done(summary, result if job.keep_result else None, time.monotonic() - began_s, last_s)
 
 

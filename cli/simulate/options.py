@@ -14,8 +14,6 @@ from shared.systems import DEFAULT_SYSTEM
 
 F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_SCENARIO: Final = "burst-demo"
-MAX_SEEDS: Final = 64
-_RATIO: Final = click.FloatRange(0, 1, min_open=True)
 
 _SIMULATE_EPILOG = """\b
 Examples:
@@ -92,7 +90,7 @@ _LOAD: Final = (
     click.option(
         "--trace", metavar="FILE", type=_FILE, help="Arrivals and lengths: a .csv as docs/simulating.md says."
     ),
-    click.option("--workload", metavar="NAME", help="Arrivals and lengths of another scenario than the cluster's."),
+    click.option("--workload", metavar="NAME|FILE", help="Arrivals, lengths and readers of another scenario."),
     click.option("--traces", metavar="DIR", type=_FOLDER, help="Where the traces lie that scenarios name."),
     click.option("--upscale", metavar="F", type=Positive(), help="Load in multiples of the trace's own."),
     click.option("--rate", metavar="R", type=Positive(), help="Requests per second, Poisson, instead of a trace."),
@@ -118,7 +116,9 @@ _LOAD: Final = (
         default=(0,),
         help="May be given several times. [0]",
     ),
-    click.option("--jobs", metavar="N", type=POSITIVE_INT, default=os.cpu_count() or 1, help="Runs at a time. [cores]"),
+    click.option(
+        "--jobs", metavar="N", type=POSITIVE_INT, default=len(os.sched_getaffinity(0)), help="Runs at a time. [cores]"
+    ),
     click.option("--json", "json_file", metavar="FILE", type=_NEW_FILE, help="Write all figures here."),
     click.option("--quiet", is_flag=True, help="Show no progress."),
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from sim.catalog.instance import InstanceFacts, find_instance
 from sim.cluster import ClusterParams
 from sim.scenarios.scenario import Scenario
 from sim.worker import SimWorkerParams
@@ -12,15 +11,6 @@ from sim.workload.workload import Workload
 
 BLOCK_SIZE = 16
 """Token slots of a KV block, as vLLM's default."""
-
-
-def instance_of(scenario: Scenario) -> InstanceFacts:
-    """Return the facts of the scenario's instances.
-
-    Raises:
-        StartupError: the catalogue has no such model or GPU.
-    """
-    return find_instance(scenario.model, scenario.gpu, tp=scenario.tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +27,17 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
 
     The KV of a finished request is not kept for others: prompts are random, and the papers' baselines have no prefix
     cache. A preempted request computes all of its KV again.
+
+    Raises:
+        StartupError: the catalogue has no such model or GPU, or they do not fit.
     """
-    instance = instance_of(scenario)
-    num_tokens = instance.kv_tokens if scenario.kv_tokens is None else scenario.kv_tokens
+    instance = scenario.instance()
     longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
-            replace(instance.cost, era_s=scenario.era_ms / 1e3),
-            num_blocks=num_tokens // BLOCK_SIZE,
+            instance.cost,
+            num_blocks=instance.kv_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             system=system,
             max_model_len=longest,

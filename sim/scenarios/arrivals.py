@@ -51,6 +51,19 @@ class _Recorded(Value):
         return spread(times, spread_s, streams.spread) if spread_s else times
 
 
+class _Burst(Value):
+    """When the burst is."""
+
+    burst_start_s: _Seconds
+    burst_end_s: _Seconds
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Self:
+        if self.burst_end_s <= self.burst_start_s:
+            raise ValueError("burst_end_s must be after burst_start_s")
+        return self
+
+
 class TraceArrivals(_Recorded):
     """The times of a recorded trace."""
 
@@ -62,19 +75,13 @@ class TraceArrivals(_Recorded):
         return times[times < duration_s]
 
 
-class RepeatedBurstArrivals(_Recorded):
+class RepeatedBurstArrivals(_Recorded, _Burst):
     """The times of a recorded trace up to the end of a burst, and then this burst again and again.
 
     Source: KunServe, version 2, section 5.5.
     """
 
     kind: Literal["repeated-burst"]
-    burst_start_s: _Seconds
-    burst_end_s: _Seconds
-
-    @model_validator(mode="after")
-    def _is_ordered(self) -> Self:
-        return _ordered(self)
 
     def times(self, trace: Trace | None, upscale: float, duration_s: float, streams: Streams) -> F64:
         """Return the arrivals before `duration_s`, seconds, ascending."""
@@ -92,7 +99,7 @@ class PoissonArrivals(Value):
         return poisson([(duration_s, self.rate_per_s * upscale)], streams.arrivals)
 
 
-class OneBurstArrivals(Value):
+class OneBurstArrivals(_Burst):
     """A steady load with one burst."""
 
     kind: Literal["one-burst"]
@@ -100,12 +107,6 @@ class OneBurstArrivals(Value):
     """Outside the burst."""
     factor: Annotated[float, Field(ge=1)]
     """Rate in the burst over the rate outside."""
-    burst_start_s: _Seconds
-    burst_end_s: _Seconds
-
-    @model_validator(mode="after")
-    def _is_ordered(self) -> Self:
-        return _ordered(self)
 
     def times(self, trace: Trace | None, upscale: float, duration_s: float, streams: Streams) -> F64:
         """Return the arrivals before `duration_s`, seconds, ascending."""

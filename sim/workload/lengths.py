@@ -30,8 +30,8 @@ _Tokens = Annotated[float, Field(ge=1)]
 class Quantiles(Value):
     """A quantile function through stated percentiles, with the stated mean.
 
-    Between two neighbours (p0, v0) and (p1, v1): v0 + (v1 - v0) · t^k with t = (p - p0) / (p1 - p0). The exponent k is the
-    same everywhere, and makes the mean right: a segment's mean is v0 + (v1 - v0) / (k + 1).
+    Between two neighbours (p0, v0) and (p1, v1): v0 + (v1 - v0) · t^k with t = (p - p0) / (p1 - p0). The exponent k is
+    the same everywhere, and makes the mean right: a segment's mean is v0 + (v1 - v0) / (k + 1).
     """
 
     kind: Literal["quantiles"]
@@ -58,7 +58,7 @@ class Quantiles(Value):
 
     @cached_property
     def exponent(self) -> float:
-        """k."""
+        """The k of every segment."""
         weights, values = np.diff(self._points), self._values
         return float(weights @ np.diff(values) / (self.mean - weights @ values[:-1])) - 1
 
@@ -71,7 +71,7 @@ class Quantiles(Value):
 
 
 class LogNormal(Value):
-    """A log-normal distribution cut at `max` (longer ones become `max`), whose mean and deviation are right after that."""
+    """A log-normal distribution cut at `max` (longer ones become `max`); mean and deviation are those after the cut."""
 
     kind: Literal["log-normal"]
     mean: _Tokens

@@ -13,8 +13,23 @@ class Totals:
     """Batches that came back, failed ones included."""
     num_failed_steps: int = 0
     num_preemptions: int = 0
+    """Sequences that gave way, by recompute or by swap."""
     num_recomputed_tokens: int = 0
     """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
+    num_swap_outs: int = 0
+    """Preemptions whose KV moved to host memory."""
+    num_swap_ins: int = 0
+    """Times that it was brought back."""
+    num_failed_copies: int = 0
+    """Copies to the host or back that failed: the KV was computed again."""
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    stalled_s: float = 0.0
+    """Seconds that sequences spent without running after they had begun, summed over them: preempted, or swapping."""
+    peak_used_blocks: int = 0
+    """Most usable blocks in use in any step."""
+    peak_demanded_blocks: int = 0
+    """Most blocks held and asked for at one time: what would have had to be there for nobody to wait for memory."""
     num_prompt_tokens: int = 0
     """Prompt tokens of the sequences that were admitted, each sequence once."""
     num_prefix_cache_queries: int = 0
@@ -30,21 +45,32 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of the engine."""
+    """One moment of the engine: the totals by the same names, and what is there now."""
 
     num_running: int
     num_waiting: int
     num_preempted: int
     num_blocks: int
-    """Usable blocks."""
+    """Usable blocks that the device has. Where memory is unlimited, more can be in use."""
     num_used_blocks: int
     """Usable blocks that sequences hold or somebody pins; free ones whose contents are kept do not count."""
     num_demanded_blocks: int
     """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached."""
+    num_host_blocks: int
+    """Blocks of host memory for KV of preempted sequences."""
+    num_used_host_blocks: int
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_swap_outs: int
+    num_swap_ins: int
+    num_failed_copies: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    stalled_s: float
+    peak_used_blocks: int
+    peak_demanded_blocks: int
     num_prompt_tokens: int
     num_prefix_cache_queries: int
     num_prefix_cache_hits: int
