@@ -18,8 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.fidelity.errors import (
     AIMS,
     Comparison,
@@ -37,7 +35,6 @@ from benchmarks.fidelity.simulated import Calibration, calibrate, simulate
 from benchmarks.harness import machine, print_table
 from benchmarks.peers_model import make_checkpoint
 from cli.profile.command import describe_fit
-from cli.profile.steps import overheads_s
 
 
 def main() -> None:
@@ -71,8 +68,7 @@ def analyse(measured: Measurement) -> dict[str, Any]:
     """Print how near the simulator comes, on the load that was fitted and on the other one; return the figures."""
     calibration = calibrate(measured)
     print(describe_fit(calibration.fit))
-    overheads = overheads_s(measured.fitted.steps)
-    print(f"between steps: mean {1e3 * overheads.mean():.3g} ms, median {1e3 * np.median(overheads):.3g} ms")
+    print(f"between steps: {1e3 * calibration.overhead_s:.3g} ms on average")
     print(f"one message, HTTP and text included: {1e3 * calibration.message_s:.3g} ms")
     return {
         "machine": machine(),

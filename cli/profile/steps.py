@@ -34,7 +34,11 @@ def overheads_s(steps: Sequence[StepRecord]) -> F64:
     """Return what the step loop took around each step that followed another without waiting for work, seconds.
 
     A sequence that decodes was in the step before, so a step with decodes began as soon as the loop could: its period
-    less its duration is scheduling, bookkeeping and the ways to the executor and back.
+    less its duration is scheduling, bookkeeping and the ways to the executor and back. A live worker's loop tells whole
+    milliseconds, so that one entry may be off by one, and below 0: their mean is right, since the periods of steps in a row add
+    up to the time that has passed.
     """
-    busy = [step for step in steps if step.num_decodes and step.period_s is not None]
-    return np.array([max(0.0, (step.period_s or 0.0) - step.duration_s) for step in busy], dtype=np.float64)
+    return np.array(
+        [step.period_s - step.duration_s for step in steps if step.num_decodes and step.period_s is not None],
+        dtype=np.float64,
+    )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ from hypothesis import strategies as st
 from cli import main as command
 from cli.bench.stream import Outcome
 from cli.console import Console
-from cli.exit_codes import DONE, FAILED, UNREACHABLE, CommandError
+from cli.exit_codes import DONE, FAILED, KILLED, UNREACHABLE, CommandError
 from cli.replay.command import ReplaySettings, run_replay
 from cli.replay.load import fit_context, load_workload
 from cli.replay.metrics import Sample, read_sample
@@ -138,6 +143,42 @@ async def test_failed_requests_are_counted_and_named(trace: Path, tmp_path: Path
     assert "failed: 1 × http 429: full" in text
     found = json.loads(out.read_text())["systems"]["vllm"]
     assert (found["requests"], found["completed"], found["refused"]) == (3, 2, 1)
+
+
+async def test_ctrl_c_ends_the_load_and_gives_the_figures_so_far(trace: Path, tmp_path: Path) -> None:
+    """The third answer never comes: whoever waits for it presses Ctrl-C once the first two are there."""
+
+    class Stuck(Engine):
+        async def answer(self, request: web.Request) -> web.StreamResponse:
+            if (await request.json()).get("stream") and len(self.streams) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.Event().wait()
+            return await super().answer(request)
+
+    out = tmp_path / "out.json"
+    code, text = await replay(Stuck(), trace, json_file=str(out))
+    assert code == KILLED
+    assert text.endswith("stopped by Ctrl-C; the figures are those of the answers so far")
+    found = json.loads(out.read_text())["systems"]["vllm"]
+    assert (found["requests"], found["refused"]) == (3, 3 - found["completed"])
+    assert found["completed"] <= 2
+
+
+async def test_without_matplotlib_figures_are_refused_before_anything_is_sent(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    engine = Engine()
+    with pytest.raises(StartupError, match="matplotlib"):
+        await replay(engine, trace, plot_folder=tmp_path / "figures")
+    assert not engine.streams
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra")
+async def test_figures_are_drawn(trace: Path, tmp_path: Path) -> None:
+    code, text = await replay(Engine(), trace, plot_folder=tmp_path / "figures")
+    assert code == DONE, text
+    assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".svg"}
 
 
 async def test_what_the_context_cannot_hold_is_cut(trace: Path) -> None:
