@@ -35,8 +35,8 @@ def overheads_s(steps: Sequence[StepRecord]) -> F64:
 
     A sequence that decodes was in the step before, so a step with decodes began as soon as the loop could: its period
     less its duration is scheduling, bookkeeping and the ways to the executor and back. A live worker's loop tells whole
-    milliseconds, so that one entry may be off by one, and below 0: their mean is right, since the periods of steps in a row add
-    up to the time that has passed.
+    milliseconds, so one entry may be off by one, and below 0; their mean is right, since the periods of steps in a row
+    add up to the time that has passed.
     """
     return np.array(
         [step.period_s - step.duration_s for step in steps if step.num_decodes and step.period_s is not None],
