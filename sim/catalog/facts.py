@@ -9,9 +9,8 @@ from typing import Annotated, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from shared.config_fields import did_you_mean
-from shared.errors import StartupError
 from shared.types import Value
+from sim.names import unknown_name
 
 _FOLDER = Path(__file__).parent
 _Count = Annotated[int, Field(ge=1)]
@@ -100,11 +99,9 @@ def find_gpu(name: str) -> tuple[str, GpuFacts]:
 
 
 def _find(what: str, name: str, known: dict[str, _Facts]) -> tuple[str, _Facts]:
-    found = known.get(name.lower())
-    if found is None:
-        hint = did_you_mean(name.lower(), known, "")
-        raise StartupError(f"the catalogue has no {what} '{name[:80]}'", f"{hint} There are {', '.join(known)}")
-    return name.lower(), found
+    if name.lower() not in known:
+        raise unknown_name(f"the catalogue has no {what}", name.lower(), known)
+    return name.lower(), known[name.lower()]
 
 
 def _tables(file: str) -> dict[str, object]:

@@ -35,13 +35,16 @@ class _Recorded(Value):
         Raises:
             StartupError: the file is not there, or is no trace.
         """
-        places = [folder / self.file for folder in (traces, Path()) if folder is not None]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            where = " or ".join(str(folder) for folder in (traces, "the present folder") if folder is not None)
-            hint = "Pass its folder with --traces or another trace with --trace; docs/design/scenarios.md says whence"
-            raise StartupError(f"the trace {self.file} is not in {where}, and does not ship", hint)
-        return read_trace(found)
+        path = Path(self.file)
+        folders = [Path()] if path.is_absolute() or traces is None else [traces, Path()]
+        found = next((folder / path for folder in folders if (folder / path).is_file()), None)
+        if found is not None:
+            return read_trace(found)
+        if path.is_absolute():
+            raise StartupError(f"there is no trace {path}", "Name a .csv file")
+        where = " or ".join(str(folder) if folder == traces else "the present folder" for folder in folders)
+        hint = "Pass its folder with --traces or another trace with --trace; docs/design/scenarios.md says whence"
+        raise StartupError(f"the trace {path} is not in {where}, and does not ship", hint)
 
     def _times(self, trace: Trace | None, upscale: float, streams: Streams) -> F64:
         assert trace is not None, "arrivals of a trace need the trace"

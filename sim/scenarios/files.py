@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, Final
 
-from shared.config_fields import did_you_mean
 from shared.errors import StartupError
+from sim.names import unknown_name
 from sim.scenarios.scenario import Scenario, validated
 
 SCENARIOS: Final = Path(__file__).parent
@@ -30,9 +30,7 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     elif name_or_path in scenario_names():
         path = SCENARIOS / f"{name_or_path}.toml"
     else:
-        hint = did_you_mean(name_or_path, scenario_names(), "")
-        names = ", ".join(scenario_names())
-        raise StartupError(f"there is no scenario '{name_or_path[:80]}'", f"{hint} There are {names}, and .toml files")
+        raise unknown_name("there is no scenario", name_or_path, scenario_names(), "files that end in .toml")
     return validated({**_tables(path), "name": path.stem}, f"scenario {path}")
 
 

@@ -28,8 +28,8 @@ class Load(Value):
     name: str
     arrivals: Arrivals
     lengths: str
-    """A name of `sim/workload/lengths.toml`, `512x128`, `trace` for the trace's own, or `trace:conversation` for those of
-    its rows of that log type."""
+    """A name of `sim/workload/lengths.toml`, `512x128`, `trace` for the trace's own, or `trace:conversation` for those
+    of its rows of that log type."""
     lengths_scale: Annotated[float, Field(gt=0)] = 1.0
     """Multiplies prompts and answers."""
     upscale: Annotated[float, Field(ge=0)] = 1.0

@@ -107,8 +107,8 @@ class Scenario(Load):
 
     def _with_trace(self, trace: Path) -> dict[str, Any]:
         if isinstance(self.arrivals, RepeatedBurstArrivals):
-            return {**self.arrivals.model_dump(), "file": str(trace), "spread_s": None}
-        return {"kind": "trace", "file": str(trace)}
+            return {**self.arrivals.model_dump(), "file": str(trace.absolute()), "spread_s": None}
+        return {"kind": "trace", "file": str(trace.absolute())}
 
     def _with_rate(self, rate_per_s: float, trace: dict[str, Any] | None) -> dict[str, Any]:
         if trace is not None or isinstance(self.arrivals, RECORDED):

@@ -16,9 +16,8 @@ from typing import Annotated, Final, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from shared.config_fields import did_you_mean
-from shared.errors import StartupError
 from shared.types import Value
+from sim.names import unknown_name
 from sim.workload.clipped_log_normal import fit_log_normal
 from sim.workload.workload import F64, I32
 
@@ -153,11 +152,7 @@ def find_lengths(name: str) -> Lengths:
         fixed = [Uniform(kind="uniform", low=size, high=size) for size in sizes]
         return Lengths(title=name, source="given", input=fixed[0], output=fixed[1])
     if name not in named_lengths():
-        names = ", ".join(named_lengths())
-        hint = did_you_mean(name, named_lengths(), "")
-        raise StartupError(
-            f"there are no lengths '{name[:80]}'", f"{hint} There are {names}, and fixed ones as 512x128"
-        )
+        raise unknown_name("there are no lengths", name, named_lengths(), "fixed ones as 512x128")
     return named_lengths()[name]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,6 +20,13 @@ from sim.workload.workload import F64, I32
 COLUMNS: Final = ("arrival_s", "input_tokens", "output_tokens")
 MAX_TOKENS: Final = 10_000_000
 """Most tokens of one prompt or answer; more is taken for a mistake in the file."""
+_COUNT: Final = f"a whole number from 1 to {MAX_TOKENS}"
+_ALLOWED: Final[dict[str, tuple[Callable[[str], float], float, float, str]]] = {
+    "arrival_s": (float, 0, 1e9, "a time in seconds, 0 or more"),
+    "input_tokens": (int, 1, MAX_TOKENS, _COUNT),
+    "output_tokens": (int, 1, MAX_TOKENS, _COUNT),
+}
+"""How a column is parsed, least and most, and this in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +88,19 @@ def _read_rows(path: Path) -> list[tuple[float, int, int, str]]:
 
 
 def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int, int, str]:
-    values = []
-    for column, parse, is_allowed, what in (
-        ("arrival_s", float, lambda x: 0 <= x < math.inf, "a time in seconds, 0 or more"),
-        ("input_tokens", int, lambda x: 1 <= x <= MAX_TOKENS, f"a count between 1 and {MAX_TOKENS}"),
-        ("output_tokens", int, lambda x: 1 <= x <= MAX_TOKENS, f"a count between 1 and {MAX_TOKENS}"),
-    ):
-        text = row[column]
-        try:
-            value = parse(text)
-        except ValueError:
-            value = math.nan
-        if not is_allowed(value):
-            raise StartupError(f"{path}, line {line}: {column} is '{text[:40]}'", f"It must be {what}")
-        values.append(value)
-    return values[0], int(values[1]), int(values[2]), row.get("log_type") or ""
+    arrival_s, num_input, num_output = (_value(path, line, column, row[column]) for column in COLUMNS)
+    return arrival_s, int(num_input), int(num_output), row.get("log_type") or ""
+
+
+def _value(path: Path, line: int, column: str, text: str) -> float:
+    parse, least, most, what = _ALLOWED[column]
+    try:
+        value = parse(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        raise StartupError(f"{path}, line {line}: {column} is '{text[:40]}'", f"It must be {what}")
+    return value
 
 
 def upscaled(arrival_s: F64, factor: float, random: np.random.Generator) -> F64:
