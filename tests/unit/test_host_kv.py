@@ -66,5 +66,5 @@ def test_a_copy_that_torch_refuses_is_a_failed_copy(runner: ModelRunner) -> None
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_loaded() -> None:
-    with pytest.raises(StartupError, match="host_memory holds no KV block of [0-9]+ bytes"):
+    with pytest.raises(StartupError, match=r"host_memory holds no KV block of [0-9]+ bytes"):
         open_runner(CheckpointShape(), host_memory_bytes=1)
