@@ -82,12 +82,17 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     return Loaded(ModelledExecutor(cost, kv, host=host), facts)
 
 
+def _swaps(settings: WorkerSettings) -> bool:
+    return find_system(settings.system).preemption is Preemption.SWAP
+
+
 def _modelled_host(settings: WorkerSettings, block_bytes: int) -> HostMemory | None:
-    if find_system(settings.system).preemption is not Preemption.SWAP:
+    if not _swaps(settings):
         return None
     num_blocks = settings.host_memory // block_bytes
     if not num_blocks:
-        raise StartupError(f"--host-memory holds no KV block of {block_bytes} bytes", "Give more, or do not swap")
+        said = f"host_memory holds no KV block of {block_bytes} bytes"
+        raise StartupError(said, "Give more, or choose another system")
     return HostMemory(num_blocks, block_bytes, block_bytes / (settings.host_link_gb_per_s * 1e9))
 
 
@@ -129,6 +134,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
             device=settings.device,
             dtype=settings.dtype.value,
             memory_bytes=settings.memory,
+            host_memory_bytes=settings.host_memory if _swaps(settings) else 0,
             block_size=settings.block_size,
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_rows=settings.max_batch_rows,
@@ -149,6 +155,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
         kv_bytes=info.kv_bytes,
         reserve_bytes=info.reserve_bytes,
         dry_step_s=info.dry_step_s,
+        token_s=info.dry_step_s / settings.max_batch_tokens,
         kernels=info.kernels,
     )
     return Loaded(ThreadExecutor(runner, loop), facts)

@@ -44,6 +44,8 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             prefix_caching=False,
             max_batch_rows=scenario.max_batch_rows,
             max_batch_tokens=scenario.max_batch_tokens,
+            kv_bytes_per_token=instance.kv_bytes_per_token,
+            host_link_bytes_per_s=instance.host_link_bytes_per_s,
         )
         for i in range(scenario.instances)
     )

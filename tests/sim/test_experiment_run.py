@@ -21,10 +21,10 @@ from tests.support.workloads import plain_workload
 COST = load_profile("llama-3-8b-tp1-a100").cost
 
 
-def cluster(num_blocks: int = 400, count: int = 2) -> ExperimentCluster:
+def cluster(num_blocks: int = 400, count: int = 2, system: str = "fcfs-chunked") -> ExperimentCluster:
     worker = SimWorkerParams("w0", COST, num_blocks, max_model_len=1024, max_batch_tokens=512, prefix_caching=False)
-    workers = tuple(replace(worker, worker_id=f"w{i}") for i in range(count))
-    return ExperimentCluster(ClusterParams(workers), tp=2)
+    workers = tuple(replace(worker, worker_id=f"w{i}", system=system) for i in range(count))
+    return ExperimentCluster(ClusterParams(workers, system=system), tp=2)
 
 
 def busy(count: int = 60, *, has_reader: bool = True) -> Workload:
@@ -70,6 +70,19 @@ def test_pressure_is_seen(tight: tuple[Workload, RunResult, list[Progress]]) -> 
     assert (samples.used_blocks <= samples.demanded_blocks).all()
     assert set(samples.num_blocks) == {240.0}
     assert (samples.used_blocks[-1], samples.num_waiting[-1]) == (0, 0)
+
+
+def test_the_oracle_is_told_in_terms_of_the_real_memory(tight: tuple[Workload, RunResult, list[Progress]]) -> None:
+    """It holds at once what others must keep waiting: more blocks than there are."""
+    workload, bounded, _ = tight
+    result = run_workload(cluster(num_blocks=120, system="oracle"), workload)
+    facts = result.facts
+    assert facts.preemptions == 0
+    assert facts.kv_peak_ratio is not None
+    assert facts.kv_peak_ratio > 1.2
+    assert result.samples is not None
+    assert set(result.samples.num_blocks) == {240.0}
+    assert np.percentile(result.records.ttft_s, 99) < np.percentile(bounded.records.ttft_s, 99) / 1.5
 
 
 def test_gpus_count_from_the_first_arrival_to_the_last_end(tight: tuple[Workload, RunResult, list[Progress]]) -> None:

@@ -282,7 +282,7 @@ class Engine:
             num_preempted=len(table.preempted),
             num_blocks=self.capacity_blocks,
             num_used_blocks=self.blocks.num_used,
-            num_demanded_blocks=table.num_parked_blocks,
+            num_demanded_blocks=self._num_demanded_blocks(),
             num_host_blocks=0 if host is None else host.num_blocks,
             num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
             **asdict(self.totals),
@@ -316,17 +316,19 @@ class Engine:
 
     def _note(self, now_s: float) -> None:
         """Count the time since the last look, and the memory that is held and asked for."""
-        totals, table, stalled = self.totals, self.table, len(self.table.preempted)
-        used = self.blocks.num_used
-        demanded = used + table.num_parked_blocks
+        totals, stalled, used = self.totals, len(self.table.preempted), self.blocks.num_used
         if self.swapping is not None:
             stalled += self.swapping.num_arriving
-            demanded -= self.swapping.num_leaving_blocks  # asked for by their rows already
         if stalled:
             totals.stalled_s += stalled * (now_s - self._noted_s)
         self._noted_s = now_s
         totals.peak_used_blocks = max(totals.peak_used_blocks, used)
-        totals.peak_demanded_blocks = max(totals.peak_demanded_blocks, demanded)
+        totals.peak_demanded_blocks = max(totals.peak_demanded_blocks, used + self._num_demanded_blocks())
+
+    def _num_demanded_blocks(self) -> int:
+        """Return what parked rows ask for beyond the blocks in use: those that leave the device are in use yet."""
+        parked = self.table.num_parked_blocks
+        return parked if self.swapping is None else max(parked - self.swapping.num_leaving_blocks, 0)
 
     def _commit(self, output: SchedulerOutput) -> tuple[Rows, I32]:
         """Admit, preempt and bring back as the scheduler chose."""

@@ -55,7 +55,8 @@ class EngineStats:
     num_used_blocks: int
     """Usable blocks that sequences hold or somebody pins; free ones whose contents are kept do not count."""
     num_demanded_blocks: int
-    """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached."""
+    """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached, beyond
+    those in use."""
     num_host_blocks: int
     """Blocks of host memory for KV of preempted sequences."""
     num_used_host_blocks: int
