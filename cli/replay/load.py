@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sim.scenarios.parts import FixedReaders, TraceArrivals
-from sim.scenarios.scenario import Scenario
+from sim.scenarios.arrivals import TraceArrivals
+from sim.scenarios.load import Load
+from sim.scenarios.parts import FixedReaders
 from sim.workload.lengths import fit_context as fit_lengths
 from sim.workload.workload import I32, Workload
 
@@ -35,18 +36,15 @@ def load_workload(
     Raises:
         StartupError: the file is no trace, there are no such lengths, or no request is left.
     """
-    scenario = Scenario(
+    load = Load(
         name=trace.stem,
-        model="",  # the server's
-        gpu="",
-        instances=1,
         arrivals=TraceArrivals(kind="trace", file=str(trace.absolute())),
         lengths=lengths or "trace",
         upscale=upscale,
         duration_s=duration_s,
-        reader=FixedReaders(ttft_s=reader[0], speed=reader[1]),
+        reader=FixedReaders(kind="fixed", ttft_s=reader[0], speed=reader[1]),
     )
-    return scenario.workload(seed)
+    return load.workload(seed)
 
 
 def fit_context(workload: Workload, max_tokens: int, *, is_exact: bool) -> tuple[Workload, int]:

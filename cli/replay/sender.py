@@ -13,6 +13,7 @@ from cli.bench.load import Load
 from cli.bench.server import Server
 from cli.bench.stream import Outcome, stream_answer
 from cli.bench.workload import Planned
+from sim.scenarios.load import BEST_EFFORT
 from sim.workload.workload import Workload
 
 FIRST_TOKEN_ID = 3
@@ -21,9 +22,6 @@ VOCAB_SIZE = 100
 """Prompts are of ids below this unless told otherwise: every vocabulary has them."""
 OWN = "sluice"
 """What our server calls itself: it alone is told of readers and classes, which others may refuse."""
-BEST_EFFORT = 1
-"""In a workload's `request_class`."""
-
 Prompts = Callable[[int], str | list[int]]
 """Returns the prompt of the request of this index."""
 
