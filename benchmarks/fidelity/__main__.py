@@ -141,7 +141,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1, help="of the worker; leave a core to the others [1]")
     parser.add_argument("--memory", default="2GiB", help="of the worker [2GiB]")
-    parser.add_argument("--duration", type=float, default=180.0, help="seconds of each load [180]")
+    parser.add_argument("--duration", type=float, default=240.0, help="seconds of each load [240]")
     parser.add_argument("--rate", type=float, default=1.0, help="load in multiples of its own [1]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")

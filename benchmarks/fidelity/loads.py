@@ -41,9 +41,9 @@ class LoadShape:
     output: Lengths
 
 
-FITTED = LoadShape("chat", 3.0, 1.0, Lengths(70, 0.9, 4, 700), Lengths(60, 0.7, 4, 240))
+FITTED = LoadShape("chat", 2.0, 1.0, Lengths(70, 0.9, 4, 700), Lengths(60, 0.7, 4, 240))
 """Short prompts, longer answers, Poisson arrivals."""
-COMPARED = LoadShape("documents", 2.0, 1.8, Lengths(220, 0.8, 16, 1400), Lengths(30, 0.6, 2, 120))
+COMPARED = LoadShape("documents", 1.2, 1.8, Lengths(220, 0.8, 16, 1400), Lengths(30, 0.6, 2, 120))
 """Prompts three times as long, answers half as long, arrivals in bursts."""
 
 
