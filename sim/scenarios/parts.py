@@ -16,7 +16,7 @@ from sim.workload.workload import F64, I32
 class FixedReaders(Value):
     """Every reader is alike."""
 
-    kind: Literal["fixed"]
+    kind: Literal["fixed"] = "fixed"
     ttft_s: Annotated[float, Field(gt=0)] = 1.0
     """Seconds after the arrival at which the first token is expected."""
     speed: Annotated[float, Field(gt=0)] = 4.8

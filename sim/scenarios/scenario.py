@@ -13,7 +13,7 @@ from shared.errors import StartupError
 from sim.catalog.instance import InstanceFacts, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
 from sim.scenarios.load import Load
-from sim.scenarios.parts import Slo
+from sim.scenarios.parts import AndesReaders, FixedReaders, Slo
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -35,6 +35,7 @@ class Overrides(TypedDict, total=False):
     lengths_scale: float | None
     duration_s: float | None
     warm_up_s: float | None
+    reader: FixedReaders | AndesReaders | None
     slo: Slo | None
     kv_tokens: int | None
     max_batch_tokens: int | None

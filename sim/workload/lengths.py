@@ -29,8 +29,9 @@ _Tokens = Annotated[float, Field(ge=1)]
 class Quantiles(Value):
     """A quantile function through stated percentiles, with the stated mean.
 
-    Between two neighbours (p0, v0) and (p1, v1): v0 + (v1 - v0) · t^k with t = (p - p0) / (p1 - p0). The exponent k is
-    the same everywhere, and makes the mean right: a segment's mean is v0 + (v1 - v0) / (k + 1).
+    Between two neighbours (p0, v0) and (p1, v1) it is v0 + (v1 - v0) f(t) with t = (p - p0) / (p1 - p0). The shape f is
+    the same everywhere and makes the mean right, by its own mean m: t^(1/m - 1) if m is at most 1/2, else the mirrored
+    1 - (1 - t)^(m/(1-m)). So its slope is finite at every stated percentile.
     """
 
     kind: Literal["quantiles"]
@@ -56,17 +57,18 @@ class Quantiles(Value):
         return np.array(list(self.percentiles.values()))
 
     @cached_property
-    def exponent(self) -> float:
-        """The k of every segment."""
+    def shape_mean(self) -> float:
+        """The m of every segment, between 0 and 1."""
         weights, values = np.diff(self._points), self._values
-        return float(weights @ np.diff(values) / (self.mean - weights @ values[:-1])) - 1
+        return float((self.mean - weights @ values[:-1]) / (weights @ np.diff(values)))
 
     def tokens(self, scores: F64) -> F64:
         """Return the lengths at these standard normal scores."""
         points, values, p = self._points, self._values, _normal_cdf(scores)
         i = np.clip(np.searchsorted(points, p, side="right") - 1, 0, points.size - 2)
-        part = (p - points[i]) / (points[i + 1] - points[i])
-        return values[i] + (values[i + 1] - values[i]) * part**self.exponent
+        t, m = (p - points[i]) / (points[i + 1] - points[i]), self.shape_mean
+        shape = t ** (1 / m - 1) if m <= 0.5 else 1 - (1 - t) ** (m / (1 - m))
+        return values[i] + (values[i + 1] - values[i]) * shape
 
 
 class LogNormal(Value):

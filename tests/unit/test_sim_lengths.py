@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -47,10 +48,11 @@ def test_every_name_is_checked_against_a_table() -> None:
 
 @pytest.mark.parametrize("name", sorted(PERCENTILES))
 def test_samples_have_the_percentiles_and_the_mean_of_the_table(name: str) -> None:
+    """Of 200 000 samples as many lie below a percentile as should, within 0.3 % of all (2.7 deviations at P50)."""
     for sample, (mean, percentiles) in zip(_sample(name), PERCENTILES[name], strict=True):
         assert sample.mean() == pytest.approx(mean, rel=0.01)
-        found = np.percentile(sample, list(percentiles))
-        assert found.tolist() == pytest.approx(list(percentiles.values()), rel=0.02)
+        for percent, tokens in percentiles.items():
+            assert np.mean(sample < tokens) - 0.003 <= percent / 100 <= np.mean(sample <= tokens) + 0.003
 
 
 @pytest.mark.parametrize("name", sorted(MOMENTS))
@@ -72,12 +74,16 @@ def test_lengths_are_whole_and_stay_in_their_range(name: str) -> None:
         assert sample.max() <= (max(limit.values()) if isinstance(limit, dict) else limit)
 
 
+def _correlation(first: np.ndarray, second: np.ndarray) -> float:
+    return float(np.asarray(np.corrcoef(first, second))[0, 1])
+
+
 def test_long_prompts_of_conversations_tend_to_get_long_answers() -> None:
     prompt, output = _sample("burstgpt-conversation")
     ranks = [np.argsort(np.argsort(column)) for column in (prompt, output)]
-    assert np.corrcoef(ranks)[0, 1] == pytest.approx(0.24, abs=0.02)
+    assert _correlation(*ranks) == pytest.approx(0.24, abs=0.02)
     prompt, output = _sample("burstgpt")
-    assert abs(np.corrcoef(prompt, output)[0, 1]) < 0.02
+    assert abs(_correlation(prompt, output)) < 0.02
 
 
 def test_the_generator_decides() -> None:
@@ -102,7 +108,7 @@ def quantile_functions(draw: st.DrawFn) -> Quantiles:
     percents = sorted(draw(st.sets(st.integers(1, 99), max_size=5)))
     values = sorted(draw(st.lists(st.integers(1, 5000), min_size=len(percents) + 2, max_size=len(percents) + 2)))
     points, weights = np.array([0, *percents, 100]) / 100, np.diff([0, *percents, 100]) / 100
-    low, high = weights @ values[:-1], weights @ values[1:]
+    low, high = float(weights @ values[:-1]), float(weights @ values[1:])
     assume(high - low > 1 and low > 1)
     mean = low + draw(st.floats(0.05, 0.95)) * (high - low)
     return Quantiles(
@@ -112,9 +118,8 @@ def quantile_functions(draw: st.DrawFn) -> Quantiles:
 
 @given(quantile_functions())
 def test_a_quantile_function_rises_through_its_points_and_has_its_mean(quantiles: Quantiles) -> None:
-    """The mean as a sum over scores at the middles of 20 000 equal shares of probability."""
-    middles = (np.arange(20_000) + 0.5) / 20_000
-    found = quantiles.tokens(_normal_scores(middles))
+    """The mean as a sum over scores at the middles of 4 000 equal shares of probability."""
+    found = quantiles.tokens(_normal_scores(MIDDLES))
     assert np.all(np.diff(found) >= -1e-9)
     values = list(quantiles.percentiles.values())
     assert found.mean() == pytest.approx(quantiles.mean, rel=2e-3, abs=0.002 * (values[-1] - values[0]))
@@ -124,13 +129,10 @@ def test_a_quantile_function_rises_through_its_points_and_has_its_mean(quantiles
 
 
 def _normal_scores(p: np.ndarray) -> np.ndarray:
-    """Invert Φ by bisection on the whole array, with math.erf only."""
-    low, high = np.full(p.size, -9.0), np.full(p.size, 9.0)
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in middle.tolist()]) < p
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return (low + high) / 2
+    return np.array([NormalDist().inv_cdf(x) for x in p.tolist()])
+
+
+MIDDLES = (np.arange(4000) + 0.5) / 4000
 
 
 @pytest.mark.parametrize(
