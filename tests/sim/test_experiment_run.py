@@ -85,6 +85,15 @@ def test_the_oracle_is_told_in_terms_of_the_real_memory(tight: tuple[Workload, R
     assert np.percentile(result.records.ttft_s, 99) < np.percentile(bounded.records.ttft_s, 99) / 1.5
 
 
+def test_the_oracle_serves_however_long_it_holds_more_than_there_is() -> None:
+    """Ten requests of 17 blocks at a time, on 20 blocks, for seven seconds: longer than silence makes a worker dead."""
+    workload = plain_workload((np.arange(100) / 15).tolist(), 200, 60)
+    result = run_workload(cluster(num_blocks=20, count=1, system="oracle"), workload)
+    assert result.records.is_complete.all()
+    assert result.samples is not None
+    assert float(np.median(result.samples.used_blocks)) > 100
+
+
 def test_gpus_count_from_the_first_arrival_to_the_last_end(tight: tuple[Workload, RunResult, list[Progress]]) -> None:
     """Two instances of two GPUs each."""
     _, result, _ = tight
