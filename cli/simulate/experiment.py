@@ -124,7 +124,7 @@ def _scenario(flags: Mapping[str, Any]) -> Scenario:
     )
     if flags["reader"] is None:
         return scenario
-    reader = FixedReaders(ttft_s=flags["reader"]["ttft"], speed=flags["reader"]["speed"])
+    reader = FixedReaders(kind="fixed", ttft_s=flags["reader"]["ttft"], speed=flags["reader"]["speed"])
     return scenario.model_copy(update={"reader": reader})
 
 

@@ -94,7 +94,7 @@ def _qoe_gap(baseline: float | None, system: float | None, oracle: float | None)
     # a mean of hundreds of figures that should be 0.02 apart may be so but for its last bits
     if baseline is None or system is None or oracle is None or round(oracle - baseline, 12) < MIN_QOE_GAP:
         return None
-    return (baseline - system) / (baseline - oracle)
+    return (system - baseline) / (oracle - baseline)
 
 
 def _merged(trees: Sequence[Any], merge: Any) -> Any:

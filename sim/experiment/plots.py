@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NUM_WINDOWS: Final = 64
+NUM_WINDOWS: Final = 48
 """Windows over the time of the longest run."""
 SLO_SCALES: Final = np.arange(1.0, 10.5, 0.5)
 _SETTINGS: Final = {"svg.hashsalt": "sluice", "svg.fonttype": "none", "path.simplify": True}
@@ -73,16 +73,16 @@ def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:
     return files
 
 
-def _figure(num_rows: int, num_columns: int, size: tuple[float, float]) -> tuple[Figure, Any]:
+def _figure(num_rows: int, num_columns: int, size: tuple[float, float], *, share_x: bool = False) -> tuple[Figure, Any]:
     """Return a figure and [num_rows][num_columns] axes; it belongs to no window and no global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(num_rows, num_columns, squeeze=False)
+    return figure, figure.subplots(num_rows, num_columns, squeeze=False, sharex=share_x)
 
 
 def _timeline(results: _Results) -> Figure:
-    figure, axes = _figure(3, 1, (8, 8))
+    figure, axes = _figure(3, 1, (8, 8), share_x=True)
     memory, ttft, throughput = axes[:, 0]
     last_s = max(float(result.records.token_s.max(initial=0.0)) for result in results.values())
     window_s = (last_s or 1.0) / NUM_WINDOWS
@@ -115,7 +115,8 @@ def _latency(results: _Results) -> Figure:
             if unit_s is not None:
                 curve.plot(SLO_SCALES, 100 * slo_violations(each, unit_s * SLO_SCALES), marker=".", label=name)
         _label(curve, "SLO scale (× the best baseline's P50)", f"{title} SLO missed, %")
-    axes[0, 0].legend(fontsize="small")
+    axes[0, 0].set_yscale("log")  # from an idle system's prefill to the queue of an overrun one
+    axes[0, 1].legend(fontsize="small")
     return figure
 
 
@@ -126,8 +127,7 @@ def _draw_percentiles(axes: Axes, values: Mapping[str, F64], title: str) -> None
         known = each[~np.isnan(each)]
         if known.size:
             axes.bar(places + i * width, np.percentile(known, list(PERCENTILES.values())), width, label=name)
-    axes.set_xticks(places + 0.4 - width / 2, [name.upper() for name in PERCENTILES])
-    axes.set_yscale("log")
+    axes.set_xticks(places + 0.4 - width / 2, [f"P{percent:g}" for percent in PERCENTILES.values()])
     _label(axes, "", f"{title}, s")
 
 
@@ -140,8 +140,7 @@ def _cdfs(results: _Results) -> Figure:
             place.step(*cdf(values), where="post", label=name, lw=1)
     for place, title in zip(axes[0], ("TTFT, s", "TPOT, s", "QoE"), strict=True):
         _label(place, title, "share of requests")
-    for place in axes[0][:2]:
-        place.set_xscale("log")
+    axes[0][0].set_xscale("log")
     axes[0][0].legend(fontsize="small")
     return figure
 

@@ -10,6 +10,7 @@ from sim.experiment.compare import ORACLE, Comparison
 from sim.experiment.summary import GOOD_QOE, Summary
 
 NOTHING: Final = "-"
+_FACTOR_WIDTH: Final = 5
 _Format = Callable[[float], str]
 
 
@@ -75,15 +76,17 @@ def render(comparison: Comparison) -> str:
     """Return the table: the first system is the baseline of the factors; rows without any figure are left out."""
     systems: Mapping[str, Summary] = comparison["systems"]
     names = list(systems)
-    lines = [["", *names]]
+    lines = [["", names[0], *(_beside(name, "") for name in names[1:])]]
     for row in _ROWS:
         values = [_at(systems[name], row.path) for name in names]
         if all(value is None for value in values) or (row.if_any and not any(values)):
             continue
-        lines.append([row.title, *(_cell(row, value, values[0] if i else None) for i, value in enumerate(values))])
+        lines.append([row.title, *_cells(row, values)])
     if ORACLE in names:
         gaps = comparison["gap_closed"]
-        lines += [[title, *(_or_nothing(gaps[name][key], _share) for name in names)] for title, key in _GAPS]
+        for title, key in _GAPS:
+            row = _Row(title, ("gap_closed", key), _share)
+            lines.append([title, *_cells(row, [gaps[name][key] for name in names])])
     table = _table(lines)
     notes = [f"× of {names[0]}'s figure"] if len(names) > 1 else []
     if len(comparison["seeds"]) > 1:
@@ -99,12 +102,22 @@ def _at(summary: Summary, path: Sequence[str]) -> float | None:
     return None if value is None else float(value)
 
 
-def _cell(row: _Row, value: float | None, baseline: float | None) -> str:
-    text = _or_nothing(value, row.format)
-    if not row.has_factor or value is None or not baseline:
-        return text
+def _cells(row: _Row, values: Sequence[float | None]) -> list[str]:
+    """Return a row's cells: figures, and beside those after the first their factor, or as much room."""
+    first, *others = (_or_nothing(value, row.format) for value in values)
+    factors = (_factor(value, values[0]) if row.has_factor else "" for value in values[1:])
+    return [first, *(_beside(text, factor) for text, factor in zip(others, factors, strict=True))]
+
+
+def _factor(value: float | None, baseline: float | None) -> str:
+    if value is None or not baseline:
+        return ""
     factor = value / baseline
-    return f"{text} ×{factor:.2f}" if factor < 10 else f"{text} ×{factor:.0f}"
+    return f"×{factor:.2f}" if factor < 10 else f"×{factor:.0f}"
+
+
+def _beside(text: str, factor: str) -> str:
+    return f"{text} {factor:<{_FACTOR_WIDTH}}"
 
 
 def _or_nothing(value: float | None, form: _Format) -> str:

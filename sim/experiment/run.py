@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.dispatcher.service import DispatcherService
-from services.dispatcher.session.session import NewRequest, RequestFailedError
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
 from shared.ids import RequestId
-from shared.messages.request import pack_token_ids
+from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
 from sim.cluster import SimCluster
 from sim.experiment.records import Recorder
@@ -117,8 +117,11 @@ async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> N
 
 
 async def _serve(dispatcher: DispatcherService, request: NewRequest, reader: _Reader) -> None:
-    """Let one request run to its end, as the dispatcher's HTTP does."""
+    """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself."""
     sessions = dispatcher.sessions
+    if request.num_tokens > sessions.cluster.max_request_tokens(MAX_PROMPT_TOKENS):
+        reader.recorder.end(reader.index, FailureCode.TOO_LONG.value)
+        return
     try:
         session = await sessions.admit(request)
     except RequestFailedError as error:

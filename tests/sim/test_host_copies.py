@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -62,9 +63,8 @@ def test_an_idle_link_begins_at_once() -> None:
 # The step loop
 
 
-def two_of_seven_blocks() -> dict[str, object]:
-    """Two sequences of 7 blocks each at their ends, 9 blocks: the second is away for a while."""
-    return {"num_blocks": 9, "num_host_blocks": 20, "config": engine_config(prefix_caching=False)}
+small_engine = partial(live_engine, num_blocks=9, num_host_blocks=20, config=engine_config(prefix_caching=False))
+"""Two sequences of 7 blocks each at their ends, 9 blocks: the second is away for a while."""
 
 
 async def serve_two(live: LiveEngine) -> None:
@@ -84,7 +84,7 @@ def test_the_loop_waits_for_a_copy_when_nothing_else_can_run() -> None:
     """
 
     async def main() -> tuple[int, float]:
-        async with live_engine(**two_of_seven_blocks(), block_copy_s=0.04) as live:  # type: ignore[arg-type]
+        async with small_engine(block_copy_s=0.04) as live:
             await serve_two(live)
             return live.engine.stats.num_swap_ins, asyncio.get_running_loop().time()
 
@@ -97,7 +97,7 @@ def test_steps_go_on_beside_a_copy() -> None:
     """The copy of 4 or 5 blocks takes 0.5 s, five steps; the first sequence says a token in each of them."""
 
     async def main() -> list[float]:
-        async with live_engine(**two_of_seven_blocks(), block_copy_s=0.12) as live:  # type: ignore[arg-type]
+        async with small_engine(block_copy_s=0.12) as live:
             first = new_sequence(0, num_prompt=12, max_tokens=16)
             live.add(first)
             live.add(new_sequence(1, num_prompt=12, max_tokens=16))
@@ -114,7 +114,7 @@ def test_steps_go_on_beside_a_copy() -> None:
 
 def test_a_copy_that_fails_is_no_failure_of_the_worker() -> None:
     async def main() -> tuple[int, int]:
-        async with live_engine(**two_of_seven_blocks()) as live:  # type: ignore[arg-type]
+        async with small_engine() as live:
 
             def fail(begun: HostCopy) -> asyncio.Future[None]:
                 future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,7 +134,7 @@ def test_a_copy_that_fails_is_no_failure_of_the_worker() -> None:
 
 def test_the_gate_opens_only_when_no_copy_is_under_way() -> None:
     async def main() -> int:
-        async with live_engine(**two_of_seven_blocks(), block_copy_s=0.12) as live:  # type: ignore[arg-type]
+        async with small_engine(block_copy_s=0.12) as live:
             for name in range(2):
                 live.add(new_sequence(name, num_prompt=12, max_tokens=16))
             num_waited = 0

@@ -200,12 +200,13 @@ class Chaos:
         self.harness.settle()
 
     def cancel(self) -> None:
-        live = self.harness.live()
+        live, hold = self.harness.live(), self.harness.engine.table.hold
+        moving = [story for story in live if hold[story.row] & Hold.SWAPPING]
+        live = moving if moving and self.random.random() < 0.3 else live
         if live:
             story = live[self.random.integers(len(live))]
-            row = self.harness.engine.row_of[story.new.request_id, story.new.attempt]
             self.count("cancel in flight" if self._in_flight(story) else "cancel")
-            if self.harness.engine.table.hold[row] & Hold.SWAPPING:
+            if hold[story.row] & Hold.SWAPPING:
                 self.count("cancel in copy")
             assert self.harness.cancel(story)
             assert self._in_flight(story) or story.finish is FinishReason.CANCELLED

@@ -10,14 +10,14 @@ gpu = "a100"
 instances = 2
 lengths = "200x60"
 duration_s = 6
-kv_tokens = 4000
+kv_tokens = 2000
 max_batch_tokens = 512
 systems = ["fcfs", "fcfs-chunked"]
 
 [arrivals]
 kind = "one-burst"
-rate_per_s = 10.0
-factor = 2.0
+rate_per_s = 12.0
+factor = 4.0
 burst_start_s = 2
 burst_end_s = 4
 

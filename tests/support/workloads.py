@@ -15,17 +15,19 @@ def plain_workload(
     num_output: int | Sequence[int] = 9,
     *,
     has_reader: bool = True,
+    ttft_s: float = 1.0,
+    speed: float = 4.8,
     seed: int = 0,
 ) -> Workload:
-    """Return requests at these instants, read at 4.8 tokens/s after 1 s, or by nobody."""
+    """Return requests at these instants, read at this speed after this time, or by nobody."""
     size = len(arrival_s)
     return Workload(
         name="plain",
         arrival_s=np.array(arrival_s, dtype=np.float64),
         num_prompt=np.broadcast_to(np.asarray(num_prompt, dtype=np.int32), size).copy(),
         num_output=np.broadcast_to(np.asarray(num_output, dtype=np.int32), size).copy(),
-        qoe_ttft_s=np.full(size, 1.0 if has_reader else np.nan),
-        qoe_speed=np.full(size, 4.8 if has_reader else np.nan),
+        qoe_ttft_s=np.full(size, ttft_s if has_reader else np.nan),
+        qoe_speed=np.full(size, speed if has_reader else np.nan),
         request_class=np.zeros(size, dtype=np.uint8),
         seed=seed,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -149,23 +151,24 @@ def test_a_full_host_falls_back_to_recompute(scheduler: str) -> None:
 @pytest.mark.parametrize("scheduler", SWAPPING)
 def test_who_is_on_the_host_comes_back_first_and_is_not_computed(scheduler: str) -> None:
     """Row 1 has KV for 9 of 10 tokens, 3 blocks, and needs 3 and headroom; row 2 waits. 7 blocks are free, then 3."""
-    rows = {"running": [decoding(5)], "preempted": [parked(10)], "waiting": [parked(3)], "on_host": {1: 9}}
-    output = decide(scheduler, make_view(**rows, free_blocks=7, host=host_view()))
+    view = partial(
+        make_view, running=[decoding(5)], preempted=[parked(10)], waiting=[parked(3)], on_host={1: 9}, host=host_view()
+    )
+    output = decide(scheduler, view(free_blocks=7))
     assert output.resume.tolist() == [1]
     assert 2 in output.rows, "one more block for row 1, one for row 2, headroom for both"
     assert 1 not in output.rows
-    output = decide(scheduler, make_view(**rows, free_blocks=3, host=host_view()))
+    output = decide(scheduler, view(free_blocks=3))
     assert (output.resume.size, chosen(output)) == (0, [(0, 1)]), "nobody passes it, small or not"
 
 
 @pytest.mark.parametrize("scheduler", SWAPPING)
 def test_a_row_on_its_way_back_counts_as_running(scheduler: str) -> None:
     """Row 1 comes back. It takes one of two places; of 3 blocks two are headroom, one short of what row 2 needs."""
-    rows = {"running": [decoding(5), decoding(6)], "waiting": [parked(3)]}
-    host = host_view(arriving=(1,))
-    assert 2 not in decide(scheduler, make_view(**rows, max_batch_rows=2, host=host)).rows
-    assert 2 not in decide(scheduler, make_view(**rows, free_blocks=2, host=host)).rows
-    assert 2 in decide(scheduler, make_view(**rows, free_blocks=3, host=host)).rows
+    view = partial(make_view, running=[decoding(5), decoding(6)], waiting=[parked(3)], host=host_view(arriving=(1,)))
+    assert 2 not in decide(scheduler, view(max_batch_rows=2)).rows
+    assert 2 not in decide(scheduler, view(free_blocks=2)).rows
+    assert 2 in decide(scheduler, view(free_blocks=3)).rows
 
 
 @pytest.mark.parametrize("scheduler", SWAPPING)

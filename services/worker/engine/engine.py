@@ -336,7 +336,8 @@ class Engine:
         rows = output.rows.astype(np.intp)
         assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
         assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
-        assert rows.size or output.preempt_how.all(), "who drops KV makes room for somebody to run"
+        runs = rows.size + output.resume.size
+        assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
         parked = table.status[rows] != _RUNNING
         if np.count_nonzero(parked):
             owner = ("copies", self._next_step_id)

@@ -69,8 +69,11 @@ class StepPlan:
             return
         missing = self._missing(decodes, 1)
         total = int(missing.sum())
-        ahead = missing if view.host is None or self._resume else self._missing(decodes, 2)
-        if total > running.free_blocks or int(ahead.sum()) > running.free_blocks:
+        ahead, most = missing, total
+        if view.host is not None and not self._resume:
+            ahead = self._missing(decodes, 2)
+            most = int(ahead.sum())
+        if most > running.free_blocks:
             needs = np.zeros((2, running.rows.size), dtype=np.int32)
             needs[:, decodes] = missing, ahead
             running.make_room(*needs)
@@ -163,8 +166,8 @@ class StepPlan:
         return bool(running.dropped.size)
 
     def output(self) -> SchedulerOutput:
-        """Return the decision. If nobody can run, nobody drops KV either: it would be for nothing."""
-        if self.is_empty:
+        """Return the decision. If nobody can run or come back, nobody drops KV either: it would be for nothing."""
+        if self.is_empty and not self._resume:
             self._running.dropped = EMPTY_ROWS
         preempt, how = self._running.gone()
         chunks = np.array(self._chunk_rows, dtype=np.int32)
