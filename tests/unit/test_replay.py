@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -32,6 +33,8 @@ from shared.messages.report import ClusterView, WorkerReport
 from tests.support.openai_server import FINISH, Server, chunk, events, refuse, running, stream
 from tests.support.workloads import plain_workload
 
+UNASKED = cast("aiohttp.ClientSession", None)
+"""For a watch that asks nothing."""
 HEAD = "arrival_s,input_tokens,output_tokens,log_type\n"
 METRICS = """# HELP vllm:kv_cache_usage_perc Share
 # TYPE vllm:kv_cache_usage_perc gauge
@@ -301,7 +304,7 @@ def report(worker_id: str, **fields: Any) -> dict[str, Any]:
 
 def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
     """Used 30 + 50 of 200, then 90 + 60 with 100 more wanted; a dead worker and a loading one count for nothing."""
-    watch = ServerWatch(None, "", lambda: 0.0)  # type: ignore[arg-type]  nothing is asked
+    watch = ServerWatch(UNASKED, "", lambda: 0.0)
     dead = report("w2", num_used_blocks=100) | {"liveness": "dead"}
     loading = report("w3", phase="loading")
     first = (report("w0", num_used_blocks=30), report("w1", num_used_blocks=50), dead, loading)
@@ -321,7 +324,7 @@ def test_a_view_gives_peaks_over_all_workers_that_serve() -> None:
 
 
 def test_a_server_that_says_nothing_leaves_nothing_known() -> None:
-    watch = ServerWatch(None, "", lambda: 0.0)  # type: ignore[arg-type]  nothing is asked
+    watch = ServerWatch(UNASKED, "", lambda: 0.0)
     facts = watch.facts()
     assert {getattr(facts, name) for name in facts.__dataclass_fields__} == {None}
     assert watch.samples() is None
