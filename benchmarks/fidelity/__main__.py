@@ -68,11 +68,15 @@ def analyse(measured: Measurement) -> dict[str, Any]:
     """Print how near the simulator comes, on the load that was fitted and on the other one; return the figures."""
     calibration = calibrate(measured)
     print(describe_fit(calibration.fit))
+    print(
+        f"steps take {calibration.stretch - 1:+.1%} on average: some are held up, and the fit goes by the typical one"
+    )
     print(f"between steps: {1e3 * calibration.overhead_s:.3g} ms on average")
     print(f"one message, HTTP and text included: {1e3 * calibration.message_s:.3g} ms")
     return {
         "machine": machine(),
         "cost_s": asdict(calibration.cost),
+        "stretch": calibration.stretch,
         "message_s": calibration.message_s,
         "loads": {
             title: _analyse_load(f"{title}: {run.workload.name}", run, measured, calibration)

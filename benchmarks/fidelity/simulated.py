@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from cli.profile.driver import read_steps
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
 from shared.cost import CostModel
-from shared.cost_fit import Fit, fit_held_out
+from shared.cost_fit import Fit, fit_held_out, predict_s
 from shared.ids import WorkerId
 from shared.log import only_from
 from shared.messages.steps import StepRecord
@@ -34,6 +34,9 @@ class Calibration:
 
     fit: Fit
     """Of the steps' durations; without overhead."""
+    stretch: float
+    """How much longer steps take on average than the fit says, which goes by the typical step: what is held up now and
+    then, by whatever else the machine does, makes the mean larger and the fit hardly."""
     overhead_s: float
     """Mean of what the step loop takes between two steps: the cost model's `era_s`."""
     message_s: float
@@ -42,15 +45,22 @@ class Calibration:
     @property
     def cost(self) -> CostModel:
         """What a simulated step takes."""
-        return replace(self.fit.cost, era_s=self.overhead_s)
+        return replace(stretched(self.fit.cost, self.stretch), era_s=self.overhead_s)
 
 
 def calibrate(measured: Measurement, seed: int = 0) -> Calibration:
     """Return the calibration by the idle probes and the first load."""
     steps = measured.fitted.steps
-    fit = fit_held_out(columns_of(steps), groups_of(steps), np.random.default_rng(seed))
-    overhead_s = float(overheads_s(steps).mean())
-    return Calibration(fit, overhead_s, message_s(measured.idle, overhead_s))
+    columns = columns_of(steps)
+    fit = fit_held_out(columns, groups_of(steps), np.random.default_rng(seed))
+    stretch = float(columns.duration_s.sum() / predict_s(fit.cost, columns).sum())
+    overhead_s = max(0.0, float(overheads_s(steps).mean()))
+    return Calibration(fit, stretch, overhead_s, message_s(measured.idle, overhead_s))
+
+
+def stretched(cost: CostModel, factor: float) -> CostModel:
+    """Return a cost model by which every step takes `factor` times as long."""
+    return CostModel(**{name: factor * value for name, value in asdict(cost).items()})
 
 
 def message_s(idle: LiveRun, overhead_s: float) -> float:

@@ -32,7 +32,7 @@ from sim.workload.workload import Workload
 
 COST = CostModel(g0_s=0.004, b0_s=1e-3, g1_s=0.012, b1_s=2e-4, d_s=4e-7, a_s=3e-9)
 WORKER = WorkerFacts(num_blocks=2000, block_size=16, max_model_len=2048, max_sequences=256, system="fcfs-chunked")
-TRUTH = Calibration(Fit(COST, 0.0, 0.0, 1, 0), overhead_s=0.0005, message_s=0.0012)
+TRUTH = Calibration(Fit(COST, 0.0, 0.0, 1, 0), stretch=1.0, overhead_s=0.0005, message_s=0.0012)
 
 
 def step(
