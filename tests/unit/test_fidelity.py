@@ -25,8 +25,9 @@ from benchmarks.fidelity.loads import COMPARED, FITTED, Lengths, draw_load, sequ
 from benchmarks.fidelity.measurement import LiveRun, Measurement, WorkerFacts
 from benchmarks.fidelity.simulated import Calibration, calibrate, simulate
 from benchmarks.peers_model import FIRST_ID, make_tokenizer, silent_ids
+from cli.profile.steps import columns_of
 from shared.cost import CostModel
-from shared.cost_fit import Fit
+from shared.cost_fit import Fit, predict_s
 from shared.messages.steps import StepRecord
 from sim.workload.workload import Workload
 
@@ -183,6 +184,20 @@ def test_a_simulator_is_fitted_back_to_itself_and_no_error_is_left(measured: Mea
         TTFT_P99: "holds",
     }
     assert max(abs(row.error_ratio) for row in rows) < 0.01
+
+
+def test_steps_that_are_held_up_lengthen_the_mean_and_not_the_fit(measured: Measurement) -> None:
+    """Every tenth step takes three times as long: the typical one as before, all together a fifth longer."""
+    steps = tuple(
+        s.model_copy(update={"duration_s": 3 * s.duration_s, "period_s": 3 * s.duration_s}) if i % 10 == 0 else s
+        for i, s in enumerate(measured.fitted.steps)
+    )
+    found = calibrate(replace(measured, fitted=replace(measured.fitted, steps=steps)))
+    for shape in ((3, 300, 0), (200, 0, 20_100)):
+        assert found.fit.cost.step_s(*shape) == pytest.approx(TRUTH.cost.step_s(*shape), rel=0.05)
+    assert found.stretch == pytest.approx(1.2, rel=0.05)
+    columns = columns_of(steps)
+    assert predict_s(found.cost, columns).sum() == pytest.approx(columns.duration_s.sum(), rel=1e-9)
 
 
 def test_a_slower_worker_is_noticed(measured: Measurement) -> None:
