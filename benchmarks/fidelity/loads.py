@@ -41,10 +41,11 @@ class LoadShape:
     output: Lengths
 
 
-FITTED = LoadShape("chat", 2.0, 1.0, Lengths(70, 0.9, 4, 700), Lengths(60, 0.7, 4, 240))
-"""Short prompts, longer answers, Poisson arrivals."""
+FITTED = LoadShape("chat", 2.0, 1.0, Lengths(80, 1.2, 4, 1400), Lengths(60, 0.7, 4, 240))
+"""Mostly short prompts, longer answers, Poisson arrivals. A few prompts are as long as any of the other load: what a
+pair of prefill costs cannot be seen on short ones."""
 COMPARED = LoadShape("documents", 1.2, 1.8, Lengths(220, 0.8, 16, 1400), Lengths(30, 0.6, 2, 120))
-"""Prompts three times as long, answers half as long, arrivals in bursts."""
+"""The typical prompt almost three times as long, the answer half as long, arrivals in bursts."""
 
 
 def draw_load(shape: LoadShape, duration_s: float, seed: int) -> Workload:
