@@ -38,7 +38,8 @@ LOADS = {"light": 1.5, "busy": 4.0, "overload": 6.5}
 """Requests per second."""
 DURATION_S = 120.0
 SEED = 11
-F64, I64 = NDArray[np.float64], NDArray[np.int64]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

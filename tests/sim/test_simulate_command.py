@@ -133,7 +133,7 @@ def test_a_plan_says_how_many_instances_are_enough(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    flags = ("--scenario", scenario, "--slo", "ttft=0.3,tpot=0.05,share=0.95", "--duration", "4")
+    flags = ("--scenario", scenario, "--slo", "ttft=0.3,tpot=0.05,share=0.95", "--duration", "3")
     assert run("plan", *flags, "--json", str(out)) == 0
     tree = json.loads(out.read_text())
     count = tree["instances"]
