@@ -39,10 +39,13 @@ def test_each_direction_carries_one_block_after_the_other_by_itself() -> None:
     async def main() -> list[tuple[int, float]]:
         executor = ModelledExecutor(COST, ShadowKv(8, 4, DRAW, num_host_blocks=8), host=HostMemory(8, 1024, 0.01))
         ended: list[tuple[int, float]] = []
-        for begun in (copy(0, 3, to_host=True), copy(1, 2, to_host=True), copy(2, 4, to_host=False)):
-            executor.copy(begun).add_done_callback(
-                lambda _, number=begun.copy_id: ended.append((number, asyncio.get_running_loop().time()))
-            )
+
+        async def note(begun: HostCopy, copying: asyncio.Future[None]) -> None:
+            await copying
+            ended.append((begun.copy_id, asyncio.get_running_loop().time()))
+
+        copies = [copy(0, 3, to_host=True), copy(1, 2, to_host=True), copy(2, 4, to_host=False)]
+        await asyncio.gather(*(note(begun, executor.copy(begun)) for begun in copies))
         await executor.close()
         return [(number, round(at_s, 9)) for number, at_s in ended]
 
@@ -122,7 +125,7 @@ def test_a_copy_that_fails_is_no_failure_of_the_worker() -> None:
                 asyncio.get_running_loop().call_later(0.05, future.set_exception, error)
                 return future
 
-            live.executor.copy = fail  # type: ignore[method-assign]
+            live.executor.copy = fail  # type: ignore[method-assign,assignment]
             await serve_two(live)
             stats = live.engine.stats
             return stats.num_failed_copies, stats.num_recomputed_tokens
