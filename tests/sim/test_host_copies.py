@@ -166,12 +166,12 @@ def one_worker(system: str, **changes: object) -> ClusterParams:
     return ClusterParams((replace(params, **changes),), system=system)  # type: ignore[arg-type]
 
 
-async def serve(params: ClusterParams, count: int = 24) -> tuple[SimCluster, list[float]]:
+async def serve(params: ClusterParams, count: int = 24, num_output: int = 80) -> tuple[SimCluster, list[float]]:
     """Ask for more than the memory holds at once; check every text; return the cluster and when each answer ended."""
     random = np.random.default_rng(7)
     async with SimCluster(params) as cluster:
         requests = [
-            SimRequest(f"r{i}", random.integers(300, 30_000, int(random.integers(20, 200))), 80, seed=i)
+            SimRequest(f"r{i}", random.integers(300, 30_000, int(random.integers(20, 200))), num_output, seed=i)
             for i in range(count)
         ]
         ended_s: list[float] = []
@@ -211,13 +211,15 @@ def test_a_worker_that_had_better_not_swap_does_not(changes: dict[str, object]) 
 
 
 def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
-    cluster, oracle_s = run(serve(one_worker("oracle")))
+    """For longer than a worker whose reports are refused would count as alive."""
+    cluster, oracle_s = run(serve(one_worker("oracle"), count=10, num_output=450))
     stats = cluster.workers[0].service.engine.stats
+    assert min(oracle_s) > 4
     assert stats.num_preemptions == 0
     assert stats.num_blocks == 60 < stats.peak_used_blocks
     assert stats.peak_demanded_blocks >= stats.peak_used_blocks
     assert stats.stalled_s == 0
-    _, bounded_s = run(serve(one_worker("fcfs-chunked")))
+    _, bounded_s = run(serve(one_worker("fcfs-chunked"), count=10, num_output=450))
     assert max(oracle_s) < max(bounded_s)
 
 

@@ -276,13 +276,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts of this moment."""
         table, host = self.table, None if self.swapping is None else self.swapping.host
+        used = min(self.blocks.num_used, self.capacity_blocks)
         return EngineStats(
             num_running=len(table.running),
             num_waiting=len(table.waiting),
             num_preempted=len(table.preempted),
             num_blocks=self.capacity_blocks,
-            num_used_blocks=self.blocks.num_used,
-            num_demanded_blocks=self._num_demanded_blocks(),
+            num_used_blocks=used,
+            num_demanded_blocks=self._num_demanded_blocks() + self.blocks.num_used - used,
             num_host_blocks=0 if host is None else host.num_blocks,
             num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
             **asdict(self.totals),
