@@ -276,13 +276,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts of this moment."""
         table, host = self.table, None if self.swapping is None else self.swapping.host
+        used = min(self.blocks.num_used, self.capacity_blocks)
         return EngineStats(
             num_running=len(table.running),
             num_waiting=len(table.waiting),
             num_preempted=len(table.preempted),
             num_blocks=self.capacity_blocks,
-            num_used_blocks=self.blocks.num_used,
-            num_demanded_blocks=self._num_demanded_blocks(),
+            num_used_blocks=used,
+            num_demanded_blocks=self._num_demanded_blocks() + self.blocks.num_used - used,
             num_host_blocks=0 if host is None else host.num_blocks,
             num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
             **asdict(self.totals),
@@ -336,15 +337,16 @@ class Engine:
         rows = output.rows.astype(np.intp)
         assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
         assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
-        runs = rows.size + output.resume.size
-        assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
         parked = table.status[rows] != _RUNNING
         if np.count_nonzero(parked):
             owner = ("copies", self._next_step_id)
             self._transitions.admit(rows[parked].tolist(), owner, output.preempt)
-        for row, how in zip(output.preempt.tolist(), output.preempt_how.tolist(), strict=True):
-            self._transitions.preempt(row, how)  # after: what the admitted rows share must not be handed out
-        for row in output.resume.tolist():
+        if output.preempt.size:  # after: what the admitted rows share must not be handed out
+            runs = rows.size + output.resume.size
+            assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
+            for row, how in zip(output.preempt.tolist(), output.preempt_how.tolist(), strict=True):
+                self._transitions.preempt(row, how)
+        for row in output.resume.tolist() if output.resume.size else ():
             self._transitions.bring_back(row)
         remaining = table.num_known[rows] - table.num_computed[rows]
         impossible = (output.num_tokens < 1) | (output.num_tokens > remaining)

@@ -27,7 +27,7 @@ class Totals:
     stalled_s: float = 0.0
     """Seconds that sequences spent without running after they had begun, summed over them: preempted, or swapping."""
     peak_used_blocks: int = 0
-    """Most usable blocks in use in any step."""
+    """Most blocks in use in any step; where memory is unlimited, of any memory."""
     peak_demanded_blocks: int = 0
     """Most blocks held and asked for at one time: what would have had to be there for nobody to wait for memory."""
     num_prompt_tokens: int = 0
@@ -51,7 +51,7 @@ class EngineStats:
     num_waiting: int
     num_preempted: int
     num_blocks: int
-    """Usable blocks that the device has. Where memory is unlimited, more can be in use."""
+    """Usable blocks that the device has. Where memory is unlimited, what is held beyond counts as demanded."""
     num_used_blocks: int
     """Usable blocks that sequences hold or somebody pins; free ones whose contents are kept do not count."""
     num_demanded_blocks: int
