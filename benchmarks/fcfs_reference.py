@@ -189,7 +189,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to write")
     out: Path | None = parser.parse_args().out
     table = {
-        name: {key: float(f"{value:.6g}") for key, value in figures(draw_load(rate)).items()}
+        name: {
+            key: float(f"{value:.6g}") if isinstance(value, float) else value
+            for key, value in figures(draw_load(rate)).items()
+        }
         for name, rate in LOADS.items()
     }
     text = json.dumps({"duration_s": DURATION_S, "seed": SEED, "loads": table}, indent=2) + "\n"
