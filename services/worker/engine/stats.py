@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.worker.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -78,3 +82,20 @@ class EngineStats:
     num_generated_tokens: int
     num_finished: int
     busy_s: float
+
+
+def take_stats(engine: Engine) -> EngineStats:
+    """Return the counts of this moment."""
+    table, host = engine.table, None if engine.swapping is None else engine.swapping.host
+    used = min(engine.blocks.num_used, engine.capacity_blocks)
+    return EngineStats(
+        num_running=len(table.running),
+        num_waiting=len(table.waiting),
+        num_preempted=len(table.preempted),
+        num_blocks=engine.capacity_blocks,
+        num_used_blocks=used,
+        num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
+        num_host_blocks=0 if host is None else host.num_blocks,
+        num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
+        **asdict(engine.totals),
+    )
