@@ -37,8 +37,8 @@ Examples:
   sluice plan --model qwen2.5-14b --gpu a800 --trace arrivals.csv --slo ttft=1.0,tpot=0.1
   sluice plan --scenario burst-demo --slo ttft=2,tpot=0.1,share=0.95 --system fcfs
 
-The number is doubled until enough requests are in time (share, 0.99 without a word), then halved in: one instance less
-was tried too. The exit code is 1 if not even --max-instances suffice.
+The number is doubled until enough requests are in time (share; 0.99 if it is not named), then the interval is halved; one
+instance less than the answer was tried, too. The exit code is 1 if not even --max-instances suffice.
 """
 
 
@@ -85,7 +85,7 @@ _LOAD: Final = (
     click.option("--workload", metavar="NAME|FILE", help="Arrivals, lengths and readers of another scenario."),
     click.option("--traces", metavar="DIR", type=_FOLDER, help="Where the traces lie that scenarios name."),
     click.option("--upscale", metavar="F", type=Positive(), help="Load in multiples of the trace's own."),
-    click.option("--rate", metavar="R", type=Positive(), help="Requests per second, Poisson, instead of a trace."),
+    click.option("--rate", metavar="R", type=Positive(), help="Requests per second, where arrivals are drawn."),
     click.option("--lengths", metavar="NAME", help="Distribution of prompt and answer lengths."),
     click.option("--duration", "duration_s", metavar="S", type=Positive(), help="Seconds of arrivals."),
     click.option("--warm-up", "warm_up_s", metavar="S", type=click.FloatRange(0), help="Arrivals before do not count."),
