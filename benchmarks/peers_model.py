@@ -32,7 +32,7 @@ class ShapeLimits:
     """KV of vLLM."""
 
 
-LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("6GiB", 2)}
+LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("3500MiB", 1)}
 
 
 def make_checkpoint(shape: str, folder: Path) -> None:
