@@ -1,0 +1,43 @@
+"""Scenarios that ship, and files of others."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+from shared.errors import StartupError
+from sim.names import unknown_name
+from sim.scenarios.scenario import Scenario, validated
+
+SCENARIOS: Final = Path(__file__).parent
+"""Folder of the scenarios that ship."""
+
+
+def scenario_names() -> list[str]:
+    """Return the names of the scenarios that ship, sorted."""
+    return sorted(path.stem for path in SCENARIOS.glob("*.toml"))
+
+
+def load_scenario(name_or_path: str | Path) -> Scenario:
+    """Return a scenario that ships, by name, or one from a file (anything that ends in `.toml`).
+
+    Raises:
+        StartupError: there is none, or its file is malformed.
+    """
+    if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+    elif name_or_path in scenario_names():
+        path = SCENARIOS / f"{name_or_path}.toml"
+    else:
+        raise unknown_name("there is no scenario", name_or_path, scenario_names(), "files that end in .toml")
+    return validated({**_tables(path), "name": path.stem}, f"scenario {path}")
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(f"scenario {path} cannot be read: {error.strerror}", "Name a .toml file") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise StartupError(f"scenario {path} is not valid TOML: {error}") from None

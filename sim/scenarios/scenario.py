@@ -1,0 +1,134 @@
+"""One scenario: a cluster, its load, and what the source leaves open; flags may change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypedDict, Unpack
+
+from pydantic import Field, ValidationError
+
+from shared.config_fields import did_you_mean
+from shared.errors import StartupError
+from sim.catalog.instance import InstanceFacts, find_instance
+from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
+from sim.scenarios.load import Load
+from sim.scenarios.parts import AndesReaders, FixedReaders, Slo
+
+_Count = Annotated[int, Field(ge=1)]
+
+
+class Overrides(TypedDict, total=False):
+    """What flags may change; see the fields of `Scenario` and `Load`."""
+
+    model: str | None
+    gpu: str | None
+    tp: int | None
+    instances: int | None
+    era_ms: float | None
+    trace: Path | None
+    """A CSV file whose times replace the arrivals."""
+    rate_per_s: float | None
+    """Of arrivals that are drawn."""
+    upscale: float | None
+    lengths: str | None
+    lengths_scale: float | None
+    duration_s: float | None
+    warm_up_s: float | None
+    reader: FixedReaders | AndesReaders | None
+    slo: Slo | None
+    kv_tokens: int | None
+    max_batch_tokens: int | None
+    max_batch_rows: int | None
+    systems: tuple[str, ...] | None
+
+
+class Scenario(Load):
+    """A cluster and what is asked of it. Every field may be set in a file."""
+
+    title: str = ""
+    """One line for reports."""
+    paper: str = ""
+    """Where the setting is described; empty if nowhere."""
+    model: str
+    """Name in the catalogue."""
+    gpu: str
+    """Name in the catalogue."""
+    tp: _Count | None = None
+    """GPUs per instance; None: the fewest for which there is a cost profile and that hold the model."""
+    instances: _Count
+    era_ms: Annotated[float, Field(ge=0)] = 0.0
+    """CPU time per step of the engine that is imitated: 0 to 1 with graphs and an asynchronous scheduler, 3 to 5 for
+    vLLM 0.6 and what is like it."""
+    max_batch_tokens: _Count = 2048
+    """Most tokens that one step computes."""
+    max_batch_rows: _Count = 256
+    """Most sequences in one step."""
+    kv_tokens: _Count | None = None
+    """Token slots of one instance; None: as the catalogue computes them."""
+    network_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    """From one instance to another; None: as the catalogue says of the GPU."""
+    slo: Slo | None = None
+    """What counts as in time."""
+    systems: tuple[str, ...] = ()
+    """What is compared unless others are named; the first one is the baseline."""
+    left_open: tuple[str, ...] = ()
+    """What the source leaves open, each with the choice made."""
+
+    def instance(self) -> InstanceFacts:
+        """Return the facts of one instance, with the scenario's `era_ms`, `kv_tokens` and network in their places.
+
+        Raises:
+            StartupError: the catalogue has no such model or GPU, or the model does not fit.
+        """
+        facts = find_instance(self.model, self.gpu, tp=self.tp)
+        return replace(
+            facts,
+            cost=replace(facts.cost, era_s=self.era_ms / 1000),
+            kv_tokens=self.kv_tokens or facts.kv_tokens,
+            network_bytes_per_s=self.network_bytes_per_s or facts.network_bytes_per_s,
+        )
+
+    def with_overrides(self, **changes: Unpack[Overrides]) -> Scenario:
+        """Return the scenario with what flags say instead; None leaves a value as it is.
+
+        Another model or GPU takes its own number of GPUs per instance and its own KV memory, unless these are given.
+
+        Raises:
+            StartupError: a value is not allowed, or does not go with this scenario.
+        """
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        if "model" in given or "gpu" in given:
+            given = {"tp": None, "kv_tokens": None, **given}
+        if "trace" in given:
+            given["arrivals"] = self._with_trace(given.pop("trace"))
+        if "rate_per_s" in given:
+            given["arrivals"] = self._with_rate(given.pop("rate_per_s"), given.get("arrivals"))
+        return validated({**self.model_dump(), **given}, f"scenario {self.name}")
+
+    def _with_trace(self, trace: Path) -> dict[str, Any]:
+        if isinstance(self.arrivals, RepeatedBurstArrivals):
+            return {**self.arrivals.model_dump(), "file": str(trace.absolute()), "spread_s": None}
+        return {"kind": "trace", "file": str(trace.absolute())}
+
+    def _with_rate(self, rate_per_s: float, trace: dict[str, Any] | None) -> dict[str, Any]:
+        if trace is not None or isinstance(self.arrivals, RECORDED):
+            raise StartupError("a rate does not go with arrivals from a trace", "Scale the trace with --upscale")
+        return {**self.arrivals.model_dump(), "rate_per_s": rate_per_s}
+
+
+def validated(fields: dict[str, Any], where: str) -> Scenario:
+    """Return the scenario of these fields.
+
+    Raises:
+        StartupError: one is missing, unknown or not allowed; says so after `where`.
+    """
+    try:
+        return Scenario.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        is_unknown = first["type"] == "extra_forbidden"
+        message = "there is no such field" if is_unknown else first["msg"].removeprefix("Value error, ")
+        hint = did_you_mean(path, Scenario.model_fields, "") if is_unknown and len(first["loc"]) == 1 else ""
+        raise StartupError(f"{where}: {path + ': ' if path else ''}{message}", hint) from None
