@@ -32,7 +32,7 @@ class ShapeLimits:
     """KV of vLLM."""
 
 
-LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("6GiB", 2)}
+LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("3500MiB", 1)}
 
 
 def make_checkpoint(shape: str, folder: Path) -> None:
@@ -46,8 +46,10 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(shape)
     model = (LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM)(config).float()
-    with torch.no_grad():  # tied: no greedy answer ever has a control token, which is no text
-        model.get_input_embeddings().weight[:FIRST_ID] = 0
+    with torch.no_grad():  # tied: no greedy answer ever has an id that is no text
+        embeddings = model.get_input_embeddings().weight
+        embeddings[:FIRST_ID] = 0
+        embeddings[NUM_TOKENS:] = 0
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 

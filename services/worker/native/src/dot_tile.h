@@ -2,6 +2,9 @@
 //
 // dot_tile<T, M> computes M * (16 / M) dot products at once; M is 1, 2 or 4. Every dot product is summed in the same
 // order whatever M is, so a result never depends on which other rows were computed beside it.
+//
+// dot_row<T, M> computes M dot products with one row of b, summed in that order too. It reads b in one line, and where
+// b comes from memory that is what counts.
 #pragma once
 
 #include "numbers.h"
@@ -13,7 +16,8 @@
 
 namespace sluice {
 
-constexpr int kTile = 16;  // dot products of one call
+constexpr int kTile = 16;            // dot products of one call
+constexpr int kPrefetchBytes = 8192;  // how far dot_row asks ahead of what it reads
 
 #if SLUICE_AVX512
 
@@ -108,6 +112,33 @@ inline void dot_tile(const T* const* a, const T* const* b, int k, float* out) {
   _mm512_storeu_ps(out, sum_each(sums));
 }
 
+// The same sum, of one vector, in the same order.
+inline float sum_of(__m512 v) {
+  const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+  const __m128 quads = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+  const __m128 pairs = _mm_add_ps(quads, _mm_movehl_ps(quads, quads));
+  return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
+}
+
+// out[r] = a[r] . b over k elements, as dot_tile has them; what lies behind b is fetched.
+template <class T, int M>
+inline void dot_row(const T* const* a, const T* b, int k, float* out) {
+  using L = Lanes<T>;
+  __m512 sums[M];
+  for (int r = 0; r < M; r++) sums[r] = _mm512_setzero_ps();
+  int at = 0;
+  for (; at + L::kStep <= k; at += L::kStep) {
+    __builtin_prefetch(reinterpret_cast<const char*>(b + at) + kPrefetchBytes);
+    const typename L::Vector right = L::load(b + at);
+    for (int r = 0; r < M; r++) sums[r] = L::multiply_add(sums[r], L::load(a[r] + at), right);
+  }
+  if (at < k) {
+    const typename L::Vector right = L::load(b + at, k - at);
+    for (int r = 0; r < M; r++) sums[r] = L::multiply_add(sums[r], L::load(a[r] + at, k - at), right);
+  }
+  for (int r = 0; r < M; r++) out[r] = sum_of(sums[r]);
+}
+
 #else
 
 // Without AVX-512: plain vectors, as wide as the target has them.
@@ -171,6 +202,27 @@ inline void dot_tile(const T* const* a, const T* const* b, int k, float* out) {
     for (int r = 0; r < M; r++)
       for (int c = 0; c < kColumns; c++) out[r * N + c0 + c] = sum_of(sums[r][c]);
   }
+}
+
+// out[r] = a[r] . b over k elements, as dot_tile has them; what lies behind b is fetched.
+template <class T, int M>
+inline void dot_row(const T* const* a, const T* b, int k, float* out) {
+  Floats sums[M] = {};
+  const auto add = [&](auto load, int at) {
+    const Pair right = load(b + at);
+    for (int r = 0; r < M; r++) {
+      const Pair left = load(a[r] + at);
+      sums[r] += left.first * right.first;
+      sums[r] += left.second * right.second;
+    }
+  };
+  int at = 0;
+  for (; at + 2 * kLanes <= k; at += 2 * kLanes) {
+    __builtin_prefetch(reinterpret_cast<const char*>(b + at) + kPrefetchBytes);
+    add([](const T* from) { return load_pair(from); }, at);
+  }
+  if (at < k) add([left = k - at](const T* from) { return load_pair(from, left); }, at);
+  for (int r = 0; r < M; r++) out[r] = sum_of(sums[r]);
 }
 
 #endif
