@@ -37,8 +37,8 @@ Examples:
   sluice plan --model qwen2.5-14b --gpu a800 --trace arrivals.csv --slo ttft=1.0,tpot=0.1
   sluice plan --scenario burst-demo --slo ttft=2,tpot=0.1,share=0.95 --system fcfs
 
-The number is doubled until enough requests are in time (share; 0.99 if it is not named), then the interval is halved; one
-instance less than the answer was tried, too. The exit code is 1 if not even --max-instances suffice.
+The number is doubled until enough requests are in time (share; 0.99 if it is not named), then the interval is halved;
+one instance less than the answer was tried, too. The exit code is 1 if not even --max-instances suffice.
 """
 
 
