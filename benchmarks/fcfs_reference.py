@@ -165,7 +165,7 @@ def replay(load: Load) -> tuple[list[Sequence], int]:
     return sequences, server.num_preemptions
 
 
-def figures(load: Load) -> dict[str, float]:
+def figures(load: Load) -> dict[str, int | float]:
     """Return TTFT and TPOT in seconds, output tokens per second from the first arrival to the last token."""
     sequences, num_preemptions = replay(load)
     ttft_s = np.array([each.token_s[0] for each in sequences]) - load.arrival_s

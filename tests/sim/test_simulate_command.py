@@ -64,7 +64,8 @@ def test_the_same_seeds_give_the_same_bytes_in_any_process_and_with_any_number_o
     texts = []
     for hash_seed, jobs in (("1", "1"), ("4242", "3")):
         out = tmp_path / f"{jobs}.json"
-        flags = ("--scenario", scenario, "--seed", "3", "--seed", "4", "--jobs", jobs, "--json", str(out))
+        what = ("--systems", "fcfs,swap,round-robin,oracle", "--duration", "4", "--seed", "3", "--seed", "4")
+        flags = ("--scenario", scenario, *what, "--jobs", jobs, "--json", str(out))
         subprocess.run(
             [sys.executable, "-m", "cli.main", "compare", *flags],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -76,6 +77,8 @@ def test_the_same_seeds_give_the_same_bytes_in_any_process_and_with_any_number_o
     tree = json.loads(texts[0])
     assert tree["seeds"] == [3, 4]
     assert tree["per_seed"]["3"] != tree["per_seed"]["4"]
+    assert len({json.dumps(summary) for summary in tree["systems"].values()}) == 4
+    assert tree["systems"]["swap"]["preemptions"] > 0
 
 
 def test_another_seed_draws_another_load(scenario: str, tmp_path: Path) -> None:
