@@ -38,7 +38,8 @@ LOADS = {"light": 1.5, "busy": 4.0, "overload": 6.5}
 """Requests per second."""
 DURATION_S = 120.0
 SEED = 11
-F64, I64 = NDArray[np.float64], NDArray[np.int64]
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def replay(load: Load) -> tuple[list[Sequence], int]:
     return sequences, server.num_preemptions
 
 
-def figures(load: Load) -> dict[str, float]:
+def figures(load: Load) -> dict[str, int | float]:
     """Return TTFT and TPOT in seconds, output tokens per second from the first arrival to the last token."""
     sequences, num_preemptions = replay(load)
     ttft_s = np.array([each.token_s[0] for each in sequences]) - load.arrival_s
@@ -188,7 +189,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to write")
     out: Path | None = parser.parse_args().out
     table = {
-        name: {key: float(f"{value:.6g}") for key, value in figures(draw_load(rate)).items()}
+        name: {
+            key: float(f"{value:.6g}") if isinstance(value, float) else value
+            for key, value in figures(draw_load(rate)).items()
+        }
         for name, rate in LOADS.items()
     }
     text = json.dumps({"duration_s": DURATION_S, "seed": SEED, "loads": table}, indent=2) + "\n"

@@ -33,7 +33,8 @@ from benchmarks.peers_load import Share, foreign_share, wait_idle
 from benchmarks.peers_model import FIRST_ID, LIMITS, NUM_TOKENS, make_checkpoint
 from benchmarks.peers_servers import SluiceServer, VllmServer
 
-CHILD = str(Path(__file__).with_name("peers_child.py"))
+CHILD = ("-P", str(Path(__file__).with_name("peers_child.py")))
+"""-P: files beside it are not to be taken for packages of the same name."""
 OURS = ("sluice-http", "sluice-offline")
 
 
@@ -57,10 +58,10 @@ def make_engines(chosen: argparse.Namespace) -> list[Engine]:
     if chosen.vllm_python:
         engines += [
             VllmServer(chosen.vllm_python, folder),
-            ChildEngine("vllm-offline", [chosen.vllm_python, CHILD, "vllm"], folder),
+            ChildEngine("vllm-offline", [chosen.vllm_python, *CHILD, "vllm"], folder),
         ]
     if chosen.hf_python:
-        engines.append(ChildEngine("transformers", [chosen.hf_python, CHILD, "hf"], folder))
+        engines.append(ChildEngine("transformers", [chosen.hf_python, *CHILD, "hf"], folder))
     if chosen.llama_bench:
         engines.append(LlamaBench(chosen.llama_bench, chosen.gguf_python or sys.executable, folder))
     names = {engine.name for engine in engines}

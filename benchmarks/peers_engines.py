@@ -202,7 +202,7 @@ class LlamaBench:
         if self._file.is_file():
             return
         script = str(ROOT / "benchmarks" / "peers_gguf.py")
-        await self._output(self._gguf_python, script, str(setting.checkpoint), setting.dtype, str(self._file))
+        await self._output(self._gguf_python, "-P", script, str(setting.checkpoint), setting.dtype, str(self._file))
 
     async def run(self, prompts: Sequence[Sequence[int]]) -> Figures:
         assert self._setting is not None, "started"

@@ -34,7 +34,7 @@ class ShapeLimits:
     """KV of vLLM."""
 
 
-LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("6GiB", 2)}
+LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("3500MiB", 1)}
 
 
 def make_checkpoint(shape: str, folder: Path) -> None:
@@ -50,7 +50,9 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     model = (LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM)(config).float()
     tokenizer = make_tokenizer()
     with torch.no_grad():  # tied: no greedy answer ever has such a token
-        model.get_input_embeddings().weight[silent_ids(tokenizer.get_vocab())] = 0
+        embeddings = model.get_input_embeddings().weight
+        embeddings[silent_ids(tokenizer.get_vocab())] = 0
+        embeddings[NUM_TOKENS:] = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -2,8 +2,9 @@
 
 The engine is the live one. Before it takes a sequence it makes more blocks usable if those of the device would not
 suffice for all that are there, each at its full length; so nobody waits for a block and nobody is preempted. What it
-reports as its memory stays what the device has: ratios of used and demanded memory are against the real capacity, and
-requests that are too long for the real memory are refused as everywhere else.
+reports as its memory stays what the device has, and what is held beyond that as demanded: so ratios of used and of
+demanded memory are against the real capacity. Requests that are too long for the real memory are refused as
+everywhere else.
 """
 
 from __future__ import annotations

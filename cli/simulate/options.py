@@ -37,46 +37,38 @@ Examples:
   sluice plan --model qwen2.5-14b --gpu a800 --trace arrivals.csv --slo ttft=1.0,tpot=0.1
   sluice plan --scenario burst-demo --slo ttft=2,tpot=0.1,share=0.95 --system fcfs
 
-The number is doubled until enough requests are in time (share, 0.99 without a word), then halved in: one instance less
-was tried too. The exit code is 1 if not even --max-instances suffice.
+The number is doubled until enough requests are in time (share; 0.99 if it is not named), then the interval is halved;
+one instance less than the answer was tried, too. The exit code is 1 if not even --max-instances suffice.
 """
 
 
-class Pairs(click.ParamType):
-    """`name=number` with commas, of known names."""
+def _numbers(*needed: str, optional: tuple[str, ...] = ()) -> Callable[..., dict[str, float] | None]:
+    """Return a callback that reads `name=number,name=number` with these names."""
+    known = (*needed, *optional)
 
-    name = "pairs"
-
-    def __init__(self, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
-        self._needed = needed
-        self._optional = optional
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, float]:
-        """Return the numbers by name."""
-        if isinstance(value, dict):
-            return value
-        known = (*self._needed, *self._optional)
+    def read(context: click.Context, parameter: click.Parameter, value: str | None) -> dict[str, float] | None:
+        if value is None:
+            return None
         found: dict[str, float] = {}
-        for part in str(value).split(","):
-            key, _, text = part.strip().partition("=")
-            if key not in known or key in found:
-                self.fail(f"'{part}' is not one of {', '.join(f'{name}=NUMBER' for name in known)}.", param, ctx)
-            found[key] = Positive().convert(text, param, ctx)
-        if missing := [name for name in self._needed if name not in found]:
-            self.fail(f"{missing[0]}=NUMBER is missing in '{value}'.", param, ctx)
+        for part in value.split(","):
+            name, _, text = part.strip().partition("=")
+            if name not in known or name in found:
+                form = ", ".join(f"{each}=NUMBER" for each in known)
+                raise click.BadParameter(f"'{part}' is not one of {form}", context, parameter)
+            found[name] = Positive().convert(text, parameter, context)
+        if missing := [name for name in needed if name not in found]:
+            raise click.BadParameter(f"{missing[0]}=NUMBER is missing in '{value}'", context, parameter)
         if found.get("share", 1.0) > 1:
-            self.fail("share is a number up to 1.", param, ctx)
+            raise click.BadParameter("share is a number up to 1", context, parameter)
         return found
 
+    return read
 
-class Instances(click.ParamType):
-    """A number of instances, or `auto`."""
 
-    name = "instances"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return the number, or `auto`."""
-        return "auto" if value == "auto" else int(POSITIVE_INT.convert(value, param, ctx))
+def _number_or_auto(context: click.Context, parameter: click.Parameter, value: Any) -> int | str | None:
+    if value is None or value == "auto":
+        return None if value is None else "auto"
+    return int(POSITIVE_INT.convert(value, parameter, context))
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -93,7 +85,7 @@ _LOAD: Final = (
     click.option("--workload", metavar="NAME|FILE", help="Arrivals, lengths and readers of another scenario."),
     click.option("--traces", metavar="DIR", type=_FOLDER, help="Where the traces lie that scenarios name."),
     click.option("--upscale", metavar="F", type=Positive(), help="Load in multiples of the trace's own."),
-    click.option("--rate", metavar="R", type=Positive(), help="Requests per second, Poisson, instead of a trace."),
+    click.option("--rate", metavar="R", type=Positive(), help="Requests per second, where arrivals are drawn."),
     click.option("--lengths", metavar="NAME", help="Distribution of prompt and answer lengths."),
     click.option("--duration", "duration_s", metavar="S", type=Positive(), help="Seconds of arrivals."),
     click.option("--warm-up", "warm_up_s", metavar="S", type=click.FloatRange(0), help="Arrivals before do not count."),
@@ -106,7 +98,7 @@ _LOAD: Final = (
     ),
     click.option("--max-batch-tokens", metavar="N", type=POSITIVE_INT, help="Tokens of one step."),
     click.option("--max-batch-rows", metavar="N", type=POSITIVE_INT, help="Sequences of one step."),
-    click.option("--reader", metavar="ttft=S,speed=R", type=Pairs(("ttft", "speed")), help="What QoE expects."),
+    click.option("--reader", metavar="ttft=S,speed=R", callback=_numbers("ttft", "speed"), help="What QoE expects."),
     click.option(
         "--seed",
         "seeds",
@@ -122,9 +114,11 @@ _LOAD: Final = (
     click.option("--json", "json_file", metavar="FILE", type=_NEW_FILE, help="Write all figures here."),
     click.option("--quiet", is_flag=True, help="Show no progress."),
 )
-_slo = click.option("--slo", metavar="ttft=S,tpot=S", type=Pairs(("ttft", "tpot"), ("share",)), help="What is in time.")
+_slo = click.option(
+    "--slo", metavar="ttft=S,tpot=S", callback=_numbers("ttft", "tpot", optional=("share",)), help="What is in time."
+)
 _instances = click.option(
-    "--instances", metavar="N|auto", type=Instances(), help="Instances; auto: as many as --slo needs."
+    "--instances", metavar="N|auto", callback=_number_or_auto, help="Instances; auto: as many as --slo needs."
 )
 _max_instances = click.option(
     "--max-instances", metavar="N", type=POSITIVE_INT, default=128, show_default=True, help="Most that are tried."

@@ -51,4 +51,9 @@ class RunProgress:
 
 
 def _describe(news: Progress) -> str:
-    return f"{news.at_s:.0f}/{news.end_s:.0f} s, {news.num_done}/{news.num_requests} requests"
+    where = (
+        f"{news.at_s:.0f}/{news.end_s:.0f} s"
+        if news.at_s <= news.end_s
+        else f"{news.at_s:.0f} s, nobody comes any more"
+    )
+    return f"{where}, {news.num_done}/{news.num_requests} requests"

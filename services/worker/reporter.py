@@ -134,12 +134,10 @@ class Reporter:
             return base
         stats = self._source.stats
         self._rates.update(now_s, stats)
-        # where memory is simulated without end, what is beyond the device's counts as asked for
-        num_held = min(stats.num_used_blocks, stats.num_blocks)
         numbers = {
             "num_blocks": stats.num_blocks,
-            "num_used_blocks": num_held,
-            "num_demanded_blocks": stats.num_demanded_blocks + stats.num_used_blocks - num_held,
+            "num_used_blocks": stats.num_used_blocks,
+            "num_demanded_blocks": stats.num_demanded_blocks,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "num_preempted": stats.num_preempted,

@@ -46,7 +46,8 @@ def compare(scenario: Mapping[str, Any], runs: Mapping[int, Mapping[str, Summary
         whole["per_seed"] = {
             str(seed): {"systems": dict(systems), "gap_closed": gaps_closed(systems)} for seed, systems in runs.items()
         }
-    return rounded(whole)  # type: ignore[no-any-return]
+    comparison: Comparison = rounded(whole)
+    return comparison
 
 
 def gaps_closed(systems: Mapping[str, Summary]) -> dict[str, dict[str, float | None]]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NUM_WINDOWS: Final = 48
 """Windows over the time of the longest run."""
 SLO_SCALES: Final = np.arange(1.0, 10.5, 0.5)
-_SETTINGS: Final = {"svg.hashsalt": "sluice", "svg.fonttype": "none", "path.simplify": True}
+_SETTINGS: Final[Any] = {"svg.hashsalt": "sluice", "svg.fonttype": "none", "path.simplify": True}
 _Results = Mapping[str, RunResult]
 
 
@@ -63,7 +63,7 @@ def write_plots(results: _Results, folder: Path, title: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawings: Mapping[str, Callable[[_Results], Figure]] = {"timeline": _timeline, "latency": _latency, "cdf": _cdfs}
     files = []
-    with mpl.rc_context(_SETTINGS):  # type: ignore[arg-type]
+    with mpl.rc_context(_SETTINGS):
         for name, draw in drawings.items():
             figure = draw(results)
             figure.suptitle(title, fontsize="medium")

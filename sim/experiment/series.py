@@ -19,13 +19,13 @@ def windowed_ttft_s(records: Records, window_s: float) -> tuple[F64, F64]:
     sums = np.bincount(window, weights=records.ttft_s[known])
     means = np.full(counts.size, np.nan)
     np.divide(sums, counts, out=means, where=counts > 0)
-    return (np.arange(counts.size) + 0.5) * window_s, means
+    return _middles(counts.size, window_s), means
 
 
 def windowed_tokens_per_s(records: Records, window_s: float) -> tuple[F64, F64]:
     """Return (middle of each window, output tokens that came in it, per second)."""
     counts = np.bincount((records.token_s / window_s).astype(np.int64))
-    return (np.arange(counts.size) + 0.5) * window_s, counts / window_s
+    return _middles(counts.size, window_s), counts / window_s
 
 
 def cdf(values: F64) -> tuple[F64, F64]:
@@ -52,3 +52,7 @@ def best_median(values: Mapping[str, F64]) -> float | None:
     """
     medians = [float(np.nanmedian(each)) for each in values.values() if not np.isnan(each).all()]
     return min(medians) if medians else None
+
+
+def _middles(count: int, window_s: float) -> F64:
+    return np.asarray((np.arange(count) + 0.5) * window_s, dtype=np.float64)

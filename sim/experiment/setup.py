@@ -11,6 +11,9 @@ from sim.workload.workload import Workload
 
 BLOCK_SIZE = 16
 """Token slots of a KV block, as vLLM's default."""
+MAX_SEQUENCES = 4096
+"""Taken by an instance, running and waiting: requests wait where they were sent on arrival, as in the papers' systems.
+Only an overload beyond repair makes them wait in the dispatcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             system=system,
             max_model_len=longest,
             prefix_caching=False,
+            max_sequences=max(MAX_SEQUENCES, scenario.max_batch_rows),
             max_batch_rows=scenario.max_batch_rows,
             max_batch_tokens=scenario.max_batch_tokens,
             kv_bytes_per_token=instance.kv_bytes_per_token,

@@ -66,7 +66,7 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
     """
     measured = records.select(records.arrival_s >= warm_up_s)
     complete = measured.is_complete
-    return rounded(
+    summary: Summary = rounded(
         {
             "requests": len(measured),
             "completed": int(complete.sum()),
@@ -87,6 +87,7 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             },
         }
     )
+    return summary
 
 
 def spread(values: F64) -> dict[str, float | None]:

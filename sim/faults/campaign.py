@@ -171,10 +171,10 @@ class _Run:
             if node.service is not None:
                 lost = node.service.sessions.recovery.num_lost
                 found.update({f"lost {loss.value}": count for loss, count in lost.items()})
-        for node in cluster.workers:
-            found[f"system {node.params.system}"] += 1
-            if node.worker is not None:
-                stats = node.worker.service.engine.stats
+        for device in cluster.workers:
+            found[f"system {device.params.system}"] += 1
+            if device.worker is not None:
+                stats = device.worker.service.engine.stats
                 found.update({"preempted": stats.num_preemptions, "swapped out": stats.num_swap_outs})
                 found.update({"swapped in": stats.num_swap_ins})
         answers = [answer for call in cluster.calls for answer in call.answers]

@@ -64,7 +64,8 @@ def test_the_same_seeds_give_the_same_bytes_in_any_process_and_with_any_number_o
     texts = []
     for hash_seed, jobs in (("1", "1"), ("4242", "3")):
         out = tmp_path / f"{jobs}.json"
-        flags = ("--scenario", scenario, "--seed", "3", "--seed", "4", "--jobs", jobs, "--json", str(out))
+        what = ("--systems", "fcfs,swap,round-robin,oracle", "--duration", "4", "--seed", "3", "--seed", "4")
+        flags = ("--scenario", scenario, *what, "--jobs", jobs, "--json", str(out))
         subprocess.run(
             [sys.executable, "-m", "cli.main", "compare", *flags],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -76,6 +77,8 @@ def test_the_same_seeds_give_the_same_bytes_in_any_process_and_with_any_number_o
     tree = json.loads(texts[0])
     assert tree["seeds"] == [3, 4]
     assert tree["per_seed"]["3"] != tree["per_seed"]["4"]
+    assert len({json.dumps(summary) for summary in tree["systems"].values()}) == 4
+    assert tree["systems"]["swap"]["preemptions"] > 0
 
 
 def test_another_seed_draws_another_load(scenario: str, tmp_path: Path) -> None:
@@ -129,11 +132,28 @@ def test_a_trace_is_run_with_its_own_times_and_lengths(scenario: str, tmp_path: 
     assert json.loads(out.read_text())["systems"]["fcfs-chunked"]["requests"] == 12
 
 
+def test_the_load_of_another_scenario_comes_with_its_readers_to_the_same_cluster(scenario: str, tmp_path: Path) -> None:
+    flags = ("--systems", "fcfs", "--workload", "burst-demo", "--duration", "1", "--warm-up", "0")
+    told = compared(scenario, tmp_path / "out.json", *flags)["scenario"]
+    assert told["name"] == "small under burst-demo"
+    assert (told["model"], told["instances"]) == ("llama-3-8b", 2)
+    assert "burstgpt-conversation" in told["workload"]
+
+
+def test_a_drawn_load_can_be_made_denser(scenario: str, tmp_path: Path) -> None:
+    flags = ("--systems", "fcfs", "--duration", "2")
+    sizes = []
+    for more in (("--rate", "2"), ("--rate", "20"), ("--rate", "20", "--upscale", "2")):
+        sizes += compared(scenario, tmp_path / "out.json", *flags, *more)["scenario"]["num_requests"]
+    assert sizes[0] < 0.3 * sizes[1]
+    assert 1.4 * sizes[1] < sizes[2] < 2.8 * sizes[1]
+
+
 def test_a_plan_says_how_many_instances_are_enough(
     scenario: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    flags = ("--scenario", scenario, "--slo", "ttft=0.3,tpot=0.05,share=0.95", "--duration", "4")
+    flags = ("--scenario", scenario, "--slo", "ttft=0.3,tpot=0.05,share=0.95", "--duration", "3")
     assert run("plan", *flags, "--json", str(out)) == 0
     tree = json.loads(out.read_text())
     count = tree["instances"]
@@ -199,6 +219,9 @@ def test_without_matplotlib_figures_are_refused_before_anything_runs(
         (("--slo", "ttft=1,tpot=0.1,share=2"), ("share is a number up to 1",)),
         (("--reader", "ttft=nan,speed=1"), ("nan",)),
         (("--trace", "no-such.csv"), ("no-such.csv",)),
+        (("--trace", __file__, "--rate", "3"), ("--trace", "--rate", "Give one of them")),
+        (("--trace", __file__), ("test_simulate_command.py",)),
+        (("--scenario", "kunserve-v2", "--rate", "3"), ("--upscale",)),
         (("--scenario", "kunserve-v2"), ("burstgpt_640s.csv", "--traces")),
         (("--json", "/no/such/folder/out.json"), ("/no/such/folder",)),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from services.worker.engine.config import AddRefusal, NewSequence
@@ -86,10 +88,11 @@ class Chaos:
         self.counts: dict[str, int] = {}
 
     def run(self, num_operations: int) -> None:
-        operations = (self.add, self.step, self.land, self.cancel, self.grow, self.shrink, self.restore, self.pin)
+        operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
+        operations += [self.grow, self.shrink, self.restore, self.pin]
         weights = np.array([20, 30, 30, 4, 1, 3, 4, 3], dtype=float)
         if self.harness.engine.swapping is not None:
-            operations, weights = (*operations, self.copy, self.pause), np.append(weights, [25, 3])
+            operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
             operations[index]()
 

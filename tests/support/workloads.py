@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.workload.workload import Workload
 
 
 def plain_workload(
     arrival_s: Sequence[float],
-    num_prompt: int | Sequence[int] = 5,
-    num_output: int | Sequence[int] = 9,
+    num_prompt: int | Sequence[int] | NDArray[np.integer] = 5,
+    num_output: int | Sequence[int] | NDArray[np.integer] = 9,
     *,
     has_reader: bool = True,
     ttft_s: float = 1.0,

@@ -86,7 +86,7 @@ async def test_copies_take_their_turn_between_steps() -> None:
     runner = FakeRunner()
     executor: Executor = make(runner)
     first, copied, last = executor.submit(make_batch(1)), executor.copy(make_copy(7)), executor.submit(make_batch(2))
-    assert await copied is None
+    await copied
     assert first.done()
     await last
     assert runner.steps == [1, -7, 2]

@@ -228,10 +228,14 @@ def test_a_reader_that_stalls_blocks_no_caller_and_lost_lines_are_counted() -> N
 
 def test_less_severe_events_are_dropped_within_the_block_only() -> None:
     stream, log = json_log(), get_logger()
-    with pytest.raises(ValueError, match="leaves the block"), only_from("error"):
+
+    def say_three() -> None:
         log.info("dropped")
         get_logger(rid="r").warning("dropped as well")
         log.error("kept")
         raise ValueError("leaves the block")
+
+    with pytest.raises(ValueError, match="leaves the block"), only_from("error"):
+        say_three()
     log.info("after")
     assert [event["event"] for event in events_of(stream)] == ["kept", "after"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.room import Room
 from services.worker.engine.sequence import SequenceKey
 from services.worker.engine.sharing import Sharing
-from services.worker.engine.stats import EngineStats, Totals
+from services.worker.engine.stats import EngineStats, Totals, take_stats
 from services.worker.engine.swapping import Swapping
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
@@ -275,18 +275,13 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts of this moment."""
-        table, host = self.table, None if self.swapping is None else self.swapping.host
-        return EngineStats(
-            num_running=len(table.running),
-            num_waiting=len(table.waiting),
-            num_preempted=len(table.preempted),
-            num_blocks=self.capacity_blocks,
-            num_used_blocks=self.blocks.num_used,
-            num_demanded_blocks=self._num_demanded_blocks(),
-            num_host_blocks=0 if host is None else host.num_blocks,
-            num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
-            **asdict(self.totals),
-        )
+        return take_stats(self)
+
+    @property
+    def num_demanded_blocks(self) -> int:
+        """Blocks that parked rows ask for beyond those in use, in which those that leave the device are counted yet."""
+        parked = self.table.num_parked_blocks
+        return parked if self.swapping is None else max(parked - self.swapping.num_leaving_blocks, 0)
 
     def check_invariants(self) -> None:
         """Check everything that must hold between two calls; raises AssertionError naming the law that is broken."""
@@ -323,12 +318,7 @@ class Engine:
             totals.stalled_s += stalled * (now_s - self._noted_s)
         self._noted_s = now_s
         totals.peak_used_blocks = max(totals.peak_used_blocks, used)
-        totals.peak_demanded_blocks = max(totals.peak_demanded_blocks, used + self._num_demanded_blocks())
-
-    def _num_demanded_blocks(self) -> int:
-        """Return what parked rows ask for beyond the blocks in use: those that leave the device are in use yet."""
-        parked = self.table.num_parked_blocks
-        return parked if self.swapping is None else max(parked - self.swapping.num_leaving_blocks, 0)
+        totals.peak_demanded_blocks = max(totals.peak_demanded_blocks, used + self.num_demanded_blocks)
 
     def _commit(self, output: SchedulerOutput) -> tuple[Rows, I32]:
         """Admit, preempt and bring back as the scheduler chose."""
@@ -336,15 +326,16 @@ class Engine:
         rows = output.rows.astype(np.intp)
         assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
         assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
-        runs = rows.size + output.resume.size
-        assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
         parked = table.status[rows] != _RUNNING
         if np.count_nonzero(parked):
             owner = ("copies", self._next_step_id)
             self._transitions.admit(rows[parked].tolist(), owner, output.preempt)
-        for row, how in zip(output.preempt.tolist(), output.preempt_how.tolist(), strict=True):
-            self._transitions.preempt(row, how)  # after: what the admitted rows share must not be handed out
-        for row in output.resume.tolist():
+        if output.preempt.size:  # after: what the admitted rows share must not be handed out
+            runs = rows.size + output.resume.size
+            assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
+            for row, how in zip(output.preempt.tolist(), output.preempt_how.tolist(), strict=True):
+                self._transitions.preempt(row, how)
+        for row in output.resume.tolist() if output.resume.size else ():
             self._transitions.bring_back(row)
         remaining = table.num_known[rows] - table.num_computed[rows]
         impossible = (output.num_tokens < 1) | (output.num_tokens > remaining)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.worker.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -27,7 +31,7 @@ class Totals:
     stalled_s: float = 0.0
     """Seconds that sequences spent without running after they had begun, summed over them: preempted, or swapping."""
     peak_used_blocks: int = 0
-    """Most usable blocks in use in any step."""
+    """Most blocks in use in any step; where memory is unlimited, of any memory."""
     peak_demanded_blocks: int = 0
     """Most blocks held and asked for at one time: what would have had to be there for nobody to wait for memory."""
     num_prompt_tokens: int = 0
@@ -51,7 +55,7 @@ class EngineStats:
     num_waiting: int
     num_preempted: int
     num_blocks: int
-    """Usable blocks that the device has. Where memory is unlimited, more can be in use."""
+    """Usable blocks that the device has. Where memory is unlimited, what is held beyond counts as demanded."""
     num_used_blocks: int
     """Usable blocks that sequences hold or somebody pins; free ones whose contents are kept do not count."""
     num_demanded_blocks: int
@@ -78,3 +82,20 @@ class EngineStats:
     num_generated_tokens: int
     num_finished: int
     busy_s: float
+
+
+def take_stats(engine: Engine) -> EngineStats:
+    """Return the counts of this moment."""
+    table, host = engine.table, None if engine.swapping is None else engine.swapping.host
+    used = min(engine.blocks.num_used, engine.capacity_blocks)
+    return EngineStats(
+        num_running=len(table.running),
+        num_waiting=len(table.waiting),
+        num_preempted=len(table.preempted),
+        num_blocks=engine.capacity_blocks,
+        num_used_blocks=used,
+        num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
+        num_host_blocks=0 if host is None else host.num_blocks,
+        num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
+        **asdict(engine.totals),
+    )

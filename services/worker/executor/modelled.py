@@ -57,7 +57,7 @@ class ModelledExecutor:
         self._kv = kv
         self._host = host
         self._failure = failure
-        self._copying: set[Future[None]] = set()
+        self._copying: dict[Future[None], None] = {}
         self._link_free_s = {True: 0.0, False: 0.0}
         """By direction, `HostCopy.to_host`: when the link has carried all that it was given."""
         self._queue: deque[tuple[Batch, Future[BatchOutput], float]] = deque()
@@ -88,7 +88,7 @@ class ModelledExecutor:
         assert self._host is not None, "this executor has no host memory"
         loop = asyncio.get_running_loop()
         future: Future[None] = loop.create_future()
-        self._copying.add(future)
+        self._copying[future] = None
         begins_s = max(loop.time(), self._link_free_s[copy.to_host])
         self._link_free_s[copy.to_host] = begins_s + int(copy.device.size) * self._host.block_copy_s
         self._kv.begin_copy(copy)
@@ -97,13 +97,14 @@ class ModelledExecutor:
 
     async def close(self) -> None:
         """Wait until what is queued is done. Idempotent."""
-        left = [*(future for _, future, _ in self._queue), *self._copying]
-        if left:
-            await asyncio.wait(left)
+        if self._queue:
+            await asyncio.wait([future for _, future, _ in self._queue])
+        if self._copying:
+            await asyncio.wait(self._copying)
 
     def _end_copy(self, copy: HostCopy, future: Future[None]) -> None:
         self._kv.end_copy(copy)
-        self._copying.discard(future)
+        del self._copying[future]
         if not future.cancelled():
             future.set_result(None)
 

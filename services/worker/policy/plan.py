@@ -61,6 +61,11 @@ class StepPlan:
         """Somebody's KV is brought back from the host."""
         return bool(self._resume)
 
+    @property
+    def any_parked(self) -> bool:
+        """Somebody waits, or has been preempted."""
+        return bool(self._view.preempted.size or self._view.waiting.size)
+
     def decode(self) -> None:
         """Choose the running rows with one token to compute, as many as the limits allow, and make room for them."""
         view, running = self._view, self._running

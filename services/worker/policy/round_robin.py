@@ -20,7 +20,7 @@ import numpy as np
 
 from services.worker.policy.blocks_math import num_known
 from services.worker.policy.plan import StepPlan
-from services.worker.policy.view import EMPTY_ROWS, F64, I32, Columns, SchedulerOutput, SchedulerView
+from services.worker.policy.view import EMPTY_ROWS, F64, I32, Bool, Columns, SchedulerOutput, SchedulerView
 
 TURN_TOKENS = 50
 """Output tokens of a turn (source: above)."""
@@ -39,11 +39,10 @@ class RoundRobinScheduler:
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
-        self._meet(view)
-        plan = StepPlan(replace(view, preempted=self._line(view), waiting=EMPTY_ROWS))
+        plan = StepPlan(self._in_line(view))
         plan.continue_prefills()
         plan.admit(whole=True)
-        if plan.is_empty and not plan.resumes and plan.exchange(self._over(view)):
+        if plan.is_empty and not plan.resumes and plan.any_parked and plan.exchange(self._over(view)):
             plan.admit(whole=True)
         if plan.is_empty:
             plan.decode()
@@ -52,47 +51,47 @@ class RoundRobinScheduler:
         self._remember(view, output)
         return output
 
-    def _meet(self, view: SchedulerView) -> None:
-        """Begin anew with rows that hold another sequence than before."""
-        columns, known = view.columns, self._order.size
-        if known < columns.order.size:
-            more = columns.order.size - known
-            self._order = np.concatenate([self._order, np.full(more, -1, dtype=np.int64)])
-            self._joined_s = np.concatenate([self._joined_s, np.zeros(more)])
-            self._begun = np.concatenate([self._begun, np.zeros(more, dtype=np.int32)])
-        rows = np.concatenate([view.waiting, view.running, view.preempted])
-        new = rows[self._order[rows] != columns.order[rows]]
-        self._order[new] = columns.order[new]
-        self._joined_s[new] = columns.arrival_s[new]
-        self._begun[new] = 0
-        self._begun[view.waiting] = columns.num_output[view.waiting]  # outputs of earlier attempts
-
-    def _line(self, view: SchedulerView) -> I32:
-        """Return the rows that do not run, the one that joined first before the others."""
-        rows = np.concatenate([view.preempted, view.waiting])
-        if rows.size < 2:
-            return rows
-        line: I32 = rows[np.lexsort((self._order[rows], self._joined_s[rows]))]
-        return line
+    def _in_line(self, view: SchedulerView) -> SchedulerView:
+        """Return the view with the rows that do not run in the order of the line."""
+        rows = np.concatenate([view.preempted, view.waiting]) if view.preempted.size else view.waiting
+        if not rows.size:
+            return view
+        self._meet(view.columns, rows)
+        self._begun[view.waiting] = view.columns.num_output[view.waiting]  # outputs of earlier attempts
+        line = rows[np.lexsort((self._order[rows], self._joined_s[rows]))]
+        return replace(view, preempted=line, waiting=EMPTY_ROWS)
 
     def _over(self, view: SchedulerView) -> I32:
         """Return the running rows whose turn is over, in order of admission."""
         rows = view.running
         decodes = num_known(view.columns, rows) - view.columns.num_computed[rows] == 1
-        over: I32 = rows[decodes & (self._num_in_turn(view.columns, rows) >= self._turn_tokens)]
+        over: I32 = rows[decodes & self._is_over(view.columns, rows)]
         return over
 
-    def _num_in_turn(self, columns: Columns, rows: I32) -> I32:
-        count: I32 = columns.num_output[rows] - self._begun[rows]
-        return count
+    def _is_over(self, columns: Columns, rows: I32) -> Bool:
+        self._meet(columns, rows)
+        over: Bool = columns.num_output[rows] - self._begun[rows] >= self._turn_tokens
+        return over
 
     def _remember(self, view: SchedulerView, output: SchedulerOutput) -> None:
-        """Begin the turns of those who come in, and send those to the end of the line whose turn was over."""
-        if output.preempt.size:
-            gone = output.preempt
-            over = gone[self._num_in_turn(view.columns, gone) >= self._turn_tokens]
-            self._joined_s[over] = view.now_s
+        """Send those who leave after their turn to the end of the line; who comes back for another one begins it."""
+        gone, columns = output.preempt, view.columns
+        if gone.size:
+            self._joined_s[gone[self._is_over(columns, gone)]] = view.now_s
         if view.preempted.size:
             come = np.concatenate([output.rows[np.isin(output.rows, view.preempted)], output.resume])
-            again = come[self._num_in_turn(view.columns, come) >= self._turn_tokens]
-            self._begun[again] = view.columns.num_output[again]
+            again = come[self._is_over(columns, come)]
+            self._begun[again] = columns.num_output[again]
+
+    def _meet(self, columns: Columns, rows: I32) -> None:
+        """Begin anew with rows that hold another sequence than when they were met last."""
+        known = self._order.size
+        if known < columns.order.size:
+            more = columns.order.size - known
+            self._order = np.concatenate([self._order, np.full(more, -1, dtype=np.int64)])
+            self._joined_s = np.concatenate([self._joined_s, np.zeros(more)])
+            self._begun = np.concatenate([self._begun, np.zeros(more, dtype=np.int32)])
+        new = rows[self._order[rows] != columns.order[rows]]
+        self._order[new] = columns.order[new]
+        self._joined_s[new] = columns.arrival_s[new]
+        self._begun[new] = 0

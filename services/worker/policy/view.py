@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 I32 = NDArray[np.int32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
 
 EMPTY_ROWS: I32 = np.zeros(0, dtype=np.int32)
 EMPTY_ROWS.flags.writeable = False
