@@ -30,7 +30,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Batch, BatchOutput, KvCapacity
+from services.worker.engine.types import Batch, BatchOutput, HostCopy, KvCapacity
 from services.worker.executor.thread import ThreadExecutor
 from shared.ids import DispatcherId, WorkerId
 from shared.nats_bus import NatsBus
@@ -56,6 +56,9 @@ class SleepingModel:
         output = BatchOutput(batch.step_id, np.full(len(batch.rows), 7, dtype=np.int32), STEP_MS / 1e3)
         self.times.append((began_s, time.perf_counter()))
         return output
+
+    def copy(self, copy: HostCopy) -> None:
+        raise AssertionError("nobody swaps here")
 
     def close(self) -> None:
         pass

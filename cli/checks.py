@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from cli.settings import UpSettings
 from shared.addresses import check_reachable
 from shared.errors import StartupError
-from shared.systems import UnknownSystemError, find_system
+from shared.systems import UnknownSystemError, find_live_system
 
 BROKER_LIMIT_S = 0.8
 MAX_GREETING_BYTES = 64 * 1024
@@ -28,7 +28,7 @@ def check_settings(settings: UpSettings) -> None:
             of keys where one is named.
     """
     try:
-        find_system(settings.system)
+        find_live_system(settings.system)
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from error
     if not _DEVICE.fullmatch(settings.device):

@@ -8,8 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import StrEnum
 
 DEFAULT_SYSTEM = "fcfs-chunked"
+
+
+class Preemption(StrEnum):
+    """What happens to the KV of a sequence that has to give way."""
+
+    RECOMPUTE = "recompute"  # it is dropped, and computed again
+    SWAP = "swap"  # it moves to host memory and back, where that is cheaper
+
+
+class Memory(StrEnum):
+    """How much KV memory a worker has."""
+
+    BOUNDED = "bounded"  # what its device holds
+    UNLIMITED = "unlimited"  # as much as is asked for; only a simulated device has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +36,10 @@ class System:
     """Which sequences run in the next step (worker)."""
     placement: str
     """Which instance gets a new request (dispatcher)."""
+    preemption: Preemption = Preemption.RECOMPUTE
+    """How sequences give way (worker)."""
+    memory: Memory = Memory.BOUNDED
+    """Where it is unlimited, the system runs in the simulator only."""
 
 
 SYSTEMS: dict[str, System] = {
@@ -28,32 +47,36 @@ SYSTEMS: dict[str, System] = {
     for system in (
         System("fcfs", scheduler="fcfs", placement="least-loaded"),
         System("fcfs-chunked", scheduler="chunked", placement="least-loaded"),
+        System("round-robin", scheduler="round-robin", placement="least-loaded"),
+        # The scheduler is the one that KunServe gave its InferCept baseline, and its own system: chunked prefill.
+        System("swap", scheduler="chunked", placement="least-loaded", preemption=Preemption.SWAP),
+        # The same scheduler, so that memory is all that differs from `fcfs-chunked` and `swap`. With memory for
+        # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
+        # tokens a little earlier by making all others wait, which is a trade and no bound.
+        System("oracle", scheduler="chunked", placement="least-loaded", memory=Memory.UNLIMITED),
     )
 }
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "fcfs-pp",
-    "swap",
     "migrate",
     "kunserve",
     "kunserve-v1",
     "kunserve-v2",
     "andes",
     "lqsf",
-    "round-robin",
     "bros",
     "best-fit",
     "worst-fit",
     "load-balance",
     "mell",
     "sluice",
-    "oracle",
 )
 """Named in the design, not built yet; asking for one is refused by name."""
 
 
 class UnknownSystemError(ValueError):
-    """The system is not built, or nobody has heard of it."""
+    """The system is not built, nobody has heard of it, or it cannot run where it is asked for."""
 
 
 def find_system(name: str) -> System:
@@ -70,3 +93,18 @@ def find_system(name: str) -> System:
     close = get_close_matches(name, [*SYSTEMS, *PLANNED_SYSTEMS], n=1)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise UnknownSystemError(f"unknown system '{name}'{hint} (available: {available})")
+
+
+def find_live_system(name: str) -> System:
+    """Return the system of this name, for a service that serves real requests.
+
+    Raises:
+        UnknownSystemError: as `find_system`, or the system exists in the simulator only.
+    """
+    system = find_system(name)
+    if system.memory is Memory.UNLIMITED:
+        live = ", ".join(each.name for each in SYSTEMS.values() if each.memory is not Memory.UNLIMITED)
+        raise UnknownSystemError(
+            f"system '{name}' has unlimited KV memory, so it runs in the simulator only; live there are: {live}"
+        )
+    return system

@@ -9,14 +9,19 @@ from pathlib import Path
 
 from services.worker.build import ModelFacts, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.types import HostMemory
 from services.worker.executor.modelled import FailureInjector, ModelledExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.policy.view import Scheduler
 from services.worker.service import WorkerService
 from shared.bus import Bus
 from shared.cost import CostModel
 from shared.ids import Incarnation
-from shared.systems import DEFAULT_SYSTEM
+from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
 from shared.tasks import TaskOwner
+from sim.oracle import UnlimitedEngine
 
 NO_FOLDER = Path("modelled")
 MODEL_NAME = "modelled"
@@ -45,6 +50,12 @@ class SimWorkerParams:
     """Never drawn: a simulated output ends by its length."""
     first_token_id: int = 256
     """Smallest id that is drawn."""
+    kv_bytes_per_token: int = 196_608
+    """Keys and values of one token in all layers, for the host link; Qwen2.5-14B in 16 bits unless told otherwise."""
+    host_memory_bytes: int = 64 * 2**30
+    """Host memory for KV of preempted sequences, where the system swaps."""
+    host_link_bytes_per_s: float = 25e9
+    """Between device and host, each way: PCIe 4.0 x16 unless told otherwise."""
     cluster: str = "default"
     failure: FailureInjector | None = None
     """Makes steps fail."""
@@ -52,6 +63,14 @@ class SimWorkerParams:
     """Of the process: another number after each restart."""
     orphan_s: float = 60.0
     """See `WorkerSettings.orphan_s`."""
+
+    def host_memory(self) -> HostMemory | None:
+        """Return the memory to which the system swaps, None if it does not."""
+        if find_system(self.system).preemption is not Preemption.SWAP:
+            return None
+        block_bytes = self.kv_bytes_per_token * self.block_size
+        num_blocks = self.host_memory_bytes // block_bytes
+        return HostMemory(num_blocks, block_bytes, block_bytes / self.host_link_bytes_per_s)
 
 
 class StickyExecutor(ModelledExecutor):
@@ -101,18 +120,30 @@ class SimWorker:
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
-        self.kv = ShadowKv(params.num_blocks, params.block_size, draw)
-        self.executor = StickyExecutor(params.cost, self.kv, failure=params.failure)
+        host = params.host_memory()
+        num_host_blocks = 0 if host is None else host.num_blocks
+        self.kv = ShadowKv(params.num_blocks, params.block_size, draw, num_host_blocks=num_host_blocks)
+        self.executor = StickyExecutor(params.cost, self.kv, host=host, failure=params.failure)
         self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
         self.reporter.pid, self.reporter.host = 1, params.worker_id  # as in a container, before and after a restart
         self.service: WorkerService = build_worker(
             self._settings,
             bus,
             self.executor,
-            ModelFacts(params.vocab_size, params.eos_token_ids, params.max_model_len),
+            ModelFacts(
+                params.vocab_size,
+                params.eos_token_ids,
+                params.max_model_len,
+                token_s=params.cost.b1_s,
+                pair_s=params.cost.a_s,
+            ),
             self.reporter,
             self._fail,
+            make_engine=self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else None,
         )
+
+    def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> Engine:
+        return UnlimitedEngine(config, scheduler, num_blocks, on_grow=self.kv.grow)
 
     def _fail(self, name: str, error: BaseException) -> None:
         self.failures.append((name, error))

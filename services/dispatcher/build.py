@@ -31,7 +31,7 @@ from shared.bus import Bus
 from shared.errors import StartupError
 from shared.ids import new_incarnation
 from shared.log import get_logger
-from shared.systems import UnknownSystemError, find_system
+from shared.systems import UnknownSystemError, find_live_system
 from shared.tasks import TaskOwner
 
 _log = get_logger()
@@ -53,7 +53,7 @@ def load_text(settings: DispatcherSettings) -> ModelText:
         StartupError: something of it is missing or cannot be used; also an unknown system.
     """
     try:
-        find_system(settings.system)
+        find_live_system(settings.system)
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from None
     folder = read_model_folder(settings.model)

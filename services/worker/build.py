@@ -12,10 +12,11 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor, KvCapacity
+from services.worker.engine.types import Executor, HostMemory, KvCapacity
 from services.worker.intake import Intake
 from services.worker.leases import Leases
 from services.worker.policy.registry import make_scheduler
+from services.worker.policy.view import MoveCost, Scheduler
 from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.service import WorkerService
 from services.worker.step_log import StepLog
@@ -24,7 +25,7 @@ from shared.bus import Bus, ServiceInfo
 from shared.host import process_facts
 from shared.ids import Incarnation, WorkerId
 from shared.subjects import Subjects
-from shared.systems import find_system
+from shared.systems import Preemption, System, find_system
 from shared.tasks import TaskOwner
 from shared.version import VERSION
 
@@ -43,7 +44,15 @@ class ModelFacts:
     reserve_bytes: int = 0
     dry_step_s: float = 0.0
     """Seconds that the largest step took while the worker was loaded; 0 if none was tried."""
+    token_s: float = 0.0
+    """Seconds that one more token of prefill adds to a step: what computing lost KV again costs."""
+    pair_s: float = 0.0
+    """The same, per pair of a token and one at or before it."""
     kernels: str = "modelled"
+
+
+EngineMaker = Callable[[EngineConfig, Scheduler, int], Engine]
+"""(limits, scheduler, KV blocks) -> an engine."""
 
 
 def _max_failures(max_batch_rows: int) -> int:
@@ -60,13 +69,15 @@ def make_reporter(settings: WorkerSettings, bus: Bus, incarnation: Incarnation) 
     return Reporter(WorkerId(settings.instance_id), subjects, bus, settings.report_period_s, incarnation)
 
 
-def build_worker(
+def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     settings: WorkerSettings,
     bus: Bus,
     executor: Executor,
     model: ModelFacts,
     reporter: Reporter,
     on_failure: Callable[[str, BaseException], None],
+    *,
+    make_engine: EngineMaker | None = None,
 ) -> WorkerService:
     """Return a worker that is ready to `start`.
 
@@ -77,10 +88,11 @@ def build_worker(
         model: facts about what the executor runs.
         reporter: already running or not; its task belongs to the caller.
         on_failure: called with a task's name and error when one of the worker's own tasks dies.
+        make_engine: makes another engine than the usual one; for simulated devices.
     """
     subjects = Subjects(settings.cluster)
     facts = _facts(settings, executor.capacity, model)
-    engine = _engine(settings, executor.capacity, model, facts.max_model_len)
+    engine = _engine(settings, executor.capacity, model, facts.max_model_len, make_engine)
     emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
     now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
     steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size)
@@ -134,7 +146,13 @@ def _facts(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts) ->
     )
 
 
-def _engine(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, max_model_len: int) -> Engine:
+def _engine(
+    settings: WorkerSettings,
+    capacity: KvCapacity,
+    model: ModelFacts,
+    max_model_len: int,
+    make_engine: EngineMaker | None,
+) -> Engine:
     config = EngineConfig(
         max_sequences=settings.max_sequences,
         max_batch_tokens=settings.max_batch_tokens,
@@ -145,8 +163,19 @@ def _engine(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, m
         block_size=capacity.block_size,
         prefix_caching=settings.prefix_caching,
     )
-    scheduler = make_scheduler(find_system(settings.system).scheduler)
-    return Engine(config, scheduler, _num_blocks(settings, capacity))
+    system = find_system(settings.system)
+    scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
+    if make_engine is not None:
+        return make_engine(config, scheduler, num_blocks)
+    return Engine(config, scheduler, num_blocks, _host(system, capacity, model))
+
+
+def _host(system: System, capacity: KvCapacity, model: ModelFacts) -> tuple[HostMemory, MoveCost] | None:
+    """Return the host memory that the system swaps to, and what its scheduler weighs."""
+    if system.preemption is not Preemption.SWAP:
+        return None
+    assert capacity.host is not None, f"system '{system.name}' needs an executor with host memory"
+    return capacity.host, MoveCost(capacity.host.block_copy_s, model.token_s, model.pair_s)
 
 
 def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:

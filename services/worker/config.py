@@ -54,6 +54,10 @@ class WorkerSettings(ServiceSettings):
     """Type of parameters and KV; bfloat16 halves both."""
     memory: Size = 1024**3
     """Hard budget for parameters, KV and workspace, in bytes; what the first and last leave becomes KV."""
+    host_memory: Size = 1024**3
+    """Memory of the host for KV of preempted sequences, in bytes, beside `memory`; only systems that swap take it."""
+    host_link_gb_per_s: Annotated[float, Field(gt=0)] = 25.0
+    """Gigabytes (10^9) per second between device and host, each way; of the modelled executor, others measure it."""
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from services.worker.build import ModelFacts
 from services.worker.config import Dtype, ExecutorKind, WorkerSettings
-from services.worker.engine.types import Executor
+from services.worker.engine.types import Executor, HostMemory
 from services.worker.executor.modelled import ModelledExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
 from shared.cost import load_profile
 from shared.errors import StartupError
-from shared.systems import UnknownSystemError, find_system
+from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
 
 Progress = Callable[[float, str], None]
 
@@ -38,7 +38,7 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
         StartupError: no such system, no such model, or a model that is not supported.
     """
     try:
-        find_system(settings.system)
+        find_live_system(settings.system)
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from error
     return read_spec(settings.model)
@@ -67,12 +67,33 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
     num_blocks = settings.memory // block_bytes
     if not num_blocks:
         raise StartupError(f"--memory holds no KV block of {block_bytes} bytes", "Give more")
+    host = _modelled_host(settings, block_bytes)
     draw = TokenDraw.of_vocabulary(spec.vocab_size, spec.eos_token_ids, first_id=min(256, spec.vocab_size // 2))
-    kv = ShadowKv(num_blocks, settings.block_size, draw)
-    executor = ModelledExecutor(load_profile(settings.profile).cost, kv)
-    context = min(settings.max_model_len or spec.max_positions, num_blocks * settings.block_size)
-    facts = ModelFacts(spec.vocab_size, spec.eos_token_ids, context, kv_bytes=num_blocks * block_bytes)
-    return Loaded(executor, facts)
+    kv = ShadowKv(num_blocks, settings.block_size, draw, num_host_blocks=0 if host is None else host.num_blocks)
+    cost = load_profile(settings.profile).cost
+    facts = ModelFacts(
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        max_model_len=min(settings.max_model_len or spec.max_positions, num_blocks * settings.block_size),
+        kv_bytes=num_blocks * block_bytes,
+        token_s=cost.b1_s,
+        pair_s=cost.a_s,
+    )
+    return Loaded(ModelledExecutor(cost, kv, host=host), facts)
+
+
+def _swaps(settings: WorkerSettings) -> bool:
+    return find_system(settings.system).preemption is Preemption.SWAP
+
+
+def _modelled_host(settings: WorkerSettings, block_bytes: int) -> HostMemory | None:
+    if not _swaps(settings):
+        return None
+    num_blocks = settings.host_memory // block_bytes
+    if not num_blocks:
+        said = f"host_memory holds no KV block of {block_bytes} bytes"
+        raise StartupError(said, "Give more, or choose another system")
+    return HostMemory(num_blocks, block_bytes, block_bytes / (settings.host_link_gb_per_s * 1e9))
 
 
 async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
@@ -113,6 +134,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
             device=settings.device,
             dtype=settings.dtype.value,
             memory_bytes=settings.memory,
+            host_memory_bytes=settings.host_memory if _swaps(settings) else 0,
             block_size=settings.block_size,
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_rows=settings.max_batch_rows,
@@ -133,6 +155,7 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
         kv_bytes=info.kv_bytes,
         reserve_bytes=info.reserve_bytes,
         dry_step_s=info.dry_step_s,
+        token_s=info.dry_step_s / settings.max_batch_tokens,
         kernels=info.kernels,
     )
     return Loaded(ThreadExecutor(runner, loop), facts)

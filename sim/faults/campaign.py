@@ -171,6 +171,12 @@ class _Run:
             if node.service is not None:
                 lost = node.service.sessions.recovery.num_lost
                 found.update({f"lost {loss.value}": count for loss, count in lost.items()})
+        for device in cluster.workers:
+            found[f"system {device.params.system}"] += 1
+            if device.worker is not None:
+                stats = device.worker.service.engine.stats
+                found.update({"preempted": stats.num_preemptions, "swapped out": stats.num_swap_outs})
+                found.update({"swapped in": stats.num_swap_ins})
         answers = [answer for call in cluster.calls for answer in call.answers]
         found.update(f"failed {answer.failure.value}" for answer in answers if answer.failure is not None)
         found.update(f"finished {answer.finish.name.lower()}" for answer in answers)

@@ -19,8 +19,11 @@ BLOCK_SIZE = 4
 ORPHAN_S = 7.0
 """Shorter than live, so that a run sees it."""
 FIRST_TOKEN, VOCABULARY = 256, 4096
-COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.0, d_s=0.0, a_s=0.0)
+COST = CostModel(g0_s=0.06, b0_s=0.0002, g1_s=0.0, b1_s=0.002, d_s=0.0, a_s=0.0)
 """Steps of 60 ms: an answer lasts long enough to be struck by a fault or two."""
+KV_BYTES, HOST_BLOCKS, BLOCK_COPY_S = 1024, 24, 0.005
+"""Of a token; of a worker, fewer than are asked for now and then; of a block over the host link: a sequence takes some
+100 ms, long enough to be struck too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def draw_scenario(seed: int) -> Scenario:
 
 
 def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
-    system = str(random.choice(["fcfs", "fcfs-chunked"]))
+    system = str(random.choice(["fcfs", "fcfs-chunked", "round-robin", "swap"]))
     num_blocks, caching = int(random.integers(36, 90)), bool(random.random() < 0.7)
     return tuple(
         SimWorkerParams(
@@ -83,6 +86,9 @@ def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:
             vocab_size=VOCABULARY,
             first_token_id=FIRST_TOKEN,
             orphan_s=ORPHAN_S,
+            kv_bytes_per_token=KV_BYTES,
+            host_memory_bytes=HOST_BLOCKS * BLOCK_SIZE * KV_BYTES,
+            host_link_bytes_per_s=BLOCK_SIZE * KV_BYTES / BLOCK_COPY_S,
         )
         for i in range(int(random.integers(2, 4)))
     )

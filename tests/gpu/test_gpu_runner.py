@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import EMPTY_I32, Batch, RowInit
+from services.worker.engine.types import EMPTY_I32, Batch, HostCopy, RowInit
 from services.worker.executor.logit_rules import LogitRules
 from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
@@ -52,6 +52,25 @@ def test_greedy_text_on_the_gpu_equals_the_references_on_the_cpu() -> None:
     for sequence in sequences:
         prompt = sequence.tokens[: sequence.num_prompt]
         assert sequence.output == greedy_text(stored_checkpoint(SHAPE)[1], prompt, 64)
+
+
+def test_kv_comes_back_from_pinned_host_memory_into_other_blocks() -> None:
+    runner = open_runner(SHAPE, device="cuda", memory_bytes=256 * MIB, host_memory_bytes=4 * MIB)
+    driver = Driver(runner, num_blocks=64)
+    (prompt,) = prompts((47,))
+    sequence = driver.add(prompt)
+    driver.step([(sequence, 47)])
+    old, host = np.array(sequence.blocks, dtype=np.int32), np.arange(len(sequence.blocks), dtype=np.int32)
+    runner.copy(HostCopy(0, old, host, to_host=True))
+    for pool in (*runner.cache.keys, *runner.cache.values):
+        pool[old.tolist()] = torch.nan
+    driver.preempt(sequence)
+    new = 100 + host
+    runner.copy(HostCopy(1, new, host, to_host=False))
+    driver.give(sequence, new.tolist(), 47)
+    for _ in range(15):
+        driver.step([(sequence, 1)])
+    assert sequence.output == greedy_text(stored_checkpoint(SHAPE)[1], prompt, 16)
 
 
 @pytest.mark.parametrize("kernels", ["torch", WITH_FLASHINFER])

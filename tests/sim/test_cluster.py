@@ -76,7 +76,7 @@ async def serve(params: ClusterParams, seed: int, count: int = 120) -> tuple[str
     return digest.hexdigest(), answers, preemptions
 
 
-@pytest.mark.parametrize("system", ["fcfs", "fcfs-chunked"])
+@pytest.mark.parametrize("system", ["fcfs", "fcfs-chunked", "round-robin", "swap"])
 def test_every_answer_is_whole_under_pressure_and_nothing_is_left(system: str) -> None:
     _, answers, preemptions = run(serve(two_workers(system), seed=1))
     assert preemptions > 0

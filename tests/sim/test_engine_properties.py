@@ -1,4 +1,8 @@
-"""The engine under random operations: its invariants hold after each one, and no surviving text is disturbed."""
+"""The engine under random operations: its invariants hold after each one, and no surviving text is disturbed.
+
+Each scheduler runs without host memory and with some, to which the KV of preempted sequences may go. Turns are short,
+so that round-robin has some.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,30 @@ import pytest
 
 from services.worker.engine.config import AddRefusal
 from services.worker.policy.registry import SCHEDULERS, make_scheduler
+from services.worker.policy.round_robin import RoundRobinScheduler
+from services.worker.policy.view import Scheduler
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_chaos import GUILTY_SEED, Chaos, UnrulyScheduler
 from tests.support.engine_harness import EngineHarness
 
-CASES = [(seed, prefix_caching) for prefix_caching, count in ((True, 12), (False, 6)) for seed in range(count)]
-"""Seeds, with prefix caching and without."""
+CASES = [
+    (seed, prefix_caching, num_host_blocks)
+    for prefix_caching, num_host_blocks, count in ((True, 0, 8), (False, 0, 4), (True, 12, 6), (False, 30, 4))
+    for seed in range(count)
+]
+"""Seeds, with prefix caching and without, and with host memory."""
 
 
-def chaotic_run(scheduler: str, depth: int, seed: int, *, prefix_caching: bool = True) -> tuple[Chaos, UnrulyScheduler]:
-    random = np.random.default_rng([seed, depth, len(scheduler), prefix_caching])
-    unruly = UnrulyScheduler(make_scheduler(scheduler), random)
+def short_turns(name: str) -> Scheduler:
+    return RoundRobinScheduler(turn_tokens=3) if name == "round-robin" else make_scheduler(name)
+
+
+def chaotic_run(
+    scheduler: str, depth: int, seed: int, *, prefix_caching: bool = True, num_host_blocks: int = 0
+) -> tuple[Chaos, UnrulyScheduler]:
+    random = np.random.default_rng([seed, depth, len(scheduler), prefix_caching, num_host_blocks])
+    unruly = UnrulyScheduler(short_turns(scheduler), random)
     config = engine_config(
         max_batch_tokens=24,
         max_batch_rows=6,
@@ -29,15 +45,18 @@ def chaotic_run(scheduler: str, depth: int, seed: int, *, prefix_caching: bool =
         eos_token_ids=(1, 2),
         prefix_caching=prefix_caching,
     )
-    engine = make_engine(unruly, num_blocks=int(random.integers(20, 40)), config=config)
+    num_blocks = int(random.integers(20, 40))
+    engine = make_engine(unruly, num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks)
     return Chaos(EngineHarness(engine, depth=depth), random), unruly
 
 
-@pytest.mark.parametrize(("seed", "prefix_caching"), CASES)
+@pytest.mark.parametrize(("seed", "prefix_caching", "num_host_blocks"), CASES)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_texts_survive_any_order_of_operations(scheduler: str, depth: int, seed: int, *, prefix_caching: bool) -> None:
-    chaos, unruly = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching)
+def test_texts_survive_any_order_of_operations(
+    scheduler: str, depth: int, seed: int, *, prefix_caching: bool, num_host_blocks: int
+) -> None:
+    chaos, unruly = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
     chaos.run(400)
     unruly.is_calm = True
     chaos.calm_down()
@@ -47,14 +66,13 @@ def test_texts_survive_any_order_of_operations(scheduler: str, depth: int, seed:
     for story in harness.stories.values():
         if story.finish is FinishReason.ERROR:
             assert story.new.sampling.seed == GUILTY_SEED, "an innocent sequence was given up"
-    assert harness.engine.blocks.num_free == harness.engine.blocks.num_usable
-    assert harness.engine.log.num_used_chunks == 0
+    harness.check_empty()
 
 
 def test_the_random_operations_reach_every_kind_of_event() -> None:
     """Else the test above could pass because it does nothing."""
     counts: Counter[str] = Counter()
-    for seed, prefix_caching in ((0, True), (1, True), (2, True), (3, True), (0, False), (1, False)):
+    for seed, prefix_caching in (*((seed, True) for seed in range(6)), (0, False), (1, False)):
         chaos, unruly = chaotic_run("chunked", 2, seed, prefix_caching=prefix_caching)
         chaos.run(400)
         unruly.is_calm = True
@@ -84,25 +102,50 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
     assert counts["copies"] > 8
 
 
+def test_the_random_operations_reach_every_kind_of_copy() -> None:
+    """Some of them with a step in flight beside them: else the copies would prove little."""
+    counts: Counter[str] = Counter()
+    for seed in range(8):
+        chaos, unruly = chaotic_run("chunked", 2, seed, num_host_blocks=20)
+        chaos.run(400)
+        unruly.is_calm = True
+        chaos.calm_down()
+        counts.update(chaos.counts)
+        stats = chaos.harness.engine.stats
+        counts["came back"] += stats.num_swap_ins
+        counts["recomputed"] += stats.num_preemptions - stats.num_swap_outs
+    assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
+    assert counts["came back"] > 20
+    assert counts["recomputed"] > 20
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 5, 40])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_everything_finishes_with_kv_for_only_one_request(scheduler: str) -> None:
+def test_everything_finishes_with_kv_for_only_one_request(scheduler: str, num_host_blocks: int) -> None:
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
-    harness = EngineHarness(make_engine(scheduler, num_blocks=9))
+    harness = EngineHarness(make_engine(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks))
     for name in range(8):
         assert not isinstance(harness.add(new_sequence(name, num_prompt=20, max_tokens=16)), AddRefusal)
-    harness.drain(max_steps=8 * 40)
+    harness.drain(max_steps=8 * 60)
     harness.judge()
     assert {story.finish for story in harness.stories.values()} == {FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 30])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_small_memory_delays_but_never_changes_a_text(scheduler: str, seed: int) -> None:
+def test_a_small_memory_delays_but_never_changes_a_text(scheduler: str, seed: int, num_host_blocks: int) -> None:
     random = np.random.default_rng(seed)
-    harness = EngineHarness(make_engine(scheduler, num_blocks=24, config=engine_config(max_model_len=96)))
+    config = engine_config(max_model_len=96)
+    engine = make_engine(short_turns(scheduler), num_blocks=24, config=config, num_host_blocks=num_host_blocks)
+    harness = EngineHarness(engine)
     for name in range(16):
         num_prompt, max_tokens = int(random.integers(1, 50)), int(random.integers(1, 40))
         assert not isinstance(harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens)), AddRefusal)
     harness.drain()
     harness.judge()
-    assert harness.engine.stats.num_finished == 16
+    stats = harness.engine.stats
+    assert stats.num_finished == 16
+    assert (stats.num_swap_outs > 0) is (num_host_blocks > 0)
+    assert stats.num_swap_ins == stats.num_swap_outs, "nobody ended on the host"
+    assert stats.peak_used_blocks <= 24 < stats.peak_demanded_blocks

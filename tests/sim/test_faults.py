@@ -48,6 +48,13 @@ REQUIRED = (
     "failed request_timeout",
     "finished stop",
     "finished error",
+    "system fcfs",
+    "system fcfs-chunked",
+    "system round-robin",
+    "system swap",
+    "preempted",
+    "swapped out",
+    "swapped in",
 )
 """Paths that the seeds together must reach."""
 

@@ -6,8 +6,9 @@ import numpy as np
 
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.engine.types import HostMemory
 from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import Scheduler
+from services.worker.policy.view import MoveCost, Scheduler
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams
 
@@ -40,10 +41,18 @@ def engine_config(
 
 
 def make_engine(
-    scheduler: str | Scheduler = "chunked", *, num_blocks: int = 64, config: EngineConfig | None = None
+    scheduler: str | Scheduler = "chunked",
+    *,
+    num_blocks: int = 64,
+    config: EngineConfig | None = None,
+    num_host_blocks: int = 0,
+    move_cost: MoveCost | None = None,
 ) -> Engine:
+    """With host blocks KV is swapped, as long as they last: moving costs next to nothing unless told otherwise."""
     chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
-    return Engine(config or engine_config(), chosen, num_blocks)
+    cost = move_cost or MoveCost(block_copy_s=1e-6, token_s=1.0)
+    host = (HostMemory(num_host_blocks, 1024, cost.block_copy_s), cost) if num_host_blocks else None
+    return Engine(config or engine_config(), chosen, num_blocks, host)
 
 
 def new_sequence(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.table import Hold, Status
-from services.worker.policy.view import I32, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.policy.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
 from shared.types import FinishReason
 from tests.support.engine_builders import FOREVER, new_sequence
 from tests.support.engine_harness import EngineHarness, Story
 
+NUM_CHANNELS = 3
 GUILTY_SEED = 666
 """Sequences with this sampling seed make every step fail that they take part in."""
 
@@ -28,9 +31,13 @@ class UnrulyScheduler:
             return self._calm.schedule(view)
         columns, random = view.columns, self._random
         victims = view.running[random.random(view.running.size) < random.choice([0.0, 0.1, 0.5])]
-        free = view.free_blocks + int(view.blocks.freeable(victims).sum())
+        how = self._ways(view, victims)
+        free = view.free_blocks + int(view.blocks.freeable(victims[how == PreemptHow.RECOMPUTE]).sum())
         others = view.running[~np.isin(view.running, victims)]
         left = view.limits.max_batch_tokens
+        resume = [row for row in view.preempted.tolist() if columns.host_tokens[row] and random.random() < 0.5]
+        resume = [row for row in resume[:1] if -(-int(columns.host_tokens[row]) // view.block_size) <= view.free_blocks]
+        free -= sum(-(-int(columns.host_tokens[row]) // view.block_size) for row in resume)
         rows: list[int] = []
         num_tokens: list[int] = []
         for row in random.permutation(np.concatenate([others, view.preempted, view.waiting])).tolist():
@@ -39,13 +46,27 @@ class UnrulyScheduler:
             chunk = min(int(random.integers(1, remaining + 1)), left, (held + free) * view.block_size - computed)
             if chunk < 1 or len(rows) == view.limits.max_batch_rows or random.random() < 0.2:
                 continue
+            if columns.host_tokens[row]:
+                continue
             free -= max(-(-(computed + chunk) // view.block_size) - held, 0)
             left -= chunk
             rows.append(row)
             num_tokens.append(chunk)
         if not rows:
             return self._calm.schedule(view)
-        return _output(np.array(rows, dtype=np.int32), np.array(num_tokens, dtype=np.int32), victims)
+        chosen, back = np.array(rows, dtype=np.int32), np.array(resume, dtype=np.int32)
+        return SchedulerOutput(chosen, np.array(num_tokens, dtype=np.int32), victims, how, "whim", back)
+
+    def _ways(self, view: SchedulerView, victims: I32) -> U8:
+        """Return how each victim gives way: to the host by chance, as long as it holds them."""
+        left = 0 if view.host is None else view.host.free_blocks
+        how = np.full(victims.size, PreemptHow.RECOMPUTE, dtype=np.uint8)
+        for i, row in enumerate(victims.tolist()):
+            num_blocks = -(-int(view.columns.num_computed[row]) // view.block_size)
+            if 0 < num_blocks <= left and self._random.random() < 0.7:
+                how[i] = PreemptHow.SWAP
+                left -= num_blocks
+        return how
 
     def _begin(self, view: SchedulerView, row: int, *, counts_shared: bool) -> tuple[int, int]:
         """Return the row's computed tokens and the blocks that it has; it does not mind computing what is coming."""
@@ -53,11 +74,6 @@ class UnrulyScheduler:
             return int(view.columns.num_computed[row]), int(view.columns.held_blocks[row])
         cached = view.blocks.cached(row)
         return cached.num_tokens, cached.num_shared_blocks if counts_shared else 0
-
-
-def _output(rows: I32, num_tokens: I32, preempt: I32) -> SchedulerOutput:
-    how = np.full(preempt.size, PreemptHow.RECOMPUTE, dtype=np.uint8)
-    return SchedulerOutput(rows, num_tokens, preempt, how, "whim")
 
 
 class Chaos:
@@ -72,8 +88,11 @@ class Chaos:
         self.counts: dict[str, int] = {}
 
     def run(self, num_operations: int) -> None:
-        operations = (self.add, self.step, self.land, self.cancel, self.grow, self.shrink, self.restore, self.pin)
+        operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
+        operations += [self.grow, self.shrink, self.restore, self.pin]
         weights = np.array([20, 30, 30, 4, 1, 3, 4, 3], dtype=float)
+        if self.harness.engine.swapping is not None:
+            operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
             operations[index]()
 
@@ -82,12 +101,18 @@ class Chaos:
         self.unpin_all()
         while self.harness.flights:
             self.land()
+        self.harness.land_copies()
         self.unpin_all()
+        for channel in range(NUM_CHANNELS):
+            self.harness.engine.resume(channel)
         self.harness.engine.set_backed(self.unbacked, backed=True)
         while self.harness.engine.has_work:
             self.harness.submit()
-            assert self.harness.flights or not self.harness.engine.has_work, "sequences are left, but no step runs"
+            assert self.harness.flights or self.harness.host_copies or not self.harness.engine.has_work, (
+                "sequences are left, but no step runs"
+            )
             self.land(by_chance=False)
+            self.harness.land_copies()
 
     def add(self) -> None:
         """Add a sequence by itself, or a fork of one that lives, or several choices at once."""
@@ -113,7 +138,7 @@ class Chaos:
             ignore_eos=bool(random.random() < 0.5),
             seed=GUILTY_SEED if random.random() < 0.04 else int(random.integers(0, 100)),
             attempt=int(random.integers(1, 3)),
-            channel=name % 3,
+            channel=name % NUM_CHANNELS,
             arrival_s=self.harness.now_s - float(random.integers(0, 3)),
             expires_s=self.harness.now_s + float(random.random()) * 3 if random.random() < 0.1 else FOREVER,
             fork_of=parent.request_id[1:] if parent is not None else "gone" if random.random() < 0.1 else None,
@@ -158,11 +183,34 @@ class Chaos:
         else:
             self.harness.land()
 
+    def copy(self) -> None:
+        """End a copy, the first of its direction; now and then it has failed."""
+        copies = self.harness.host_copies
+        if copies:
+            first = {copy.to_host: i for i, copy in reversed(list(enumerate(copies)))}
+            index = int(self.random.choice(sorted(first.values())))
+            done = bool(self.random.random() < 0.9)
+            self.count(("out" if copies[index].to_host else "back") if done else "copy fails")
+            self.harness.land_copy(index, done=done)
+
+    def pause(self) -> None:
+        """Let a dispatcher be silent, or heard again."""
+        channel = int(self.random.integers(NUM_CHANNELS))
+        if self.random.random() < 0.5:
+            self.harness.engine.pause(channel)
+        else:
+            self.harness.engine.resume(channel)
+        self.harness.settle()
+
     def cancel(self) -> None:
-        live = self.harness.live()
+        live, hold = self.harness.live(), self.harness.engine.table.hold
+        moving = [story for story in live if hold[story.row] & Hold.SWAPPING]
+        live = moving if moving and self.random.random() < 0.3 else live
         if live:
             story = live[self.random.integers(len(live))]
             self.count("cancel in flight" if self._in_flight(story) else "cancel")
+            if hold[story.row] & Hold.SWAPPING:
+                self.count("cancel in copy")
             assert self.harness.cancel(story)
             assert self._in_flight(story) or story.finish is FinishReason.CANCELLED
 
@@ -177,7 +225,7 @@ class Chaos:
         """Take the memory of some blocks away, held or free, but not pinned."""
         blocks = self.harness.engine.blocks
         candidates = np.flatnonzero(blocks.usable & (blocks.pins == 0)).astype(np.int32)
-        if self.harness.flights or candidates.size == 0:
+        if self.harness.flights or self.harness.host_copies or candidates.size == 0:
             return
         ids = self.random.choice(candidates, size=self.random.integers(1, max(2, candidates.size // 2)), replace=False)
         self.count("shrink held" if blocks.refcount[ids].any() else "shrink free")
@@ -186,7 +234,7 @@ class Chaos:
         self.harness.settle()
 
     def restore(self) -> None:
-        if not self.harness.flights and self.unbacked.size:
+        if not (self.harness.flights or self.harness.host_copies) and self.unbacked.size:
             self.harness.engine.set_backed(self.unbacked, backed=True)
             self.unbacked = self.unbacked[:0]
             self.harness.settle()

@@ -12,7 +12,7 @@ from services.worker.engine.assemble import known_tokens
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
-from services.worker.engine.types import I32, Batch, BatchFailedError, BatchOutput
+from services.worker.engine.types import I32, Batch, BatchFailedError, BatchOutput, HostCopy
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs
 from shared.types import FinishReason
 
@@ -32,7 +32,10 @@ class Story:
 
 @dataclass
 class EngineHarness:
-    """The engine, its modelled memory, and the stories of all sequences; time moves by one step's length per step."""
+    """The engine, its modelled memory, and the stories of all sequences; time moves by one step's length per step.
+
+    Copies to the host and back end when told, or, in `step` and `drain`, when a step does.
+    """
 
     engine: Engine
     depth: int = 1
@@ -43,11 +46,20 @@ class EngineHarness:
     contents: dict[int, bytes] = field(default_factory=dict)
     """By block that a row has been seen to fill: everything that its KV depends on."""
     num_copies: int = 0
+    host_copies: list[HostCopy] = field(default_factory=list)
+    """Under way, in the order in which they began."""
 
     def __post_init__(self) -> None:
         config = self.engine.config
         self.draw = TokenDraw.of_vocabulary(config.vocab_size, ())  # EOS may be said: the engine has to end there
-        self.kv = ShadowKv(self.engine.blocks.num_usable, config.block_size, self.draw, verify_ratio=1.0)
+        swapping = self.engine.swapping
+        self.kv = ShadowKv(
+            self.engine.blocks.num_usable,
+            config.block_size,
+            self.draw,
+            num_host_blocks=0 if swapping is None else swapping.host.num_blocks,
+            verify_ratio=1.0,
+        )
         self.engine.blocks.on_lost = self.lose
 
     def add(self, new: NewSequence) -> int | AddRefusal:
@@ -68,6 +80,9 @@ class EngineHarness:
         if len(self.flights) >= self.depth:
             return None
         batch = self.engine.next_batch(self.now_s)
+        for copy in self.engine.take_copies():
+            self.kv.begin_copy(copy)
+            self.host_copies.append(copy)
         if batch is not None:
             self.flights.append(batch)
             self.num_copies += int(batch.copies.source.size)
@@ -89,11 +104,24 @@ class EngineHarness:
         self.settle()
         return events
 
+    def land_copy(self, index: int = 0, *, done: bool = True) -> None:
+        """End a copy that is under way; one that fails leaves its target as it is, which is garbage."""
+        copy = self.host_copies.pop(index)
+        if done:
+            self.kv.end_copy(copy)
+        self.engine.copied(copy.copy_id, done=done)
+        self.settle()
+
     def step(self) -> Batch | None:
         batch = self.submit()
         if self.flights:
             self.land()
+        self.land_copies()
         return batch
+
+    def land_copies(self) -> None:
+        while self.host_copies:
+            self.land_copy()
 
     def drain(self, max_steps: int = 5000) -> None:
         """Run until every sequence has ended and everything is given back."""
@@ -101,14 +129,21 @@ class EngineHarness:
             if not self.engine.has_work:
                 break
             self.submit()
-            assert self.flights or not self.engine.has_work, "sequences are left, but no step runs"
+            assert self.flights or self.host_copies or not self.engine.has_work, "sequences are left, but no step runs"
             if self.flights:
                 self.land()
+            self.land_copies()
         assert not self.engine.has_work, f"not done after {max_steps} steps"
         if self.pinned:
             return
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        """Check that everything was given back."""
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
         assert self.engine.log.num_used_chunks == 0
+        if self.engine.swapping is not None:
+            assert self.engine.swapping.host.num_free == self.engine.swapping.host.num_blocks
 
     def settle(self) -> None:
         self.record(self.engine.take_events())

@@ -12,8 +12,10 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import HostMemory
 from services.worker.executor.modelled import FailureInjector, ModelledExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.policy.view import MoveCost
 from shared.cost import CostModel
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine
@@ -71,14 +73,20 @@ async def live_engine(
     num_blocks: int = 64,
     config: EngineConfig | None = None,
     failure: FailureInjector | None = None,
+    num_host_blocks: int = 0,
+    block_copy_s: float = 0.01,
 ) -> AsyncIterator[LiveEngine]:
     """Run an engine inside the block; it is closed, and its loop awaited, at the end."""
     config = config or engine_config()
-    engine, gate = make_engine(scheduler, num_blocks=num_blocks, config=config), StepGate()
-    draw = TokenDraw.of_vocabulary(config.vocab_size, config.eos_token_ids)
-    kv = ShadowKv(num_blocks, config.block_size, draw, verify_ratio=1.0)
+    cost = MoveCost(block_copy_s, token_s=STEP_S)
+    engine = make_engine(
+        scheduler, num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks, move_cost=cost
+    )
+    draw, gate = TokenDraw.of_vocabulary(config.vocab_size, config.eos_token_ids), StepGate()
+    kv = ShadowKv(num_blocks, config.block_size, draw, num_host_blocks=num_host_blocks, verify_ratio=1.0)
     engine.blocks.on_lost = kv.poison
-    executor = ModelledExecutor(FLAT_COST, kv, failure=failure)
+    host = HostMemory(num_host_blocks, 1024, block_copy_s) if num_host_blocks else None
+    executor = ModelledExecutor(FLAT_COST, kv, host=host, failure=failure)
     said: list[tuple[float, StepEvents]] = []
     now = asyncio.get_running_loop().time
 

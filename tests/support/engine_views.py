@@ -11,7 +11,10 @@ from services.worker.policy.view import (
     NOTHING_CACHED,
     CachedPrefix,
     Columns,
+    HostView,
     Limits,
+    MoveCost,
+    PreemptHow,
     SchedulerOutput,
     SchedulerView,
 )
@@ -39,6 +42,20 @@ def decoding(context: int, *, held: int | None = None, block_size: int = 4) -> R
     return (1, context, context, -(-context // block_size) if held is None else held)
 
 
+def host_view(
+    *,
+    free_blocks: int = 100,
+    leaving_blocks: int = 0,
+    num_leaving: int = 0,
+    arriving: tuple[int, ...] = (),
+    block_copy_s: float = 0.0,
+    token_s: float = 1.0,
+) -> HostView:
+    """Host memory that costs nothing to use, unless told otherwise."""
+    cost = MoveCost(block_copy_s, token_s)
+    return HostView(free_blocks, leaving_blocks, num_leaving, np.array(arriving, dtype=np.int32), cost)
+
+
 def prefilling(num_prompt: int, computed: int, *, held: int | None = None, block_size: int = 4) -> Row:
     return (num_prompt, 0, computed, -(-computed // block_size) if held is None else held)
 
@@ -59,8 +76,15 @@ def make_view(
     num_in_flight: int = 0,
     pinned: dict[int, int] | None = None,
     cached: dict[int, CachedPrefix] | None = None,
+    now_s: float = 0.0,
+    host: HostView | None = None,
+    on_host: dict[int, int] | None = None,
 ) -> SchedulerView:
-    """Rows are numbered through: running, preempted, waiting; `pinned` gives pinned blocks per row."""
+    """Rows are numbered through: running, preempted, waiting.
+
+    `pinned` gives pinned blocks per row, `on_host` the tokens of preempted rows whose KV is on the host. Rows that
+    `host` names as arriving are left out of those that run.
+    """
     queues = (running or [], preempted or [], waiting or [])
     values = np.array([row for queue in queues for row in queue], dtype=np.int32).reshape(-1, 4)
     numbers = np.split(np.arange(len(values), dtype=np.int32), np.cumsum([len(queue) for queue in queues])[:2])
@@ -68,11 +92,17 @@ def make_view(
     for row, count in (pinned or {}).items():
         freeable[row] -= count
     nan = np.full(len(values), np.nan)
+    host_tokens = np.zeros(len(values), dtype=np.int32)
+    for row, count in (on_host or {}).items():
+        host_tokens[row] = count
+    runs = numbers[0] if host is None else numbers[0][~np.isin(numbers[0], host.arriving)]
     columns = Columns(
         num_prompt=values[:, 0],
         num_output=values[:, 1],
         num_computed=values[:, 2],
         held_blocks=values[:, 3],
+        host_tokens=host_tokens,
+        order=np.arange(len(values), dtype=np.int64),
         arrival_s=np.arange(len(values), dtype=np.float64),
         request_class=np.zeros(len(values), dtype=np.uint8),
         qoe_ttft_s=nan,
@@ -81,16 +111,17 @@ def make_view(
         qoe_delay_sum_s=nan,
     )
     return SchedulerView(
-        now_s=0.0,
+        now_s=now_s,
         columns=columns,
         waiting=numbers[2],
-        running=numbers[0],
+        running=runs,
         preempted=numbers[1],
         num_in_flight=num_in_flight,
         free_blocks=free_blocks,
         block_size=block_size,
         limits=Limits(max_batch_tokens, max_batch_rows),
         blocks=StatedBlocks(freeable, cached or {}),
+        host=host,
     )
 
 
@@ -105,8 +136,11 @@ def random_cached(num_known: int, random: np.random.Generator) -> CachedPrefix:
     )
 
 
-def random_view(random: np.random.Generator) -> SchedulerView:
-    """A moment that an engine can be in: some rows run (decoding, prefilling, just rolled back), others wait."""
+def random_view(random: np.random.Generator, *, swaps: bool = False) -> SchedulerView:
+    """A moment that an engine can be in: some rows run (decoding, prefilling, just rolled back), others wait.
+
+    With `swaps` some preempted rows have KV on the host, others are on their way back, and copies take some time.
+    """
     running: list[Row] = []
     for _ in range(random.integers(0, 9)):
         known = int(random.integers(1, 60))
@@ -116,6 +150,11 @@ def random_view(random: np.random.Generator) -> SchedulerView:
     preempted = [parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 4))]
     waiting = [parked(int(n)) for n in random.integers(1, 60, size=random.integers(0, 6))]
     parked_rows = enumerate([*preempted, *waiting], start=len(running))
+    on_host = {
+        len(running) + i: int(random.integers(1, max(known, 2)))
+        for i, (known, *_) in enumerate(preempted)
+        if swaps and known > 1 and random.random() < 0.5
+    }
     return make_view(
         running=running,
         preempted=preempted,
@@ -124,12 +163,28 @@ def random_view(random: np.random.Generator) -> SchedulerView:
         max_batch_tokens=int(random.choice([1, 8, 32, 64])),
         max_batch_rows=int(random.integers(1, 10)),
         cached={row: random_cached(known, random) for row, (known, *_) in parked_rows if random.random() < 0.5},
+        host=_random_host(len(running), random) if swaps else None,
+        on_host=on_host,
+    )
+
+
+def _random_host(num_running: int, random: np.random.Generator) -> HostView:
+    leaving = int(random.choice([0, 0, 1, 8]))
+    return host_view(
+        free_blocks=int(random.choice([0, 3, 100])),
+        leaving_blocks=leaving,
+        num_leaving=leaving + int(random.integers(3)),
+        arriving=tuple(row for row in range(1, num_running) if random.random() < 0.15),
+        block_copy_s=float(random.choice([0.0, 0.01, 10.0])),
+        token_s=0.01,
     )
 
 
 def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     """Check the answer against what `Scheduler.schedule` promises."""
     columns, rows = view.columns, output.rows
+    swaps = output.preempt_how == PreemptHow.SWAP
+    dropped, swapped = output.preempt[~swaps], output.preempt[swaps]
     known = columns.num_prompt + columns.num_output
     listed = np.concatenate([view.running, view.preempted, view.waiting])
     assert len(set(rows.tolist())) == rows.size == output.num_tokens.size, "each row once"
@@ -147,7 +202,18 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     if output.preempt.size:
         held = np.where(parked_rows, 0, held)
     needed = np.maximum(-(-(begin + output.num_tokens) // view.block_size) - held, 0).sum()
-    assert needed <= view.free_blocks + view.blocks.freeable(output.preempt).sum(), "it fits"
+    back = output.resume
+    assert set(back.tolist()) <= set(view.preempted.tolist()) - set(rows.tolist())
+    assert len(set(back.tolist())) == back.size, "each comes back once"
+    assert (columns.host_tokens[back] > 0).all(), "only what is on the host can be brought back"
+    assert not columns.host_tokens[rows].any(), "KV on the host is not computed anew"
+    needed += (-(-columns.host_tokens[back] // view.block_size)).sum()
+    assert needed <= view.free_blocks + view.blocks.freeable(dropped).sum(), "it fits"
+    if swapped.size:
+        assert view.host is not None
+        wanted = (-(-columns.num_computed[swapped] // view.block_size)).sum()
+        assert wanted <= view.host.free_blocks, "it fits the host"
+        assert (columns.num_computed[swapped] > 0).all(), "there is something to move"
     decodes = (known[rows] - columns.num_computed[rows]) == 1
     first_chunk = int(np.flatnonzero(~decodes)[0]) if (~decodes).any() else rows.size
     running_decodes = np.isin(rows, view.running) & decodes
@@ -157,4 +223,5 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
         missing = np.maximum(-(-next_token // view.block_size) - columns.held_blocks[view.running], 0)
         others = int(view.blocks.freeable(view.running[1:]).sum())
         can_go_on = (missing <= view.free_blocks).any() or missing[0] <= view.free_blocks + others
-        assert rows.size or not can_go_on, "somebody who runs can go on, so somebody does"
+        copies = swapped.size or (view.host is not None and (view.host.leaving_blocks or view.host.arriving.size))
+        assert rows.size or copies or not can_go_on, "somebody who runs can go on, so somebody does"

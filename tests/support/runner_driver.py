@@ -51,6 +51,7 @@ class Driver:
         self._steps = 0
         self._new: list[Driven] = []
         self._dropped: list[int] = []
+        self._given: list[tuple[int, int, int]] = []
 
     def add(
         self,
@@ -71,6 +72,12 @@ class Driver:
         sequence.blocks.clear()
         sequence.num_computed = 0
 
+    def give(self, sequence: Driven, blocks: list[int], num_computed: int) -> None:
+        """Let a preempted sequence go on with KV that is in these free blocks."""
+        self._free = [block for block in self._free if block not in blocks]
+        sequence.blocks, sequence.num_computed = list(blocks), num_computed
+        self._given += [(sequence.row, index, block) for index, block in enumerate(blocks)]
+
     def drop(self, sequence: Driven) -> None:
         self.preempt(sequence)
         self.sequences.remove(sequence)
@@ -78,7 +85,8 @@ class Driver:
 
     def batch(self, work: Sequence[tuple[Driven, int]], copies: CopyOps = NO_COPIES) -> Batch:
         """Lay out `count` tokens of each sequence, from where it stands."""
-        delta = list(self._grow(work))
+        delta = [*self._given, *self._grow(work)]
+        self._given = []
         columns = [np.array(column, dtype=np.int32) for column in zip(*delta, strict=True)] or [EMPTY_I32] * 3
         new = tuple(self._row_init(sequence) for sequence in self._new)
         dropped = np.array(self._dropped, dtype=np.int32)

@@ -58,7 +58,14 @@ def test_a_file_of_keys_that_is_not_there_is_refused_before_anything_starts(tmp_
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"system": "sluice"}, "sluice: system 'sluice' is not built yet; available: fcfs, fcfs-chunked. Choose one"),
+        (
+            {"system": "sluice"},
+            "sluice: system 'sluice' is not built yet; available: fcfs, fcfs-chunked, round-robin, swap, oracle. ",
+        ),
+        (
+            {"system": "oracle"},
+            "sluice: system 'oracle' has unlimited KV memory, so it runs in the simulator only; live there are: fcfs, ",
+        ),
         ({"system": "fcsf"}, "sluice: unknown system 'fcsf'; did you mean 'fcfs'?"),
         ({"device": "gpu"}, "sluice: unknown device 'gpu'. Use --device cpu, cuda or cuda:<index>"),
         ({"device": "cuda:x"}, "sluice: unknown device 'cuda:x'"),

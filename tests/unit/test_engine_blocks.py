@@ -121,6 +121,8 @@ def test_nobody_can_pin_a_free_block_or_take_more_than_there_is() -> None:
         (lambda b: b.index.add(b"name", 7), "with a name"),
         (lambda b: b.index.is_named.__setitem__(0, True), "marks of named"),
         (lambda b: b.share(3, ids(0), None, "owner"), "was not told what"),
+        (lambda b: b._ahead.append((0, ids(0, 1, 2))), "blocks that a row had"),
+        (lambda b: b._ahead.append((0, ids(0, 5))), "other blocks"),
         (lambda b: b.usable.__setitem__(7, False), "free xor in use"),
         (lambda b: b.held.__setitem__(2, 1), "a free row holds"),
         (lambda b: setattr(b, "_num_usable", 7), "number of usable"),

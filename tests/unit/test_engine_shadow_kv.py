@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.types import I32, Batch, CopyOps, RowInit, TableDelta
+from services.worker.engine.types import I32, Batch, CopyOps, HostCopy, RowInit, TableDelta
 from services.worker.executor.modelled import step_s
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs
 from shared.cost import CostModel
 from shared.types import SamplingParams
 
+HOST_BLOCKS = 4
 DRAW = TokenDraw.of_vocabulary(1000, (5, 6), first_id=3)
 
 
@@ -59,7 +60,7 @@ def test_prefill_in_any_chunks_and_decodes_give_the_undisturbed_text(
 
 def text_after(damage: object) -> tuple[int, int]:
     """Return the token after some damage to the KV of eight tokens in blocks 2 and 5, and the one without."""
-    kv = ShadowKv(8, 4, DRAW, verify_ratio=1.0)
+    kv = ShadowKv(8, 4, DRAW, num_host_blocks=HOST_BLOCKS, verify_ratio=1.0)
     run(kv, batch([10, 11, 12, 13, 14, 15, 16, 17], start=0, table=[2, 5, 3]))
     damage(kv)  # type: ignore[operator]
     kv_whole = ShadowKv(8, 4, DRAW, verify_ratio=1.0)
@@ -95,6 +96,55 @@ def test_copied_blocks_carry_the_text_on() -> None:
 
     moved, whole = text_after(move)
     assert moved == whole
+
+
+def swapped(kv: ShadowKv, *, out: HostCopy, back: HostCopy, reuse_before_end: bool = False) -> None:
+    """Copy the row's blocks to the host, let another row's KV into them, and bring them back into other blocks."""
+    kv.begin_copy(out)
+    if reuse_before_end:
+        kv.poison(out.device)
+    kv.end_copy(out)
+    kv.poison(out.device)
+    kv.begin_copy(back)
+    kv.end_copy(back)
+
+
+GOING = {
+    "out": HostCopy(0, i32(2, 5), i32(1, 3), to_host=True),
+    "back": HostCopy(1, i32(7, 6), i32(1, 3), to_host=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_whole"),
+    [
+        ({}, True),
+        ({"reuse_before_end": True}, False),
+        ({"back": HostCopy(1, i32(7, 6), i32(1, 2), to_host=False)}, False),
+        ({"out": HostCopy(0, i32(2, 4), i32(1, 3), to_host=True)}, False),
+    ],
+    ids=["whole", "freed before the copy was done", "from a wrong host block", "of a wrong block"],
+)
+def test_kv_that_was_on_the_host_carries_the_text_on_if_every_slot_is_right(
+    changes: dict[str, object], is_whole: bool
+) -> None:
+    def move(kv: ShadowKv) -> None:
+        swapped(kv, **{**GOING, **changes})  # type: ignore[arg-type]
+        kv.take_in(replace(batch([1], start=0), table_delta=TableDelta(i32(0, 0), i32(0, 1), i32(7, 6))))
+
+    moved, whole = text_after(move)
+    assert (moved == whole) is is_whole
+
+
+def test_nobody_can_use_kv_before_its_copy_has_ended() -> None:
+    def early(kv: ShadowKv) -> None:
+        kv.begin_copy(GOING["out"])
+        kv.end_copy(GOING["out"])
+        kv.begin_copy(GOING["back"])
+        kv.take_in(replace(batch([1], start=0), table_delta=TableDelta(i32(0, 0), i32(0, 1), i32(7, 6))))
+
+    moved, whole = text_after(early)
+    assert moved != whole
 
 
 def test_a_running_sum_is_taken_anew_when_the_table_changes_in_the_middle() -> None:

@@ -8,7 +8,15 @@ import threading
 import numpy as np
 import pytest
 
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, Executor, KvCapacity
+from services.worker.engine.types import (
+    Batch,
+    BatchFailedError,
+    BatchOutput,
+    CopyFailedError,
+    Executor,
+    HostCopy,
+    KvCapacity,
+)
 from services.worker.executor.thread import ThreadExecutor
 from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
@@ -38,6 +46,12 @@ class FakeRunner:
             raise self._failures[batch.step_id]
         return BatchOutput(batch.step_id, batch.tokens, 0.001)
 
+    def copy(self, copy: HostCopy) -> None:
+        assert self.gate.wait(10)
+        self.steps.append(-copy.copy_id)
+        if copy.copy_id in self._failures:
+            raise self._failures[copy.copy_id]
+
     def close(self) -> None:
         self.closed += 1
 
@@ -61,6 +75,35 @@ async def test_batches_run_in_order_in_one_other_thread() -> None:
     assert len(runner.threads) == 1
     assert (executor.depth, executor.capacity) == (1, KvCapacity(7, 16))
     await executor.close()
+
+
+def make_copy(copy_id: int) -> HostCopy:
+    one = np.ones(1, dtype=np.int32)
+    return HostCopy(copy_id, one, one, to_host=True)
+
+
+async def test_copies_take_their_turn_between_steps() -> None:
+    runner = FakeRunner()
+    executor: Executor = make(runner)
+    first, copied, last = executor.submit(make_batch(1)), executor.copy(make_copy(7)), executor.submit(make_batch(2))
+    await copied
+    assert first.done()
+    await last
+    assert runner.steps == [1, -7, 2]
+    await executor.close()
+
+
+async def test_a_failed_copy_fails_its_future_only() -> None:
+    known = CopyFailedError(8, "x")
+    executor = make(FakeRunner({8: known, 9: MemoryError("no room")}))
+    outcomes = await asyncio.gather(*(executor.copy(make_copy(i)) for i in (7, 8, 9)), return_exceptions=True)
+    assert (await executor.submit(make_batch(1))).step_id == 1
+    await executor.close()
+    assert outcomes[:2] == [None, known]
+    assert isinstance(outcomes[2], CopyFailedError)
+    assert (outcomes[2].copy_id, outcomes[2].cause) == (9, "MemoryError: no room")
+    with pytest.raises(CopyFailedError, match="closed"):
+        await executor.copy(make_copy(10))
 
 
 async def test_a_failed_step_fails_its_future_only() -> None:

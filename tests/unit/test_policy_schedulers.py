@@ -1,4 +1,7 @@
-"""Both schedulers: the contract on random moments, and each rule on a small example with its arithmetic."""
+"""All schedulers: the contract on random moments, and each rule on a small example with its arithmetic.
+
+Nobody's turn is over in them, so round-robin does as the others do.
+"""
 
 from __future__ import annotations
 
@@ -207,5 +210,5 @@ def test_who_does_not_fit_lets_nobody_pass(scheduler: str) -> None:
 
 def test_the_registry_has_a_scheduler_for_every_system() -> None:
     assert {system.scheduler for system in SYSTEMS.values()} <= set(SCHEDULERS)
-    with pytest.raises(KeyError, match="no scheduler is called 'magic'; there are: fcfs, chunked"):
+    with pytest.raises(KeyError, match="no scheduler is called 'magic'; there are: fcfs, chunked, round-robin"):
         make_scheduler("magic")

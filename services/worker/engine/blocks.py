@@ -48,12 +48,18 @@ class BlockManager:
         self._num_usable = num_blocks
         self._pinned: dict[Hashable, list[I32]] = {}
         self._shared: list[tuple[int, I32]] = []  # (row, blocks that it has come to share) since the last `extend`
+        self._ahead: list[tuple[int, I32]] = []  # (row, blocks that `take_for` gave it) since the last `extend`
         self._copies: list[tuple[int, int, int]] = []  # (row, index in its table, source) since the last `take_copies`
 
     @property
     def num_free(self) -> int:
         """Usable blocks that nobody holds or pins; some of them may be named."""
         return len(self._free_blocks)
+
+    @property
+    def num_used(self) -> int:
+        """Usable blocks that somebody holds or pins."""
+        return self._num_usable - len(self._free_blocks)
 
     @property
     def num_usable(self) -> int:
@@ -70,7 +76,7 @@ class BlockManager:
         held = self.held[rows]
         short = ends > held * self.block_size
         delta = self._extend(rows[short], held[short], ends[short]) if np.count_nonzero(short) else NO_TABLE_DELTA
-        return self._with_shared(delta) if self._shared else delta
+        return self._with_first(delta) if self._shared or self._ahead else delta
 
     def _extend(self, rows: Rows, held: I32, ends: I32) -> TableDelta:
         more = -(-ends // self.block_size) - held
@@ -85,13 +91,22 @@ class BlockManager:
         self.held[rows] += more
         return TableDelta(row.astype(np.int32), index.astype(np.int32), ids)
 
-    def _with_shared(self, delta: TableDelta) -> TableDelta:
-        shared, self._shared = self._shared, []
+    def _with_first(self, delta: TableDelta) -> TableDelta:
+        first, self._shared, self._ahead = [*self._shared, *self._ahead], [], []
         return TableDelta(
-            np.concatenate([*(np.full(ids.size, row, dtype=np.int32) for row, ids in shared), delta.row]),
-            np.concatenate([*(np.arange(ids.size, dtype=np.int32) for _, ids in shared), delta.index]),
-            np.concatenate([*(ids for _, ids in shared), delta.block_id]),
+            np.concatenate([*(np.full(ids.size, row, dtype=np.int32) for row, ids in first), delta.row]),
+            np.concatenate([*(np.arange(ids.size, dtype=np.int32) for _, ids in first), delta.index]),
+            np.concatenate([*(ids for _, ids in first), delta.block_id]),
         )
+
+    def take_for(self, row: int, count: int) -> I32:
+        """Give a row that holds nothing `count` free blocks ahead of its next step, and return them."""
+        assert not self.held[row], f"row {row} holds blocks already"
+        ids = self._take(count)
+        self.block_table[row, :count] = ids
+        self.held[row] = count
+        self._ahead.append((row, ids))
+        return ids
 
     def share(self, row: int, ids: I32, partial: int | None, owner: Hashable) -> None:
         """Let a row that holds nothing refer to full blocks, and copy one more that is not full.
@@ -133,6 +148,8 @@ class BlockManager:
         self.held[row] = 0
         self.refcount[ids] -= 1
         self._free(ids[::-1])
+        if self._ahead:
+            self._ahead = [entry for entry in self._ahead if entry[0] != row]
 
     def freeable(self, rows: I32) -> I32:
         """Return [n]: how many blocks become free when rows[i:] are released, beyond those that rows[i + 1:] free.
@@ -245,6 +262,9 @@ class BlockManager:
         assert not (self.index.is_named & ~self.usable).any(), "a block without memory has no contents"
         self.index.check_invariants()
         assert not self._shared, "the executor was not told what a row shares"
+        for row, ids in self._ahead:
+            assert self.held[row] == ids.size, "the executor would be told of blocks that a row had"
+            assert (self.block_table[row, : ids.size] == ids).all(), "the executor would be told of other blocks"
         assert not self._copies, "the executor was not told to copy a block"
         assert self._num_usable == int(self.usable.sum()), "the number of usable blocks is wrong"
 

@@ -2,20 +2,21 @@
 
 One step is `next_batch` (the scheduler chooses, blocks are given, a batch is made) and, once the executor has run it,
 `absorb` (or `roll_back` if it failed). Batches come back in the order in which they were made. A row that is in a batch
-in flight is never touched by anybody else: a cancel only marks it.
+in flight is never touched by anybody else: a cancel only marks it. Copies to host memory and back run beside the steps:
+`take_copies` hands them out, `copied` takes in their end.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine import qoe_columns
-from services.worker.engine.assemble import decodes_first, input_tokens, row_init
+from services.worker.engine.assemble import decodes_first, input_tokens
 from services.worker.engine.blocks import BlockManager
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
@@ -23,13 +24,23 @@ from services.worker.engine.invariants import check_engine
 from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
+from services.worker.engine.room import Room
 from services.worker.engine.sequence import SequenceKey
 from services.worker.engine.sharing import Sharing
-from services.worker.engine.stats import EngineStats, Totals
+from services.worker.engine.stats import EngineStats, Totals, take_stats
+from services.worker.engine.swapping import Swapping
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
-from services.worker.engine.types import EMPTY_I32, I32, Batch, BatchFailedError, BatchOutput, RowInit
-from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.engine.transitions import Transitions
+from services.worker.engine.types import (
+    I32,
+    Batch,
+    BatchFailedError,
+    BatchOutput,
+    HostCopy,
+    HostMemory,
+)
+from services.worker.policy.view import Limits, MoveCost, Scheduler, SchedulerOutput, SchedulerView
 from shared.ids import RequestId
 from shared.types import FinishReason
 
@@ -50,9 +61,23 @@ class Flight:
 class Engine:
     """All sequences of one worker, and their next step."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        num_blocks: int,
+        host: tuple[HostMemory, MoveCost] | None = None,
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            config: limits.
+            scheduler: chooses every step.
+            num_blocks: KV blocks with memory.
+            host: memory for the KV of preempted sequences, and what the scheduler weighs; None: they are computed anew.
+        """
         self.config = config
-        self.table = SequenceTable(config.max_sequences)
+        self.table = SequenceTable(config.max_sequences, config.block_size)
         max_blocks_per_row = -(-config.max_model_len // config.block_size)
         self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
         self.log = TokenLog(config.max_sequences, config.max_model_len)
@@ -60,16 +85,24 @@ class Engine:
         self.flights: deque[Flight] = deque()
         self.retry = RetryQueue()
         self.totals = Totals()
+        self.swapping = None if host is None else Swapping(self.table, self.blocks, self.totals, *host)
         self.sharing = Sharing(self.table, self.blocks, self.log, prefix_caching=config.prefix_caching)
         self.residents = Residents(config, self.table, self.sharing, self.blocks, self.log)
-        self.residents.on_end = self._on_end
+        self._transitions = Transitions(
+            table=self.table,
+            sharing=self.sharing,
+            residents=self.residents,
+            retry=self.retry,
+            log=self.log,
+            totals=self.totals,
+            swapping=self.swapping,
+        )
+        self.residents.on_end = self._transitions.ended
+        self._room = Room(self.table, self.blocks, self.sharing.forks, self._transitions)
         self._scheduler = scheduler
         self._limits = Limits(config.max_batch_tokens, config.max_batch_rows)
-        self._admits: list[RowInit] = []
-        self._drops: list[int] = []
-        self._lost_tokens: dict[int, int] = {}  # of preempted rows: tokens whose KV they gave up
-        self._cached_tokens: dict[int, int] = {}  # of admitted rows without a token yet: prompt tokens from the cache
         self._next_step_id = 0
+        self._noted_s = 0.0
 
     # Sequences come and go
 
@@ -96,15 +129,15 @@ class Engine:
         return np.flatnonzero((table.status != Status.FREE) & (table.channel == channel)).tolist()
 
     def pause(self, channel: int) -> None:
-        """Let no sequence of a channel run until `resume`; for rows in flight this must be repeated when they are back.
+        """Let no sequence of a channel run until `resume`; for rows in a step or copy, repeat it when they are back.
 
         Those that run give up their KV: it stays in the prefix cache until its memory is needed.
         """
         table = self.table
         for row in self.rows_of(channel):
             table.hold[row] |= Hold.PAUSED
-            if table.status[row] == Status.RUNNING and not table.hold[row] & Hold.IN_FLIGHT:
-                self._preempt(row)
+            if table.status[row] == Status.RUNNING and not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING):
+                self._transitions.preempt(row)
 
     def resume(self, channel: int) -> None:
         """Let the sequences of a channel run again; the caller wakes the step loop."""
@@ -126,6 +159,7 @@ class Engine:
 
     def next_batch(self, now_s: float) -> Batch | None:
         """Make the next step's batch, or None if nothing can run now. The batch is in flight from then on."""
+        self._note(now_s)
         if now_s >= self.residents.next_expiry_s:
             self.residents.expire(now_s)
         if self.retry:
@@ -135,10 +169,8 @@ class Engine:
         if not (view.running.size or view.waiting.size or view.preempted.size):
             return None
         output = self._scheduler.schedule(view)
-        if not output.rows.size:
-            assert not output.preempt.size, "a step that preempts must run somebody"
-            return None
-        return self._launch(*self._commit(output))
+        rows, num_tokens = self._commit(output)
+        return self._launch(rows, num_tokens) if rows.size else None
 
     def absorb(self, batch: Batch, output: BatchOutput, now_s: float) -> StepEvents:
         """Take in what the oldest batch in flight produced.
@@ -147,6 +179,7 @@ class Engine:
             One event for each row that got a token or ended.
         """
         assert output.step_id == batch.step_id, f"output of step {output.step_id} for step {batch.step_id}"
+        self._note(now_s)
         flight = self._land(batch)
         self.totals.busy_s += output.duration_s
         self.table.num_computed[flight.rows] = flight.end
@@ -180,12 +213,19 @@ class Engine:
         lost = self.retry.failed(group, np.isin(group.rows, error.rows))
         return StepEvents.concatenate([events, self.residents.end(lost, FinishReason.ERROR)])
 
+    def take_copies(self) -> list[HostCopy]:
+        """Return the copies between device and host that have begun since the last call, for the executor."""
+        return self.swapping.take_copies() if self.swapping is not None else []
+
+    def copied(self, copy_id: int, *, done: bool) -> None:
+        """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""
+        self._transitions.copied(copy_id, done=done)
+
     # Memory: the step gate is held
 
     def grow(self, num_blocks: int) -> None:
         """Make blocks with ids up to num_blocks - 1 usable, in addition to those known so far."""
-        self.blocks.grow(num_blocks)
-        self._review_room()
+        self._room.grow(num_blocks)
 
     def set_backed(self, ids: I32, *, backed: bool) -> None:
         """Add memory behind some known blocks, or take it away. Nothing may be in flight.
@@ -194,11 +234,8 @@ class Engine:
         wait until it grows again, or expire. The blocks must not be pinned.
         """
         assert not self.flights, "memory changes only while nothing is in flight"
-        if not backed:
-            for row in self.blocks.holders(ids, self.table.running.view):
-                self._preempt(row)
-        self.blocks.set_usable(ids, usable=backed)
-        self._review_room()
+        assert not self.is_copying, "memory changes only while nothing is copied"
+        self._room.set_backed(ids, backed=backed)
 
     def pin(self, ids: I32, owner: Hashable) -> None:
         """Keep blocks from being reused until their owner unpins them."""
@@ -221,6 +258,16 @@ class Engine:
         return self.table.num_live > 0
 
     @property
+    def is_copying(self) -> bool:
+        """A copy between device and host is under way."""
+        return self.swapping is not None and self.swapping.is_copying
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Usable blocks that the device has."""
+        return self.blocks.num_usable
+
+    @property
     def next_expiry_s(self) -> float:
         """No sequence expires before; infinite if none does."""
         return self.residents.next_expiry_s
@@ -228,18 +275,13 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts of this moment."""
-        table = self.table
-        parked = np.concatenate([table.waiting.view, table.preempted.view])
-        demanded = -(-table.num_known[parked] // self.config.block_size)
-        return EngineStats(
-            num_running=len(table.running),
-            num_waiting=len(table.waiting),
-            num_preempted=len(table.preempted),
-            num_blocks=self.blocks.num_usable,
-            num_used_blocks=self.blocks.num_usable - self.blocks.num_free,
-            num_demanded_blocks=int(demanded.sum()),
-            **asdict(self.totals),
-        )
+        return take_stats(self)
+
+    @property
+    def num_demanded_blocks(self) -> int:
+        """Blocks that parked rows ask for beyond those in use, in which those that leave the device are counted yet."""
+        parked = self.table.num_parked_blocks
+        return parked if self.swapping is None else max(parked - self.swapping.num_leaving_blocks, 0)
 
     def check_invariants(self) -> None:
         """Check everything that must hold between two calls; raises AssertionError naming the law that is broken."""
@@ -264,19 +306,37 @@ class Engine:
             block_size=self.config.block_size,
             limits=self._limits,
             blocks=self.sharing,
+            host=None if self.swapping is None else self.swapping.view(),
         )
 
+    def _note(self, now_s: float) -> None:
+        """Count the time since the last look, and the memory that is held and asked for."""
+        totals, stalled, used = self.totals, len(self.table.preempted), self.blocks.num_used
+        if self.swapping is not None:
+            stalled += self.swapping.num_arriving
+        if stalled:
+            totals.stalled_s += stalled * (now_s - self._noted_s)
+        self._noted_s = now_s
+        totals.peak_used_blocks = max(totals.peak_used_blocks, used)
+        totals.peak_demanded_blocks = max(totals.peak_demanded_blocks, used + self.num_demanded_blocks)
+
     def _commit(self, output: SchedulerOutput) -> tuple[Rows, I32]:
-        """Preempt and admit as the scheduler chose."""
+        """Admit, preempt and bring back as the scheduler chose."""
         table = self.table
         rows = output.rows.astype(np.intp)
         assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
         assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
         parked = table.status[rows] != _RUNNING
         if np.count_nonzero(parked):
-            self._admit(rows[parked].tolist(), output.preempt)
-        for row in output.preempt.tolist():  # after: what the admitted rows share must not be handed out
-            self._preempt(row)
+            owner = ("copies", self._next_step_id)
+            self._transitions.admit(rows[parked].tolist(), owner, output.preempt)
+        if output.preempt.size:  # after: what the admitted rows share must not be handed out
+            runs = rows.size + output.resume.size
+            assert runs or output.preempt_how.all(), "who drops KV makes room for somebody"
+            for row, how in zip(output.preempt.tolist(), output.preempt_how.tolist(), strict=True):
+                self._transitions.preempt(row, how)
+        for row in output.resume.tolist() if output.resume.size else ():
+            self._transitions.bring_back(row)
         remaining = table.num_known[rows] - table.num_computed[rows]
         impossible = (output.num_tokens < 1) | (output.num_tokens > remaining)
         assert not np.count_nonzero(impossible), "a row computes at least one token, and none that is not known"
@@ -287,6 +347,7 @@ class Engine:
         start = table.num_computed[rows]
         end = start + num_tokens
         table.hold[rows] = Hold.IN_FLIGHT
+        admits, drops = self._transitions.take_news()
         batch = Batch(
             step_id=self._next_step_id,
             rows=rows.astype(np.int32),
@@ -296,12 +357,10 @@ class Engine:
             sample=end == table.num_known[rows],
             table_delta=self.blocks.extend(rows, end),
             copies=self.blocks.take_copies(),
-            admits=tuple(self._admits),
-            drops=np.array(self._drops, dtype=np.int32) if self._drops else EMPTY_I32,
+            admits=admits,
+            drops=drops,
         )
         self._next_step_id += 1
-        self._admits.clear()
-        self._drops.clear()
         self.flights.append(Flight(batch, rows, end))
         return batch
 
@@ -333,71 +392,8 @@ class Engine:
             first_index=first_index.astype(np.uint32),
             tokens=tokens,
             finish=finish,
-            extras=self._with_cached_tokens(rows, extras) if self._cached_tokens else extras,
+            extras=self._transitions.with_cached_tokens(rows, extras),
         )
         for i in finish.nonzero()[0].tolist():
             self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
-
-    def _with_cached_tokens(self, rows: Rows, extras: tuple[RowExtra, ...]) -> tuple[RowExtra, ...]:
-        """Say with a row's first token what its prompt found in the cache."""
-        cached = {i: self._cached_tokens.pop(row, None) for i, row in enumerate(rows.tolist())}
-        said = {extra.index: extra for extra in extras}
-        said |= {i: replace(said.get(i, RowExtra(i)), cached_tokens=count) for i, count in cached.items() if count}
-        return tuple(said[i] for i in sorted(said))
-
-    def _admit(self, rows: list[int], leaving: I32) -> None:
-        table = self.table
-        found = self.sharing.admit(rows, ("copies", self._next_step_id), leaving)
-        self.residents.note_started([row for row in rows if not table.at_executor[row]])
-        for row, num_tokens in zip(rows, found, strict=True):
-            table.admit(row)
-            table.num_computed[row] = num_tokens
-            self.totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
-            if not table.at_executor[row]:
-                table.at_executor[row] = True
-                self._admits.append(row_init(table, self.log, row))
-                self._count_prompt(row, num_tokens)
-        self.sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
-
-    def _count_prompt(self, row: int, num_cached: int) -> None:
-        num_prompt = int(self.table.num_prompt[row])
-        num_cached = min(num_cached, num_prompt)
-        self.totals.num_prompt_tokens += num_prompt
-        if self.config.prefix_caching:
-            self.totals.num_prefix_cache_queries += num_prompt
-            self.totals.num_prefix_cache_hits += num_cached
-        if num_cached:
-            self._cached_tokens[row] = num_cached
-
-    def _preempt(self, row: int) -> None:
-        table = self.table
-        assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
-        assert not table.hold[row] & Hold.IN_FLIGHT, f"row {row} is in flight"
-        self.totals.num_preemptions += 1
-        self._lost_tokens[row] = int(table.num_computed[row])
-        self.retry.discard(row)
-        table.hold[row] &= ~Hold.RETRY
-        self.sharing.release(row)
-        table.preempt(row)
-
-    def _on_end(self, row: int) -> None:
-        """Called for each row that ends, just before it is free."""
-        self.retry.discard(row)
-        self._lost_tokens.pop(row, None)
-        self._cached_tokens.pop(row, None)
-        if self.table.at_executor[row]:
-            self._drops.append(row)
-        self.totals.num_finished += 1
-
-    def _review_room(self) -> None:
-        """Hold the sequences that the whole KV memory cannot fit, and only those."""
-        table = self.table
-        longest = table.num_prompt + table.max_output - 1
-        too_long = (table.status != Status.FREE) & (-(-longest // self.config.block_size) > self.blocks.num_usable)
-        for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
-            self._preempt(row)
-        for row in np.flatnonzero(too_long).tolist():
-            self.sharing.forks.let_go(row)
-        table.hold[too_long] |= Hold.NO_ROOM
-        table.hold[~too_long] &= ~Hold.NO_ROOM

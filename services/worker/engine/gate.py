@@ -1,4 +1,4 @@
-"""The gate at step boundaries: while somebody holds it, nothing is in flight."""
+"""The gate at step boundaries: while somebody holds it, no step is in flight and no copy to host memory or back."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ def check_engine(engine: Engine) -> None:
     for row in table.running.view.tolist():
         engine.blocks.check_writable(row, int(table.num_computed[row]))
     engine.sharing.check_invariants()
+    if engine.swapping is not None:
+        engine.swapping.check_invariants()
     chunks = -(-table.num_output[live] // CHUNK)
     assert engine.log.num_used_chunks == int(chunks.sum()), "chunks of the token log are lost or doubled"
     assert sorted(engine.row_of.values()) == live.tolist(), "each live row has one name, and each name one live row"
@@ -51,6 +53,8 @@ def _check_counts(table: SequenceTable, live: np.ndarray, block_size: int) -> No
     resting = live[table.status[live] != Status.RUNNING]
     assert not table.num_computed[resting].any(), "a waiting or preempted row has no KV"
     assert not table.held_blocks[resting].any(), "a waiting or preempted row holds no blocks"
+    parked = int((-(-known[table.status[live] != Status.RUNNING] // block_size)).sum())
+    assert table.num_parked_blocks == parked, "blocks that parked rows ask for are counted wrongly"
     assert table.num_readers == int((~np.isnan(table.qoe_speed[live])).sum()), "readers are counted"
 
 

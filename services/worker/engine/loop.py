@@ -11,7 +11,7 @@ from math import isinf
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import NO_EVENTS, StepEvents
 from services.worker.engine.gate import StepGate
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, Executor
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, CopyFailedError, Executor
 
 _MIN_TIMER_S = 0.001
 """Event loops do not keep shorter timers."""
@@ -61,6 +61,7 @@ class StepLoop:
         self._on_step = on_step
         self._num_failures = 0
         self._flight: deque[tuple[Batch, Future[BatchOutput]]] = deque()
+        self._copies: dict[int, Future[None]] = {}
         self._events = NO_EVENTS
         self._begun_s = 0.0
         self._wake = asyncio.Event()
@@ -82,7 +83,10 @@ class StepLoop:
         self._wake.set()
 
     def close(self) -> None:
-        """Submit nothing more; `run` returns once what is in flight has come back and its events are emitted."""
+        """Submit nothing more; `run` returns once what is in flight has come back and its events are emitted.
+
+        Copies to host memory are not waited for: the executor ends them when it is closed.
+        """
         self._closing = True
         self.wake()
 
@@ -95,6 +99,8 @@ class StepLoop:
         try:
             while not (self._closing and not self._flight):
                 self._wake.clear()
+                if self._copies:
+                    self._take_in_copies()
                 self._fill()
                 self._flush()
                 if self._flight and self._flight[0][1].done():
@@ -109,6 +115,9 @@ class StepLoop:
     def _fill(self) -> None:
         while not (self._gate.wanted or self._closing) and len(self._flight) < self._executor.depth:
             batch = self._engine.next_batch(self._now())
+            for copy in self._engine.take_copies():
+                self._copies[copy.copy_id] = copying = self._executor.copy(copy)
+                copying.add_done_callback(self._on_done)
             if batch is None:
                 return
             future = self._executor.submit(batch)
@@ -138,8 +147,16 @@ class StepLoop:
             if self._on_step is not None:
                 self._on_step(batch, output)
 
+    def _take_in_copies(self) -> None:
+        """Let the engine know of the copies that have ended, in the order in which they began."""
+        for copy_id in [copy_id for copy_id, copying in self._copies.items() if copying.done()]:
+            error = self._copies.pop(copy_id).exception()
+            if error is not None and not isinstance(error, CopyFailedError):
+                raise error
+            self._engine.copied(copy_id, done=error is None)
+
     async def _rest(self) -> None:
-        if self._gate.wanted and not self._flight:
+        if self._gate.wanted and not (self._flight or self._copies):
             await self._gate.hand_over()
             return
         timer = None if self._flight else self._expiry_timer()
@@ -156,5 +173,5 @@ class StepLoop:
         delay_s = self._engine.next_expiry_s - self._now()
         return asyncio.get_running_loop().call_later(max(delay_s, _MIN_TIMER_S), self.wake)
 
-    def _on_done(self, _future: Future[BatchOutput]) -> None:
+    def _on_done(self, _future: Future[BatchOutput] | Future[None]) -> None:
         self._wake.set()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from services.worker.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -13,8 +17,23 @@ class Totals:
     """Batches that came back, failed ones included."""
     num_failed_steps: int = 0
     num_preemptions: int = 0
+    """Sequences that gave way, by recompute or by swap."""
     num_recomputed_tokens: int = 0
     """Tokens whose KV was computed again after a preemption, because it was not found in the cache: what it cost."""
+    num_swap_outs: int = 0
+    """Preemptions whose KV moved to host memory."""
+    num_swap_ins: int = 0
+    """Times that it was brought back."""
+    num_failed_copies: int = 0
+    """Copies to the host or back that failed: the KV was computed again."""
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    stalled_s: float = 0.0
+    """Seconds that sequences spent without running after they had begun, summed over them: preempted, or swapping."""
+    peak_used_blocks: int = 0
+    """Most blocks in use in any step; where memory is unlimited, of any memory."""
+    peak_demanded_blocks: int = 0
+    """Most blocks held and asked for at one time: what would have had to be there for nobody to wait for memory."""
     num_prompt_tokens: int = 0
     """Prompt tokens of the sequences that were admitted, each sequence once."""
     num_prefix_cache_queries: int = 0
@@ -30,24 +49,53 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of the engine."""
+    """One moment of the engine: the totals by the same names, and what is there now."""
 
     num_running: int
     num_waiting: int
     num_preempted: int
     num_blocks: int
-    """Usable blocks."""
+    """Usable blocks that the device has. Where memory is unlimited, what is held beyond counts as demanded."""
     num_used_blocks: int
     """Usable blocks that sequences hold or somebody pins; free ones whose contents are kept do not count."""
     num_demanded_blocks: int
-    """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached."""
+    """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached, beyond
+    those in use."""
+    num_host_blocks: int
+    """Blocks of host memory for KV of preempted sequences."""
+    num_used_host_blocks: int
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_swap_outs: int
+    num_swap_ins: int
+    num_failed_copies: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    stalled_s: float
+    peak_used_blocks: int
+    peak_demanded_blocks: int
     num_prompt_tokens: int
     num_prefix_cache_queries: int
     num_prefix_cache_hits: int
     num_generated_tokens: int
     num_finished: int
     busy_s: float
+
+
+def take_stats(engine: Engine) -> EngineStats:
+    """Return the counts of this moment."""
+    table, host = engine.table, None if engine.swapping is None else engine.swapping.host
+    used = min(engine.blocks.num_used, engine.capacity_blocks)
+    return EngineStats(
+        num_running=len(table.running),
+        num_waiting=len(table.waiting),
+        num_preempted=len(table.preempted),
+        num_blocks=engine.capacity_blocks,
+        num_used_blocks=used,
+        num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
+        num_host_blocks=0 if host is None else host.num_blocks,
+        num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
+        **asdict(engine.totals),
+    )

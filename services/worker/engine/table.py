@@ -36,6 +36,7 @@ class Hold:
     NO_ROOM: Final = np.uint8(8)  # the KV memory has shrunk below what the whole sequence needs
     FORK: Final = np.uint8(16)  # waits for the prompt of the sequence that it forks
     PAUSED: Final = np.uint8(32)  # its dispatcher has not been heard for too long
+    SWAPPING: Final = np.uint8(64)  # its KV is being copied to host memory, or back
 
 
 class SequenceTable:
@@ -44,8 +45,11 @@ class SequenceTable:
     `rows` arguments are [n] arrays of row numbers; columns are indexed by row.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, block_size: int) -> None:
         self.num_rows = num_rows
+        self.num_parked_blocks = 0
+        """KV blocks that waiting and preempted rows need for the tokens known so far, as if nothing were cached."""
+        self._block_size = block_size
         self.status = np.zeros(num_rows, dtype=np.uint8)
         self.hold = np.zeros(num_rows, dtype=np.uint8)
         self.num_prompt = np.zeros(num_rows, dtype=np.int32)
@@ -53,6 +57,7 @@ class SequenceTable:
         self.num_known = np.zeros(num_rows, dtype=np.int32)  # num_prompt + num_output
         self.num_computed = np.zeros(num_rows, dtype=np.int32)
         self.held_blocks = np.zeros(num_rows, dtype=np.int32)  # written by the block manager
+        self.host_tokens = np.zeros(num_rows, dtype=np.int32)  # of a preempted row: tokens whose KV is on the host
         self.max_output = np.zeros(num_rows, dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
         self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
@@ -80,6 +85,8 @@ class SequenceTable:
             num_output=_read_only(self.num_output),
             num_computed=_read_only(self.num_computed),
             held_blocks=_read_only(self.held_blocks),
+            host_tokens=_read_only(self.host_tokens),
+            order=_read_only(self.order),
             arrival_s=_read_only(self.arrival_s),
             request_class=_read_only(self.request_class),
             qoe_ttft_s=_read_only(self.qoe_ttft_s),
@@ -118,21 +125,24 @@ class SequenceTable:
         self._set_qoe(row, new)
         self._num_added += 1
         self.waiting.insert(row, self.arrival_s, self.order)
+        self.num_parked_blocks += self._num_blocks(row)
         return row
 
     def admit(self, row: int) -> None:
         """Move a waiting or preempted row to the end of `running`."""
         queue = self.waiting if self.status[row] == Status.WAITING else self.preempted
         queue.remove(np.array([row]))
+        self.num_parked_blocks -= self._num_blocks(row)
         self.status[row] = Status.RUNNING
         self.running.append(row)
 
     def preempt(self, row: int) -> None:
-        """Move a running row to its place in `preempted`; its KV is gone."""
+        """Move a running row to its place in `preempted`; its KV on the device is gone."""
         self.running.remove(np.array([row]))
         self.status[row] = Status.PREEMPTED
         self.num_computed[row] = 0
         self.preempted.insert(row, self.arrival_s, self.order)
+        self.num_parked_blocks += self._num_blocks(row)
 
     def rename(self, row: int, new: NewSequence) -> None:
         """Give a live row to a newer attempt of its request: another name, channel, handle and time limit."""
@@ -144,6 +154,8 @@ class SequenceTable:
         """Forget a row, whatever its queue."""
         queue = (self.waiting, self.running, self.preempted)[self.status[row] - 1]
         queue.remove(np.array([row]))
+        if self.status[row] != Status.RUNNING:
+            self.num_parked_blocks -= self._num_blocks(row)
         self.num_readers -= int(not np.isnan(self.qoe_speed[row]))
         self.status[row], self.hold[row] = Status.FREE, 0
         self.num_computed[row] = 0
@@ -151,6 +163,9 @@ class SequenceTable:
         self.at_executor[row] = False
         self.cold[row] = None
         self._free.append(row)
+
+    def _num_blocks(self, row: int) -> int:
+        return -(-int(self.num_known[row]) // self._block_size)
 
     def _set_qoe(self, row: int, new: NewSequence) -> None:
         """Begin the O(1) QoE form. Outputs of earlier attempts count as shown on schedule: nobody here saw them."""

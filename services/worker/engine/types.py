@@ -117,6 +117,44 @@ class BatchFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Blocks to copy between device and host memory, all layers, K and V, beside the steps.
+
+    The engine keeps the blocks on both sides as they are until the copy is done.
+    """
+
+    copy_id: int
+    """Grows by one with each copy of this engine."""
+    device: I32
+    """[c] ids of device blocks"""
+    host: I32
+    """[c] ids of host blocks"""
+    to_host: bool
+    """From the device to the host, or back."""
+
+
+class CopyFailedError(Exception):
+    """A copy did not finish: the blocks that it was to fill hold garbage; those it read are as they were."""
+
+    def __init__(self, copy_id: int, cause: str) -> None:
+        super().__init__(f"copy {copy_id} failed: {cause}")
+        self.copy_id = copy_id
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory of an executor for KV that left the device."""
+
+    num_blocks: int
+    """Ids are 0 to num_blocks - 1."""
+    block_bytes: int
+    """Bytes of one block, all layers, K and V."""
+    block_copy_s: float
+    """Seconds that one block takes over the link, one way."""
+
+
+@dataclass(frozen=True, slots=True)
 class KvCapacity:
     """KV memory of an executor."""
 
@@ -124,6 +162,8 @@ class KvCapacity:
     """Blocks with memory behind them; ids are 0 to num_blocks - 1 at the start."""
     block_size: int
     """Token slots of one block."""
+    host: HostMemory | None = None
+    """None: `Executor.copy` is not to be called."""
 
 
 class Executor(Protocol):
@@ -143,6 +183,13 @@ class Executor(Protocol):
         """Queue a step behind those submitted before. Raises nothing: the future fails with `BatchFailedError`.
 
         After a failure the executor has applied the batch's `drops`, `admits`, `table_delta` and `copies`.
+        """
+        ...
+
+    def copy(self, copy: HostCopy) -> Future[None]:
+        """Begin to copy blocks, beside the steps or between them; copies of one direction end in order.
+
+        Raises nothing: the future fails with `CopyFailedError`. It is done when source and target may change.
         """
         ...
 

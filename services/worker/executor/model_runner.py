@@ -6,18 +6,30 @@ Opened by `load_runner` (runner.py); called from one thread at a time.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, I64, Batch, BatchFailedError, BatchOutput, Bool, KvCapacity
+from services.worker.engine.types import (
+    I32,
+    I64,
+    Batch,
+    BatchFailedError,
+    BatchOutput,
+    Bool,
+    CopyFailedError,
+    HostCopy,
+    HostMemory,
+    KvCapacity,
+)
 from services.worker.executor.inputs import BlockTables
 from services.worker.executor.logit_rules import LogitRules, has_rules
 from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.step import ForwardPass, Scores
+from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
@@ -35,6 +47,8 @@ class RunnerSettings:
     """Type of parameters, activations and KV: `float32` or `bfloat16`."""
     memory_bytes: int = 2**30
     """Hard budget: parameters, reserve and KV. The interpreter and torch's libraries come on top."""
+    host_memory_bytes: int = 0
+    """Host memory for KV that leaves the device, beside the budget; 0: none leaves it."""
     block_size: int = 16
     """Token slots of a KV block."""
     max_batch_tokens: int = 2048
@@ -88,6 +102,7 @@ class ModelRunner:
     def __init__(self, info: ModelInfo, forward: ForwardPass, *, max_rows: int, deterministic: bool) -> None:
         self.info = info
         self._forward: ForwardPass | None = forward
+        self._host: HostKV | None = None
         self._is_sound = True
         self._device = forward.cache.keys[0].device
         self._tables = BlockTables(max_rows, -(-info.max_model_len // info.capacity.block_size))
@@ -106,6 +121,29 @@ class ModelRunner:
     def cache(self) -> KVCache:
         """Keys and values of all layers."""
         return self._open().cache
+
+    def open_host(self, num_blocks: int) -> None:
+        """Take host memory for so many blocks, and measure how long one takes to get there. Before the first step."""
+        self._host = HostKV(self.cache, num_blocks)
+        memory = HostMemory(num_blocks, self.info.bytes_per_block, self._host.measure_copy_s())
+        self.info = replace(self.info, capacity=replace(self.info.capacity, host=memory))
+
+    def copy(self, copy: HostCopy) -> None:
+        """Copy blocks between device and host; the steps after it see the result.
+
+        Raises:
+            CopyFailedError: for whatever reason.
+        """
+        assert self._host is not None, "this runner has no host memory"
+        device, host = (torch.from_numpy(ids.astype(np.int64)) for ids in (copy.device, copy.host))
+        try:
+            with torch.inference_mode():
+                if copy.to_host:
+                    self._host.store(device, host)
+                else:
+                    self._host.fetch(host, device)
+        except Exception as error:  # whatever torch raises: the engine computes the KV again
+            raise CopyFailedError(copy.copy_id, f"{type(error).__name__}: {error}") from error
 
     def run(self, batch: Batch) -> BatchOutput:
         """Compute one step.
@@ -135,6 +173,7 @@ class ModelRunner:
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""
         self._forward = None
+        self._host = None
 
     def _open(self) -> ForwardPass:
         assert self._forward is not None, "the runner is closed"

@@ -65,6 +65,7 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     tensors = find_tensors(settings.model_dir)
     check_against(spec, tensors)
     demand = _demand(settings, spec, dtype)
+    _num_host_blocks(settings, demand)
     context = longest_context(demand)
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
     kernels = choose_kernels(settings.kernels, spec, device, dtype, deterministic=settings.deterministic)
@@ -75,6 +76,8 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     reserve_bytes, division = loader.divide(context)
     _log_context(settings, division.max_model_len, spec.max_positions)
     runner = loader.open(division.num_blocks, division.max_model_len, reserve_bytes)
+    if settings.host_memory_bytes:
+        runner.open_host(_num_host_blocks(settings, demand))
     if settings.deterministic:
         progress(0.9, "proving that results do not depend on the batch")
         prove_deterministic(runner, settings.max_batch_tokens)
@@ -222,6 +225,15 @@ def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> De
         max_positions=spec.max_positions,
         max_model_len=settings.max_model_len,
     )
+
+
+def _num_host_blocks(settings: RunnerSettings, demand: Demand) -> int:
+    num_blocks = settings.host_memory_bytes // demand.bytes_per_block
+    if settings.host_memory_bytes and not num_blocks:
+        raise StartupError(
+            f"host_memory holds no KV block of {demand.bytes_per_block} bytes", "Give more, or choose another system"
+        )
+    return num_blocks
 
 
 def _device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32, Batch, TableDelta
+from services.worker.engine.types import I32, Batch, HostCopy, TableDelta
 from shared.stream_extras import TokenLogprob
 
 U64 = NDArray[np.uint64]
@@ -85,7 +85,14 @@ class ShadowKv:
     """The modelled memory of one worker, and the block tables as batches describe them."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, draw: TokenDraw, *, verify_ratio: float = 0.01, seed: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        draw: TokenDraw,
+        *,
+        num_host_blocks: int = 0,
+        verify_ratio: float = 0.01,
+        seed: int = 0,
     ) -> None:
         """Begin with garbage in every block.
 
@@ -93,6 +100,7 @@ class ShadowKv:
             num_blocks: blocks with memory.
             block_size: token slots of a block.
             draw: which ids the model says.
+            num_host_blocks: blocks of host memory, to which KV may be copied.
             verify_ratio: share of the rows of a step whose running sum is taken anew from the blocks.
             seed: chooses those rows.
         """
@@ -100,6 +108,7 @@ class ShadowKv:
         self._verify_ratio = verify_ratio
         self._random = np.random.default_rng(seed)
         self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
+        self._host_slots: U64 = np.full((num_host_blocks, block_size), _POISON, dtype=np.uint64)
         self._table: I32 = np.zeros((1, 1), dtype=np.int32)
         self._table_length: I32 = np.zeros(1, dtype=np.int32)
         self._sum_length: I32 = np.full(1, _UNKNOWN, dtype=np.int32)  # tokens that the running sum covers
@@ -118,6 +127,26 @@ class ShadowKv:
     def block_size(self) -> int:
         """Token slots of a block."""
         return int(self._slots.shape[1])
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory."""
+        return int(self._host_slots.shape[0])
+
+    def begin_copy(self, copy: HostCopy) -> None:
+        """Fill the target of a copy with garbage: nobody may read it before the copy has ended."""
+        if copy.to_host:
+            self._host_slots[copy.host] = np.uint64(_POISON)
+        else:
+            self.poison(copy.device)
+
+    def end_copy(self, copy: HostCopy) -> None:
+        """Copy the slots, as the source is now. What was brought back is garbage on the host from then on."""
+        if copy.to_host:
+            self._host_slots[copy.host] = self._slots[copy.device]
+        else:
+            self._slots[copy.device] = self._host_slots[copy.host]
+            self._host_slots[copy.host] = np.uint64(_POISON)
 
     def grow(self, num_blocks: int) -> None:
         """Add memory; it holds garbage."""

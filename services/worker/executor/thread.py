@@ -8,7 +8,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, KvCapacity
+from services.worker.engine.types import (
+    Batch,
+    BatchFailedError,
+    BatchOutput,
+    CopyFailedError,
+    HostCopy,
+    KvCapacity,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,21 +33,26 @@ class Runner(Protocol):
         """Compute one step, or raise `BatchFailedError`."""
         ...
 
+    def copy(self, copy: HostCopy) -> None:
+        """Copy blocks between device and host, or raise `CopyFailedError`."""
+        ...
+
     def close(self) -> None:
         """Give back memory."""
         ...
 
 
 class ThreadExecutor:
-    """An `Executor` of depth 1 over a runner: batches run in the order in which they were submitted.
+    """An `Executor` of depth 1 over a runner: batches and copies run in the order in which they were submitted.
 
+    So a copy delays the steps behind it by what it takes.
     May be created in any thread, is used on `loop`. Owns the runner and closes it.
     """
 
     def __init__(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
         self._runner = runner
         self._loop = loop
-        self._queue: SimpleQueue[tuple[Batch, asyncio.Future[BatchOutput]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         self._ended: asyncio.Future[None] = loop.create_future()
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
@@ -62,7 +74,16 @@ class ThreadExecutor:
         if self._closed:
             future.set_exception(BatchFailedError(batch.step_id, "the executor is closed"))
         else:
-            self._queue.put((batch, future))
+            self._queue.put(lambda: self._run(batch, future))
+        return future
+
+    def copy(self, copy: HostCopy) -> asyncio.Future[None]:
+        """Queue a copy; see `Executor`. After `close` the future fails at once."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if self._closed:
+            future.set_exception(CopyFailedError(copy.copy_id, "the executor is closed"))
+        else:
+            self._queue.put(lambda: self._copy(copy, future))
         return future
 
     async def close(self) -> None:
@@ -75,19 +96,31 @@ class ThreadExecutor:
 
     def _work(self) -> None:
         """Body of the thread."""
-        while (item := self._queue.get()) is not None:
-            batch, future = item
-            try:
-                output = self._runner.run(batch)
-            except BatchFailedError as error:
-                self._call(_fail, future, error)
-            except Exception as error:  # the thread's supervisor: whatever went wrong fails this batch
-                cause = f"{type(error).__name__}: {error}"
-                self._call(_fail, future, BatchFailedError(batch.step_id, cause))
-            else:
-                self._call(_succeed, future, output)
+        while (work := self._queue.get()) is not None:
+            work()
         self._runner.close()
         self._call(_succeed, self._ended, None)
+
+    def _run(self, batch: Batch, future: asyncio.Future[BatchOutput]) -> None:
+        try:
+            output = self._runner.run(batch)
+        except BatchFailedError as error:
+            self._call(_fail, future, error)
+        except Exception as error:  # the thread's supervisor: whatever went wrong fails this batch
+            cause = f"{type(error).__name__}: {error}"
+            self._call(_fail, future, BatchFailedError(batch.step_id, cause))
+        else:
+            self._call(_succeed, future, output)
+
+    def _copy(self, copy: HostCopy, future: asyncio.Future[None]) -> None:
+        try:
+            self._runner.copy(copy)
+        except CopyFailedError as error:
+            self._call(_fail, future, error)
+        except Exception as error:  # as above
+            self._call(_fail, future, CopyFailedError(copy.copy_id, f"{type(error).__name__}: {error}"))
+        else:
+            self._call(_succeed, future, None)
 
     def _call(self, settle: Callable[[asyncio.Future[T], R], None], future: asyncio.Future[T], result: R) -> None:
         """Settle a future on its loop."""
@@ -102,6 +135,6 @@ def _succeed(future: asyncio.Future[T], result: T) -> None:
         future.set_result(result)
 
 
-def _fail(future: asyncio.Future[T], error: BatchFailedError) -> None:
+def _fail(future: asyncio.Future[T], error: BatchFailedError | CopyFailedError) -> None:
     if not future.done():
         future.set_exception(error)

@@ -2,8 +2,8 @@
 
 Source: Sarathi-Serve (Agrawal et al., 2024), section 4 and its scheduling algorithm: decodes first, then the prefills
 that are under way, then new ones, each cut to what the token budget leaves. Deviations: KV memory is given block by
-block, so a sequence may be preempted (by recompute, the one admitted last first), as in vLLM; and a sequence is
-admitted only when all its known tokens fit.
+block, so a sequence may be preempted (the one admitted last first), as in vLLM; and a sequence is admitted only when
+all its known tokens fit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Rules that all parts keep:
 
-- *Who gives way.* When blocks run out the running rows admitted last are preempted, as many as needed and no more.
+- *Who gives way.* When blocks run out the running rows admitted last are preempted, as many as needed and no more
+  (`making_room.py`).
 - *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
   need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
   preempted before it gave a token.
@@ -11,8 +12,9 @@ Rules that all parts keep:
 - *Nobody computes what another row is computing.* A row that waits and lacks a block that a running row has begun is
   passed over until that block is there; it keeps its place. The running row goes on in every step that it can, so this
   ends with its prefill.
-- *Somebody finishes.* The first running row is never preempted, so it ends, and then the next one. If it lacks blocks
-  that only pins or a batch in flight can give back, nobody gives way for it: it waits, and who needs no block goes on.
+- *Somebody finishes.* The first running row is never preempted for want of blocks, so it ends, and then the next one.
+  If it lacks blocks that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and
+  who needs no block goes on.
 """
 
 from __future__ import annotations
@@ -21,29 +23,26 @@ from itertools import chain
 
 import numpy as np
 
-from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_kept, num_known
-from services.worker.policy.view import I32, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_known
+from services.worker.policy.making_room import Running
+from services.worker.policy.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
 
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
-_RECOMPUTE = np.uint8(PreemptHow.RECOMPUTE)
 
 
 class StepPlan:
     """Rows chosen so far, and the tokens, rows and blocks that are left for more."""
 
     def __init__(self, view: SchedulerView) -> None:
-        columns = view.columns
         self._view = view
-        self._running = view.running
-        self._computed: I32 = columns.num_computed[view.running]
-        self._remaining: I32 = num_known(columns, view.running) - self._computed
-        self._decodes: I32 = view.running[:0]
+        self._running = Running(view)
+        self._arriving = EMPTY_ROWS if view.host is None else view.host.arriving
+        self._decodes: I32 = EMPTY_ROWS
         self._chunk_rows: list[int] = []
         self._chunk_tokens: list[int] = []
-        self._preempt: I32 = view.running[:0]
-        self._freeable_blocks: I32 | None = None
-        self._free_blocks = view.free_blocks
+        self._resume: list[int] = []
+        self._num_come = 0  # parked rows among those chosen
         self._tokens_left = view.limits.max_batch_tokens
         self._rows_left = view.limits.max_batch_rows
 
@@ -55,86 +54,127 @@ class StepPlan:
     @property
     def preempts(self) -> bool:
         """Somebody gives way."""
-        return bool(self._preempt.size)
+        return self._running.any_gone
+
+    @property
+    def resumes(self) -> bool:
+        """Somebody's KV is brought back from the host."""
+        return bool(self._resume)
+
+    @property
+    def any_parked(self) -> bool:
+        """Somebody waits, or has been preempted."""
+        return bool(self._view.preempted.size or self._view.waiting.size)
 
     def decode(self) -> None:
         """Choose the running rows with one token to compute, as many as the limits allow, and make room for them."""
-        view = self._view
-        decodes = (self._remaining == 1).nonzero()[0][: min(self._tokens_left, self._rows_left)]
+        view, running = self._view, self._running
+        decodes = (running.remaining == 1).nonzero()[0][: min(self._tokens_left, self._rows_left)]
         if not decodes.size:
             return
-        rows = self._running[decodes]
-        missing = missing_blocks(view, rows, self._computed[decodes] + 1)
+        missing = self._missing(decodes, 1)
         total = int(missing.sum())
-        if total > self._free_blocks:
-            needs = np.zeros_like(self._running)
-            needs[decodes] = missing
-            kept = num_kept(needs, self._freeable(), self._free_blocks)
-            if kept > 0:
-                self._give_way(kept)
-            goes_on = decodes < kept if kept > 0 else missing == 0
-            rows, total = rows[goes_on], int(missing[goes_on].sum())
-        self._decodes = rows
-        self._free_blocks -= total
-        self._tokens_left -= int(rows.size)
-        self._rows_left -= int(rows.size)
+        ahead, most = missing, total
+        if view.host is not None and not self._resume:
+            ahead = self._missing(decodes, 2)
+            most = int(ahead.sum())
+        if most > running.free_blocks:
+            needs = np.zeros((2, running.rows.size), dtype=np.int32)
+            needs[:, decodes] = missing, ahead
+            running.make_room(*needs)
+            stays = decodes < running.rows.size
+            decodes, missing = decodes[stays], missing[stays]
+            goes_on = (missing == 0) | (missing.cumsum() <= running.free_blocks)
+            decodes, total = decodes[goes_on], int(missing[goes_on].sum())
+        self._decodes = running.rows[decodes]
+        running.free_blocks -= total
+        self._tokens_left -= int(decodes.size)
+        self._rows_left -= int(decodes.size)
 
     def continue_prefills(self) -> None:
         """Choose the running rows with more than one token to compute, each with what the limits and blocks allow."""
-        for i in (self._remaining > 1).nonzero()[0].tolist():
+        for i in (self._running.remaining > 1).nonzero()[0].tolist():
             if self._tokens_left == 0 or self._rows_left == 0:
                 return
             self._continue_prefill(i)
 
     def rescue(self) -> None:
         """Make room for the first running row's next chunk if nobody has been chosen for lack of blocks."""
-        if not self.is_empty or not self._running.size or self._remaining[0] == 1:
+        running = self._running
+        if not self.is_empty or not running.rows.size or running.remaining[0] == 1:
             return
-        view = self._view
-        end = self._computed[:1] + np.minimum(self._remaining[:1], self._tokens_left)
-        needs = np.zeros_like(self._running)
-        missing = int(missing_blocks(view, self._running[:1], end)[0])
-        freeable = int(self._freeable()[1:].sum())
-        needs[0] = min(missing, self._free_blocks + freeable)  # less than all is progress too
-        kept = num_kept(needs, self._freeable(), self._free_blocks)
-        if needs[0]:
-            self._give_way(kept)
-            self._continue_prefill(0)
+        if running.coming_blocks or self._arriving.size:
+            return  # a copy's end brings blocks, or a row that can give way
+        end = running.computed[:1] + np.minimum(running.remaining[:1], self._tokens_left)
+        needs = np.zeros_like(running.rows)
+        missing = int(missing_blocks(self._view, running.rows[:1], end)[0])
+        freeable = int(running.freeable()[1:].sum())
+        needs[0] = min(missing, running.free_blocks + freeable)  # less than all is progress too
+        running.make_room(needs, needs)
+        self._continue_prefill(0)
 
     def admit(self, *, whole: bool) -> None:
-        """Choose preempted rows, then waiting ones, until one of them does not fit. Nobody may have been preempted.
+        """Choose preempted rows, then waiting ones, until one of them does not fit.
+
+        A row whose KV is on the host is brought back, which takes no token of the step.
 
         Args:
             whole: take a row only if the step has tokens left for all of it; a row that no step has tokens enough for
                 comes first in its step and is cut to what fits.
         """
-        view = self._view
-        room = self._free_blocks - self._promised_blocks()
-        num_running = int(self._running.size)
-        places = min(self._rows_left, view.limits.max_batch_rows - num_running)
-        most = places + MAX_PASSED_OVER
+        view, columns = self._view, self._view.columns
+        room = self._running.free_blocks - self._promised_blocks()
         begun: set[bytes] = set()
-        for row in chain(view.preempted[:most].tolist(), view.waiting[:most].tolist()) if places > 0 else ():
-            if places == 0 or self._tokens_left == 0:
+        for row in self._parked():
+            if self._places() <= 0:
+                return
+            need = self._num_to_fit(row)
+            if columns.host_tokens[row]:
+                if need > room:
+                    return
+                self._resume.append(row)
+                self._num_come += 1
+                self._running.free_blocks -= ceil_div(int(columns.host_tokens[row]), view.block_size)
+                room -= need + 1
+                continue
+            if self._tokens_left == 0:
                 return
             cached = view.blocks.cached(row)
             if cached.is_coming or cached.next_block in begun:
                 continue  # it would compute what another row is computing
-            known = int(view.columns.num_prompt[row]) + int(view.columns.num_output[row])
-            alone = num_running == 0 and view.num_in_flight == 0
-            need = ceil_div(known if alone else known + 1, view.block_size) - cached.num_shared_blocks
-            cut = known - cached.num_tokens > self._tokens_left
-            if need > room or (whole and cut and not self.is_empty):
+            shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
+            left = int(columns.num_prompt[row]) + int(columns.num_output[row]) - cached.num_tokens
+            cut = left > self._tokens_left
+            if need - shared > room or (whole and cut and not self.is_empty):
                 return
-            chunk = min(known - cached.num_tokens, self._tokens_left)
-            self._choose(row, chunk, cached.num_tokens, cached.num_shared_blocks)
-            num_running, places, room = num_running + 1, places - 1, room - need - 1
+            self._choose(row, min(left, self._tokens_left), cached.num_tokens, shared)
+            self._num_come += 1
+            room -= need - shared + 1
             if cached.next_block is not None:
                 begun.add(cached.next_block)
 
+    def exchange(self, candidates: I32) -> bool:
+        """Let some of the candidates give way so that the first parked row fits; `admit` has just found that none does.
+
+        Args:
+            candidates: running rows, in the order in which they are to go; nobody is chosen yet.
+
+        Returns:
+            Whether somebody gives way by recompute, so that `admit` finds room now.
+        """
+        running = self._running
+        head = next((row for row in self._parked() if self._may_come(row)), None)
+        if head is None or not candidates.size:
+            return False
+        room = running.free_blocks + running.coming_blocks - self._promised_blocks()
+        running.exchange(candidates, self._num_to_fit(head) - room, lacks_place=self._places() <= 0)
+        return bool(running.dropped.size)
+
     def output(self) -> SchedulerOutput:
-        """Return the decision. If nobody can run, nobody gives way either: it would be for nothing."""
-        preempt = self._view.running[:0] if self.is_empty else self._preempt
+        """Return the decision. If nobody can run or come back, nobody drops KV either: it would be for nothing."""
+        if self.is_empty and not self._resume:
+            self._running.dropped = EMPTY_ROWS
+        preempt, how = self._running.gone()
         chunks = np.array(self._chunk_rows, dtype=np.int32)
         rows = np.concatenate([self._decodes, chunks]) if chunks.size else self._decodes
         num_tokens = np.ones(rows.size, dtype=np.int32)
@@ -143,59 +183,81 @@ class StepPlan:
             rows=rows,
             num_tokens=num_tokens,
             preempt=preempt,
-            preempt_how=np.full(preempt.size, _RECOMPUTE),
+            preempt_how=how,
             reason=self._reason(),
+            resume=np.array(self._resume, dtype=np.int32) if self._resume else EMPTY_ROWS,
         )
 
     def _reason(self) -> str:
-        if self.is_empty:
-            return "nothing"
-        if self._preempt.size:
+        if self._running.any_gone:
             return "kv-full"
+        if self.is_empty:
+            return "resume" if self._resume else "nothing"
         if self._decodes.size:
             return "mixed" if self._chunk_rows else "decode"
         return "prefill"
 
+    def _missing(self, places: np.ndarray, num_tokens: int) -> I32:
+        """Return the blocks that running rows, named by their places, lack for their next tokens."""
+        running = self._running
+        return missing_blocks(self._view, running.rows[places], running.computed[places] + num_tokens)
+
+    def _parked(self) -> chain[int]:
+        """Return the rows that may come in, as many as could be of use."""
+        most = max(self._places(), 0) + MAX_PASSED_OVER
+        return chain(self._view.preempted[:most].tolist(), self._view.waiting[:most].tolist())
+
+    def _may_come(self, row: int) -> bool:
+        return bool(self._view.columns.host_tokens[row]) or not self._view.blocks.cached(row).is_coming
+
+    def _num_running(self) -> int:
+        """Return how many rows run or will, those chosen to come in included."""
+        return int(self._running.rows.size + self._arriving.size) + self._num_come
+
+    def _places(self) -> int:
+        """Return how many more rows may come in."""
+        return min(self._rows_left, self._view.limits.max_batch_rows - self._num_running())
+
+    def _num_to_fit(self, row: int) -> int:
+        """Return the blocks that a parked row must find to come in: for its known tokens and, beside others, the next.
+
+        Others are those that run or are in flight; alone it may use every block.
+        """
+        columns = self._view.columns
+        known = int(columns.num_prompt[row]) + int(columns.num_output[row])
+        is_alone = self._num_running() == 0 and self._view.num_in_flight == 0
+        return ceil_div(known if is_alone else known + 1, self._view.block_size)
+
     def _continue_prefill(self, i: int) -> None:
-        row, computed = int(self._running[i]), int(self._computed[i])
+        running = self._running
+        row, computed = int(running.rows[i]), int(running.computed[i])
         held = int(self._view.columns.held_blocks[row])
-        slots = (held + self._free_blocks) * self._view.block_size - computed
-        chunk = min(int(self._remaining[i]), self._tokens_left, slots)
+        slots = (held + running.free_blocks) * self._view.block_size - computed
+        chunk = min(int(running.remaining[i]), self._tokens_left, slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
 
     def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
         self._chunk_rows.append(row)
         self._chunk_tokens.append(num_tokens)
-        self._free_blocks -= max(ceil_div(computed + num_tokens, self._view.block_size) - held, 0)
+        self._running.free_blocks -= max(ceil_div(computed + num_tokens, self._view.block_size) - held, 0)
         self._tokens_left -= num_tokens
         self._rows_left -= 1
-
-    def _give_way(self, kept: int) -> None:
-        """Preempt all running rows after the first `kept`."""
-        leaving = self._running[kept:]
-        self._preempt = np.concatenate([leaving, self._preempt])
-        self._free_blocks += int(self._freeable()[kept:].sum())
-        self._running = self._running[:kept]
-        self._computed, self._remaining = self._computed[:kept], self._remaining[:kept]
-
-    def _freeable(self) -> I32:
-        """Return the blocks that each row left frees, all after it gone, those that gave way before included."""
-        if self._freeable_blocks is None:
-            self._freeable_blocks = self._view.blocks.freeable(self._view.running)
-        return self._freeable_blocks[: self._running.size]
 
     def _promised_blocks(self) -> int:
         """Return the blocks that the running rows need besides those that the plan has given out.
 
         One more for each of them, and for a prefill under way the rest of its known tokens.
         """
-        view = self._view
-        prefills = (self._remaining > 1).nonzero()[0]
+        view, running = self._view, self._running
+        prefills = (running.remaining > 1).nonzero()[0]
+        promised = int(running.rows.size + self._arriving.size)
+        if self._arriving.size:
+            promised += int(missing_blocks(view, self._arriving, num_known(view.columns, self._arriving)).sum())
         if not prefills.size:
-            return int(self._running.size)
-        rows, ends = self._running[prefills], (self._computed + self._remaining)[prefills]
-        promised = int(missing_blocks(view, rows, ends).sum()) + int(self._running.size)
+            return promised
+        rows, ends = running.rows[prefills], (running.computed + running.remaining)[prefills]
+        promised += int(missing_blocks(view, rows, ends).sum())
         for row, chunk in zip(self._chunk_rows, self._chunk_tokens, strict=True):
             end = int(view.columns.num_computed[row]) + chunk
             promised -= max(ceil_div(end, view.block_size) - int(view.columns.held_blocks[row]), 0)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from services.worker.policy.chunked import ChunkedScheduler
 from services.worker.policy.fcfs import FcfsScheduler
+from services.worker.policy.round_robin import RoundRobinScheduler
 from services.worker.policy.view import Scheduler
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "fcfs": FcfsScheduler,
     "chunked": ChunkedScheduler,
+    "round-robin": RoundRobinScheduler,
 }
 
 

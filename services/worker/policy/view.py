@@ -5,7 +5,7 @@ A policy is deterministic in its inputs; it may keep private state (moving avera
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -15,12 +15,17 @@ from numpy.typing import NDArray
 I32 = NDArray[np.int32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+
+EMPTY_ROWS: I32 = np.zeros(0, dtype=np.int32)
+EMPTY_ROWS.flags.writeable = False
 
 
 class PreemptHow(IntEnum):
     """What happens to a preempted sequence's KV."""
 
     RECOMPUTE = 0  # freed now; prefilled again (prompt and outputs) when the sequence resumes
+    SWAP = 1  # copied to host memory beside the steps, freed when the copy is done; copied back before it resumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ class Columns:
     """Tokens whose KV exists; num_prompt + num_output - num_computed are still to compute (1 while decoding)."""
     held_blocks: I32
     """KV blocks that the row holds, alone or with others."""
+    host_tokens: I32
+    """Tokens of a preempted row whose KV lies in host memory, or is on its way there; 0: it has to be computed."""
+    order: NDArray[np.int64]
+    """Number of the row's sequence, in order of their coming: with the row it names one sequence for good."""
     arrival_s: F64
     """When the request reached the dispatcher, on this worker's clock."""
     request_class: U8
@@ -94,6 +103,37 @@ class BlockFacts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class MoveCost:
+    """What it costs to bring back the KV of a preempted sequence: by the host link, or by computing it."""
+
+    block_copy_s: float
+    """One block over the host link, in one direction."""
+    token_s: float
+    """Computing a token again, in a step that runs anyway."""
+    pair_s: float = 0.0
+    """The same, per pair of a token and one at or before it."""
+
+    def recompute_s(self, num_tokens: int) -> float:
+        """Return what computing the first `num_tokens` of a sequence again adds to the steps, seconds."""
+        return self.token_s * num_tokens + self.pair_s * (num_tokens * (num_tokens + 1) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class HostView:
+    """Host memory for the KV of preempted rows, and the copies that are under way."""
+
+    free_blocks: int
+    """Blocks of host memory that nobody holds."""
+    leaving_blocks: int
+    """Device blocks that become free when the copies to the host are done; not in `SchedulerView.free_blocks`."""
+    num_leaving: int
+    """Blocks that the link has yet to carry to the host, shared ones included."""
+    arriving: I32
+    """Rows whose KV is being brought back: they hold their blocks and go on soon; not in `SchedulerView.running`."""
+    cost: MoveCost
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerView:
     """One moment of the engine. Every row listed here may run now (nothing holds it, it is in no batch in flight)."""
 
@@ -104,13 +144,15 @@ class SchedulerView:
     running: I32
     """Rows that hold KV, in order of admission; the last one is the newest."""
     preempted: I32
-    """Rows that ran and lost their KV, in order of arrival; they come before `waiting`."""
+    """Rows that ran and gave up their KV, in order of arrival; they come before `waiting`."""
     num_in_flight: int
     """Rows that a batch in flight holds (not listed above)."""
     free_blocks: int
     block_size: int
     limits: Limits
     blocks: BlockFacts
+    host: HostView | None = None
+    """None: KV that is given up can only be computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +169,9 @@ class SchedulerOutput:
     """[len(preempt)] `PreemptHow`."""
     reason: str
     """Why, in one word or two, for logs and the step trace; for example 'decode', 'prefill', 'kv-full'."""
+    resume: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """Preempted rows whose KV is to be brought back from host memory; disjoint from `rows`. They take their blocks now
+    and can run once the copy is done."""
 
 
 class Scheduler(Protocol):
@@ -135,8 +180,10 @@ class Scheduler(Protocol):
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step.
 
-        The answer must fit: the blocks that `rows` need beyond those they hold, less those that `preempt` frees, are at
-        most `view.free_blocks`. A row that is admitted begins behind what `view.blocks.cached` finds. If any running
-        row can be preempted, or fits, `rows` is not empty.
+        The answer must fit: the blocks that `rows` need beyond those they hold, and `resume` for its tokens in host
+        memory, less those that `preempt` frees, are at most `view.free_blocks`. Preemption by SWAP frees nothing yet
+        and takes as many of `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached`
+        finds. If any running row fits, or can be made to by preemption, `rows` is not empty, unless copies are under
+        way or begin that will make room.
         """
         ...

@@ -1,0 +1,46 @@
+"""KV memory that comes and goes while nothing is in flight, and who fits what is left of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.engine.blocks import BlockManager
+from services.worker.engine.forks import Forks
+from services.worker.engine.table import Hold, SequenceTable, Status
+from services.worker.engine.transitions import Transitions
+from services.worker.engine.types import I32
+
+
+class Room:
+    """Changes which blocks are usable; the only writer of `Hold.NO_ROOM`. The engine owns it."""
+
+    def __init__(self, table: SequenceTable, blocks: BlockManager, forks: Forks, transitions: Transitions) -> None:
+        self._table = table
+        self._blocks = blocks
+        self._forks = forks
+        self._transitions = transitions
+
+    def grow(self, num_blocks: int) -> None:
+        """Make blocks with ids up to num_blocks - 1 usable, in addition to those known so far."""
+        self._blocks.grow(num_blocks)
+        self._review()
+
+    def set_backed(self, ids: I32, *, backed: bool) -> None:
+        """Add memory behind some known blocks, or take it away from blocks that are not pinned."""
+        if not backed:
+            for row in self._blocks.holders(ids, self._table.running.view):
+                self._transitions.preempt(row)
+        self._blocks.set_usable(ids, usable=backed)
+        self._review()
+
+    def _review(self) -> None:
+        """Hold the sequences that the whole KV memory cannot fit, and only those."""
+        table = self._table
+        longest = table.num_prompt + table.max_output - 1
+        too_long = (table.status != Status.FREE) & (-(-longest // self._blocks.block_size) > self._blocks.num_usable)
+        for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
+            self._transitions.preempt(row)
+        for row in np.flatnonzero(too_long).tolist():
+            self._forks.let_go(row)
+        table.hold[too_long] |= Hold.NO_ROOM
+        table.hold[~too_long] &= ~Hold.NO_ROOM

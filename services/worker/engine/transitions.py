@@ -1,0 +1,151 @@
+"""Rows that come to run, and rows that stop running without having ended: admitted, preempted, brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.assemble import row_init
+from services.worker.engine.events import RowExtra
+from services.worker.engine.residents import Residents
+from services.worker.engine.retry import RetryQueue
+from services.worker.engine.sharing import Sharing
+from services.worker.engine.stats import Totals
+from services.worker.engine.swapping import Swapping
+from services.worker.engine.table import Hold, SequenceTable, Status
+from services.worker.engine.token_log import TokenLog
+from services.worker.engine.types import EMPTY_I32, I32, RowInit
+from services.worker.policy.view import PreemptHow
+
+Rows = NDArray[np.intp]
+_SWAP = int(PreemptHow.SWAP)
+
+
+class Transitions:
+    """Moves rows between the queues, with their KV. The engine owns it; nobody else calls it."""
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        *,
+        table: SequenceTable,
+        sharing: Sharing,
+        residents: Residents,
+        retry: RetryQueue,
+        log: TokenLog,
+        totals: Totals,
+        swapping: Swapping | None,
+    ) -> None:
+        self._table = table
+        self._sharing = sharing
+        self._residents = residents
+        self._retry = retry
+        self._log = log
+        self._totals = totals
+        self._swapping = swapping
+        self._admits: list[RowInit] = []
+        self._drops: list[int] = []
+        self._lost_tokens: dict[int, int] = {}  # of preempted rows: tokens whose KV they gave up
+        self._cached_tokens: dict[int, int] = {}  # of admitted rows without a token yet: prompt tokens from the cache
+
+    def take_news(self) -> tuple[tuple[RowInit, ...], I32]:
+        """Return the rows that are new to the executor since the last call, and those that it may forget."""
+        admits, drops = tuple(self._admits), np.array(self._drops, dtype=np.int32) if self._drops else EMPTY_I32
+        self._admits.clear()
+        self._drops.clear()
+        return admits, drops
+
+    def admit(self, rows: list[int], owner: Hashable, leaving: I32) -> None:
+        """Let parked rows run, behind what they find of their KV.
+
+        Args:
+            rows: waiting or preempted.
+            owner: pins the sources of copies until the batch has come back.
+            leaving: rows that are preempted for the same batch, after this call.
+        """
+        table = self._table
+        found = self._sharing.admit(rows, owner, leaving)
+        self._residents.note_started([row for row in rows if not table.at_executor[row]])
+        for row, num_tokens in zip(rows, found, strict=True):
+            table.admit(row)
+            table.num_computed[row] = num_tokens
+            self._totals.num_recomputed_tokens += max(self._lost_tokens.pop(row, 0) - num_tokens, 0)
+            if not table.at_executor[row]:
+                table.at_executor[row] = True
+                self._admits.append(row_init(table, self._log, row))
+                self._count_prompt(row, num_tokens)
+        self._sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
+
+    def preempt(self, row: int, how: int = PreemptHow.RECOMPUTE) -> None:
+        """Take the device blocks from a running row, which is in no step and no copy."""
+        table = self._table
+        assert table.status[row] == Status.RUNNING, f"row {row} does not run, so it cannot be preempted"
+        assert not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING), f"row {row} is in a step or a copy"
+        self._totals.num_preemptions += 1
+        if how == _SWAP and table.num_computed[row]:
+            assert self._swapping is not None, "there is no host memory to swap to"
+            self._swapping.leave(row)
+        else:
+            self._lost_tokens[row] = int(table.num_computed[row])
+        self._retry.discard(row)
+        table.hold[row] &= ~Hold.RETRY
+        self._sharing.release(row)
+        table.preempt(row)
+
+    def bring_back(self, row: int) -> None:
+        """Make a preempted row a running one and begin to copy its KV back from the host."""
+        assert self._swapping is not None, "there is no host memory to bring anything back from"
+        assert not self._table.hold[row], "the scheduler chose a row that is held"
+        assert self._table.host_tokens[row], f"row {row} has no KV on the host"
+        self._table.admit(row)
+        self._swapping.come_back(row)
+
+    def copied(self, copy_id: int, *, done: bool) -> None:
+        """Take in the end of a copy to the host or back."""
+        assert self._swapping is not None, "no copy was handed out"
+        landed = self._swapping.land(copy_id)
+        row = landed.row
+        if not done:
+            self._totals.num_failed_copies += 1
+        if row is None or (landed.to_host and done):
+            return
+        self._swapping.forget(row)
+        if done:
+            self._table.num_computed[row] = landed.num_tokens
+            self._sharing.forks.review()
+        if not landed.to_host and (not done or self._table.hold[row] & Hold.PAUSED):
+            self.preempt(row)
+        if not done:
+            self._lost_tokens[row] = landed.num_tokens
+
+    def with_cached_tokens(self, rows: Rows, extras: tuple[RowExtra, ...]) -> tuple[RowExtra, ...]:
+        """Say with a row's first token what its prompt found in the cache."""
+        if not self._cached_tokens:
+            return extras
+        cached = {i: self._cached_tokens.pop(row, None) for i, row in enumerate(rows.tolist())}
+        said = {extra.index: extra for extra in extras}
+        said |= {i: replace(said.get(i, RowExtra(i)), cached_tokens=count) for i, count in cached.items() if count}
+        return tuple(said[i] for i in sorted(said))
+
+    def ended(self, row: int) -> None:
+        """Forget a row that ends, just before it is free."""
+        self._retry.discard(row)
+        if self._swapping is not None:
+            self._swapping.forget(row)
+        self._lost_tokens.pop(row, None)
+        self._cached_tokens.pop(row, None)
+        if self._table.at_executor[row]:
+            self._drops.append(row)
+        self._totals.num_finished += 1
+
+    def _count_prompt(self, row: int, num_cached: int) -> None:
+        num_prompt = int(self._table.num_prompt[row])
+        num_cached = min(num_cached, num_prompt)
+        self._totals.num_prompt_tokens += num_prompt
+        if self._sharing.prefix_caching:
+            self._totals.num_prefix_cache_queries += num_prompt
+            self._totals.num_prefix_cache_hits += num_cached
+        if num_cached:
+            self._cached_tokens[row] = num_cached

@@ -1,0 +1,251 @@
+"""Copies between device and host on the virtual clock: the modelled link, the step loop, whole simulated workers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from services.worker.engine.types import CopyFailedError, HostCopy, HostMemory
+from services.worker.executor.modelled import ModelledExecutor
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from shared.cost import CostModel, load_profile
+from sim.cluster import ClusterParams, SimCluster
+from sim.requests import SimRequest
+from sim.virtual_time import run
+from sim.worker import SimWorkerParams
+from tests.support.engine_builders import engine_config, new_sequence
+from tests.support.engine_live import LiveEngine, live_engine
+from tests.support.traces import outputs_of
+
+DRAW = TokenDraw.of_vocabulary(1000, (), 3)
+COST = CostModel(g0_s=0.1, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
+
+
+def copy(copy_id: int, count: int, *, to_host: bool) -> HostCopy:
+    ids = np.arange(count, dtype=np.int32)
+    return HostCopy(copy_id, ids, ids, to_host=to_host)
+
+
+# The link
+
+
+def test_each_direction_carries_one_block_after_the_other_by_itself() -> None:
+    """Blocks of 10 ms. Out: 3, then 2 blocks; back at the same time: 4. So they end at 30, 50 and 40 ms."""
+
+    async def main() -> list[tuple[int, float]]:
+        executor = ModelledExecutor(COST, ShadowKv(8, 4, DRAW, num_host_blocks=8), host=HostMemory(8, 1024, 0.01))
+        ended: list[tuple[int, float]] = []
+
+        async def note(begun: HostCopy, copying: asyncio.Future[None]) -> None:
+            await copying
+            ended.append((begun.copy_id, asyncio.get_running_loop().time()))
+
+        copies = [copy(0, 3, to_host=True), copy(1, 2, to_host=True), copy(2, 4, to_host=False)]
+        await asyncio.gather(*(note(begun, executor.copy(begun)) for begun in copies))
+        await executor.close()
+        return [(number, round(at_s, 9)) for number, at_s in ended]
+
+    assert run(main()) == [(0, 0.03), (2, 0.04), (1, 0.05)]
+
+
+def test_an_idle_link_begins_at_once() -> None:
+    async def main() -> float:
+        executor = ModelledExecutor(COST, ShadowKv(8, 4, DRAW, num_host_blocks=8), host=HostMemory(8, 1024, 0.01))
+        await executor.copy(copy(0, 3, to_host=True))
+        await asyncio.sleep(1.0)
+        await executor.copy(copy(1, 2, to_host=True))
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == pytest.approx(0.03 + 1.0 + 0.02)
+
+
+# The step loop
+
+
+small_engine = partial(live_engine, num_blocks=9, num_host_blocks=20, config=engine_config(prefix_caching=False))
+"""Two sequences of 7 blocks each at their ends, 9 blocks: the second is away for a while."""
+
+
+async def serve_two(live: LiveEngine) -> None:
+    new = [new_sequence(name, num_prompt=12, max_tokens=16) for name in range(2)]
+    for each in new:
+        live.add(each)
+    await live.until_idle()
+    for each in new:
+        assert len(live.text(each)) == 16
+    live.engine.check_invariants()
+
+
+def test_the_loop_waits_for_a_copy_when_nothing_else_can_run() -> None:
+    """A link of 1 s a block, and still better than to compute anew: the second sequence comes back 4 s or more later.
+
+    Nothing wakes the loop meanwhile but the copy itself.
+    """
+
+    async def main() -> tuple[int, float]:
+        async with small_engine(block_copy_s=0.04) as live:
+            await serve_two(live)
+            return live.engine.stats.num_swap_ins, asyncio.get_running_loop().time()
+
+    num_swap_ins, ended_s = run(main())
+    assert num_swap_ins == 1
+    assert ended_s < 10
+
+
+def test_steps_go_on_beside_a_copy() -> None:
+    """The copy of 4 or 5 blocks takes 0.5 s, five steps; the first sequence says a token in each of them."""
+
+    async def main() -> list[float]:
+        async with small_engine(block_copy_s=0.12) as live:
+            first = new_sequence(0, num_prompt=12, max_tokens=16)
+            live.add(first)
+            live.add(new_sequence(1, num_prompt=12, max_tokens=16))
+            during = []
+            while live.engine.has_work:
+                await asyncio.sleep(0.01)
+                if live.engine.is_copying and live.engine.swapping and not live.engine.swapping.num_arriving:
+                    during.append(asyncio.get_running_loop().time())
+            said = [at_s for at_s, events in live.said if (events.stream == first.stream).any()]
+            return [at_s for at_s in said if during[0] <= at_s <= during[-1]]
+
+    assert len(run(main())) >= 3
+
+
+def test_a_copy_that_fails_is_no_failure_of_the_worker() -> None:
+    async def main() -> tuple[int, int]:
+        async with small_engine() as live:
+
+            def fail(begun: HostCopy) -> asyncio.Future[None]:
+                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                error = CopyFailedError(begun.copy_id, "the link is down")
+                asyncio.get_running_loop().call_later(0.05, future.set_exception, error)
+                return future
+
+            live.executor.copy = fail  # type: ignore[method-assign,assignment]
+            await serve_two(live)
+            stats = live.engine.stats
+            return stats.num_failed_copies, stats.num_recomputed_tokens
+
+    num_failed, num_recomputed = run(main())
+    assert num_failed >= 1
+    assert num_recomputed > 0
+
+
+def test_the_gate_opens_only_when_no_copy_is_under_way() -> None:
+    async def main() -> int:
+        async with small_engine(block_copy_s=0.12) as live:
+            for name in range(2):
+                live.add(new_sequence(name, num_prompt=12, max_tokens=16))
+            num_waited = 0
+            while live.engine.has_work:
+                num_waited += live.engine.is_copying
+                async with live.gate.exclusive():
+                    assert not live.engine.is_copying
+                    assert not live.engine.flights
+                live.loop.wake()
+                await asyncio.sleep(0.02)
+            return num_waited
+
+    assert run(main()) >= 1
+
+
+# Whole simulated workers
+
+PROFILE = load_profile("llama-3-8b-tp1-a100").cost
+
+
+def one_worker(system: str, **changes: object) -> ClusterParams:
+    """KV for 60 blocks of 16, Llama 3 8B: 131 072 bytes a token."""
+    params = SimWorkerParams(
+        "w0", PROFILE, 60, system=system, max_model_len=900, max_batch_tokens=256, kv_bytes_per_token=131_072
+    )
+    return ClusterParams((replace(params, **changes),), system=system)  # type: ignore[arg-type]
+
+
+async def serve(params: ClusterParams, count: int = 24, num_output: int = 80) -> tuple[SimCluster, list[float]]:
+    """Ask for more than the memory holds at once; check every text; return the cluster and when each answer ended."""
+    random = np.random.default_rng(7)
+    async with SimCluster(params) as cluster:
+        requests = [
+            SimRequest(f"r{i}", random.integers(300, 30_000, int(random.integers(20, 200))), num_output, seed=i)
+            for i in range(count)
+        ]
+        ended_s: list[float] = []
+
+        async def ask(request: SimRequest) -> None:
+            answer = await cluster.ask(request)
+            assert answer.tokens == cluster.undisturbed(request)
+            ended_s.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(*(ask(request) for request in requests))
+        await asyncio.sleep(1.0)
+        cluster.check_idle()
+        return cluster, ended_s
+
+
+def test_a_worker_that_swaps_computes_nothing_twice_and_fills_no_memory_for_ever() -> None:
+    cluster, _ = run(serve(one_worker("swap")))
+    engine = cluster.workers[0].service.engine
+    stats = engine.stats
+    assert stats.num_swap_outs == stats.num_swap_ins > 0
+    assert stats.num_recomputed_tokens == 0
+    assert stats.swapped_out_bytes % (16 * 131_072) == 0
+    assert stats.num_used_host_blocks == 0
+    assert cluster.workers[0].executor.capacity.host is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"host_link_bytes_per_s": 1e6}, {"host_memory_bytes": 16 * 131_072}],
+    ids=["a link of 1 MB/s", "a host of one block"],
+)
+def test_a_worker_that_had_better_not_swap_does_not(changes: dict[str, object]) -> None:
+    cluster, _ = run(serve(one_worker("swap", **changes)))
+    stats = cluster.workers[0].service.engine.stats
+    assert stats.num_swap_outs == 0
+    assert stats.num_recomputed_tokens > 0
+
+
+def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
+    """For longer than a worker whose reports are refused would count as alive."""
+    cluster, oracle_s = run(serve(one_worker("oracle"), count=10, num_output=450))
+    stats = cluster.workers[0].service.engine.stats
+    assert min(oracle_s) > 4
+    assert stats.num_preemptions == 0
+    assert stats.num_blocks == 60 < stats.peak_used_blocks
+    assert stats.peak_demanded_blocks >= stats.peak_used_blocks
+    assert stats.stalled_s == 0
+    _, bounded_s = run(serve(one_worker("fcfs-chunked"), count=10, num_output=450))
+    assert max(oracle_s) < max(bounded_s)
+
+
+def test_the_oracle_refuses_what_the_real_memory_refuses() -> None:
+    """60 blocks of 16 are 960 tokens."""
+
+    async def main() -> tuple[str | None, str | None]:
+        outcomes = []
+        for system in ("oracle", "fcfs-chunked"):
+            async with SimCluster(one_worker(system, max_model_len=4096)) as cluster:
+                try:
+                    await cluster.ask(SimRequest("r", np.arange(300, 1300), 10))
+                except Exception as error:
+                    outcomes.append(repr(error))
+        return outcomes[0], outcomes[1]
+
+    oracle, bounded = run(main())
+    assert oracle == bounded
+    assert oracle is not None
+
+
+@pytest.mark.parametrize("system", ["swap", "round-robin", "oracle"])
+def test_one_seed_gives_one_run_in_any_process(system: str) -> None:
+    program = (
+        "from tests.sim import test_host_copies as t; "
+        f"cluster, ended_s = t.run(t.serve(t.one_worker('{system}'))); "
+        "print(ended_s, cluster.workers[0].service.engine.stats)"
+    )
+    assert len(outputs_of(program)) == 1

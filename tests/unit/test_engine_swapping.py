@@ -1,0 +1,220 @@
+"""KV on its way to the host and back: texts stay, memory is conserved, whatever happens to the row meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.host_blocks import HostBlocks
+from services.worker.engine.table import Hold, Status
+from services.worker.policy.view import MoveCost
+from shared.types import FinishReason
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_harness import EngineHarness
+
+
+def two_that_fit_once(*, num_host_blocks: int = 20, num_blocks: int = 9, prefix_caching: bool = True) -> EngineHarness:
+    """Two sequences of 12 + 16 - 1 = 27 tokens, 7 blocks each, where 9 blocks are: the second has to go for a while."""
+    config = engine_config(prefix_caching=prefix_caching)
+    harness = EngineHarness(make_engine(num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks))
+    for name in range(2):
+        harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
+    return harness
+
+
+def until_copy(harness: EngineHarness, *, to_host: bool) -> int:
+    """Step until a copy in this direction has begun, and return the row that it moves."""
+    for _ in range(200):
+        harness.submit()
+        if harness.flights:
+            harness.land()
+        if any(copy.to_host is to_host for copy in harness.host_copies):
+            return int(np.flatnonzero(harness.engine.table.hold & Hold.SWAPPING)[0])
+        harness.land_copies()
+    raise AssertionError("no such copy began")
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_sequence_goes_to_the_host_and_comes_back_without_computing_anything_again(*, prefix_caching: bool) -> None:
+    harness = two_that_fit_once(prefix_caching=prefix_caching)
+    harness.drain()
+    harness.judge()
+    stats = harness.engine.stats
+    assert (stats.num_preemptions, stats.num_swap_outs, stats.num_swap_ins) == (1, 1, 1)
+    assert stats.num_recomputed_tokens == 0
+    assert stats.swapped_out_bytes == stats.swapped_in_bytes > 0
+    assert stats.swapped_out_bytes % 1024 == 0
+    assert stats.stalled_s > 0
+
+
+def test_blocks_are_free_only_when_the_copy_is_done() -> None:
+    harness = two_that_fit_once()
+    row = until_copy(harness, to_host=True)
+    table, blocks = harness.engine.table, harness.engine.blocks
+    copy = harness.host_copies[0]
+    free = blocks.num_free
+    assert table.status[row] == Status.PREEMPTED
+    assert table.held_blocks[row] == 0
+    assert (blocks.refcount[copy.device] == 0).all()
+    assert (blocks.pins[copy.device] == 1).all()
+    assert harness.engine.stats.num_used_host_blocks == copy.host.size
+    harness.land_copy()
+    assert blocks.num_free == free + copy.device.size
+    assert harness.engine.stats.num_used_host_blocks == copy.host.size, "the row keeps them"
+
+
+def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
+    harness = two_that_fit_once()
+    row = until_copy(harness, to_host=False)
+    table = harness.engine.table
+    assert (table.status[row], table.num_computed[row]) == (Status.RUNNING, 0)
+    assert harness.submit() is None, "nobody else is left to run"
+    harness.land_copy()
+    assert table.num_computed[row] == table.num_known[row] - 1
+    assert harness.engine.stats.num_used_host_blocks == 0
+    batch = harness.submit()
+    assert batch is not None
+    assert (batch.rows.tolist(), batch.num_tokens.tolist()) == ([row], [1])
+    harness.land()
+    harness.drain()
+    harness.judge()
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_cancel_in_the_middle_of_a_copy_keeps_its_blocks_until_it_is_done(*, to_host: bool) -> None:
+    harness = two_that_fit_once()
+    row = until_copy(harness, to_host=to_host)
+    story = next(story for story in harness.stories.values() if story.row == row)
+    copy = harness.host_copies[0]
+    assert harness.cancel(story)
+    assert story.finish is FinishReason.CANCELLED
+    swapping = harness.engine.swapping
+    assert swapping is not None
+    assert (harness.engine.blocks.pins[copy.device] == 1).all()
+    assert swapping.host.num_free == swapping.host.num_blocks - copy.host.size
+    harness.add(new_sequence(7, num_prompt=4, max_tokens=3))  # it may get the row, and has nothing to do with the copy
+    harness.land_copy()
+    harness.drain()
+    harness.judge()
+    harness.check_empty()
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> None:
+    harness = two_that_fit_once()
+    row = until_copy(harness, to_host=to_host)
+    lost = harness.engine.table.host_tokens[row]
+    harness.land_copy(done=False)
+    assert harness.engine.table.host_tokens[row] == 0
+    assert harness.engine.table.status[row] == Status.PREEMPTED
+    harness.drain()
+    harness.judge()
+    stats = harness.engine.stats
+    assert stats.num_failed_copies == 1
+    assert 0 < stats.num_recomputed_tokens <= lost
+
+
+def test_a_full_host_leaves_recompute() -> None:
+    harness = two_that_fit_once(num_host_blocks=2)
+    harness.drain()
+    harness.judge()
+    stats = harness.engine.stats
+    assert (stats.num_swap_outs, stats.num_preemptions) == (0, 1)
+
+
+def test_a_slow_link_leaves_recompute() -> None:
+    slow = MoveCost(block_copy_s=10.0, token_s=0.001)
+    harness = EngineHarness(make_engine(num_blocks=9, num_host_blocks=20, move_cost=slow))
+    for name in range(2):
+        harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
+    harness.drain()
+    assert (harness.engine.stats.num_swap_outs, harness.engine.stats.num_preemptions) == (0, 1)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_pause_in_the_middle_of_a_copy_takes_the_memory_when_it_is_done(*, to_host: bool) -> None:
+    """A silent dispatcher's sequences hold no device memory; on the host they may stay."""
+    harness = two_that_fit_once()
+    row = until_copy(harness, to_host=to_host)
+    harness.engine.pause(0)
+    harness.settle()
+    harness.land_copies()
+    assert harness.engine.table.held_blocks[row] == 0
+    assert harness.submit() is None
+    harness.engine.resume(0)
+    harness.drain()
+    harness.judge()
+
+
+def test_memory_changes_wait_for_copies() -> None:
+    harness = two_that_fit_once()
+    until_copy(harness, to_host=True)
+    while harness.flights:
+        harness.land()
+    with pytest.raises(AssertionError, match="while nothing is copied"):
+        harness.engine.set_backed(np.array([8], dtype=np.int32), backed=False)
+    harness.land_copies()
+    harness.drain()
+
+
+def test_a_child_waits_until_its_parents_prompt_is_back() -> None:
+    """The fork comes while the parent's KV is being copied back; it shares it when it has arrived."""
+    harness = two_that_fit_once(num_blocks=10, prefix_caching=False)
+    row = until_copy(harness, to_host=False)
+    parent = next(story.new for story in harness.stories.values() if story.row == row)
+    child = replace(new_sequence(9, prompt=parent.prompt.tolist(), max_tokens=4), fork_of=parent.request_id)
+    child_row = harness.add(child)
+    assert isinstance(child_row, int)
+    assert harness.engine.table.hold[child_row] & Hold.FORK
+    harness.land_copy()
+    assert not harness.engine.table.hold[child_row] & Hold.FORK
+    harness.drain()
+    harness.judge()
+
+
+def test_peaks_and_stalls_are_counted() -> None:
+    """Steps of 50 ms, 9 blocks. Both prompts take 3 blocks; with 15 of 16 tokens each holds 4, and the second goes."""
+    harness = two_that_fit_once()
+    away_s = 0.0
+    while harness.engine.has_work:
+        before_s, was_away = harness.now_s, bool((harness.engine.table.status == Status.PREEMPTED).any())
+        harness.step()
+        away_s += (harness.now_s - before_s) * was_away
+    stats = harness.engine.stats
+    assert stats.peak_used_blocks == 8
+    assert 9 < stats.peak_demanded_blocks <= 14, "2 * 7 blocks at most"
+    assert stats.stalled_s == pytest.approx(away_s, abs=0.101)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32 - 1))
+def test_host_blocks_equal_sets_of_ids(seed: int) -> None:
+    """Rows keep blocks and copies hold them; a block is free when neither does, and never given out twice."""
+    random = np.random.default_rng(seed)
+    pool, kept, copies = HostBlocks(12), {}, {}  # type: tuple[HostBlocks, dict[int, set[int]], dict[int, set[int]]]
+    for row in range(80):
+        in_use = {block for ids in (*kept.values(), *copies.values()) for block in ids}
+        assert pool.num_free == 12 - len(in_use)
+        kind = random.random()
+        if kind < 0.5:
+            count = int(random.integers(1, 5))
+            if count <= pool.num_free:
+                ids = pool.keep(row, count)
+                assert not in_use & set(ids.tolist())
+                kept[row] = set(ids.tolist())
+                if random.random() < 0.7:
+                    pool.hold(ids)
+                    copies[row] = set(ids.tolist())
+        elif kind < 0.75 and kept:
+            gone = int(random.choice(sorted(kept)))
+            pool.forget(gone)
+            del kept[gone]
+        elif copies:
+            done = int(random.choice(sorted(copies)))
+            pool.unhold(np.array(sorted(copies.pop(done)), dtype=np.int32))
+        pool.check_invariants([np.array(sorted(ids), dtype=np.int32) for ids in copies.values()])
+    pool.forget(999)  # who keeps nothing has nothing to forget

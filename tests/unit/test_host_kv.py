@@ -1,0 +1,110 @@
+"""KV of a real model that goes to host memory and comes back into other blocks: the text goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.engine import Engine
+from services.worker.engine.stats import EngineStats
+from services.worker.engine.types import CopyFailedError, HostCopy
+from services.worker.executor.model_runner import ModelRunner
+from services.worker.policy.registry import make_scheduler
+from services.worker.policy.view import MoveCost
+from shared.errors import StartupError
+from tests.support.checkpoints import CheckpointShape
+from tests.support.engine_builders import engine_config, new_sequence
+from tests.support.runner_driver import Driver
+from tests.support.runners import MIB, open_runner
+
+pytestmark = pytest.mark.kernels
+
+PROMPT = list(range(5, 55))
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    return open_runner(CheckpointShape(), host_memory_bytes=MIB)
+
+
+def ids(blocks: list[int]) -> np.ndarray:
+    return np.array(blocks, dtype=np.int32)
+
+
+def test_the_runner_says_how_much_host_memory_there_is(runner: ModelRunner) -> None:
+    host = runner.capacity.host
+    assert host is not None
+    assert host.block_bytes == runner.info.bytes_per_block
+    assert host.num_blocks == MIB // host.block_bytes
+    assert 0 < host.block_copy_s < 1
+    assert open_runner(CheckpointShape()).capacity.host is None
+
+
+def test_kv_comes_back_into_other_blocks_and_the_text_goes_on(runner: ModelRunner) -> None:
+    whole = Driver(runner)
+    expected = whole.add(PROMPT)
+    whole.run(12, chunk=50, max_tokens=96)
+    driver = Driver(runner, seed=3)
+    sequence = driver.add(PROMPT, row=2)
+    driver.step([(sequence, len(PROMPT))])
+    for _ in range(4):
+        driver.step([(sequence, 1)])
+    old, host = list(sequence.blocks), list(range(2, 2 + len(sequence.blocks)))[::-1]
+    runner.copy(HostCopy(0, ids(old), ids(host), to_host=True))
+    for pool in (*runner.cache.keys, *runner.cache.values):
+        pool[old] = torch.nan
+    computed = sequence.num_computed
+    driver.preempt(sequence)
+    new = [block for block in range(min(runner.capacity.num_blocks, 4096) - 1, 0, -1) if block not in old][: len(old)]
+    runner.copy(HostCopy(1, ids(new), ids(host), to_host=False))
+    driver.give(sequence, new, computed)
+    for _ in range(7):
+        driver.step([(sequence, 1)])
+    assert sequence.output == expected.output
+    assert len(expected.output) == 12
+
+
+def test_a_copy_that_torch_refuses_is_a_failed_copy(runner: ModelRunner) -> None:
+    with pytest.raises(CopyFailedError, match="copy 7 failed: "):
+        runner.copy(HostCopy(7, ids([0]), ids([10**6]), to_host=True))
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(StartupError, match=r"host_memory holds no KV block of [0-9]+ bytes"):
+        open_runner(CheckpointShape(), host_memory_bytes=1)
+
+
+def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
+    """Serve six prompts with so many KV blocks and some host memory; return the texts and the engine's counts."""
+    runner = open_runner(CheckpointShape(), host_memory_bytes=MIB, deterministic=True)
+    host = runner.capacity.host
+    assert host is not None
+    config = engine_config(max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False)
+    engine = Engine(config, make_scheduler("chunked"), num_blocks, (host, MoveCost(host.block_copy_s, token_s=1.0)))
+    for name in range(6):
+        engine.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
+    said: dict[int, list[int]] = {1000 + name: [] for name in range(6)}
+    while engine.has_work:
+        batch = engine.next_batch(0.0)
+        for copy in engine.take_copies():
+            runner.copy(copy)
+            engine.copied(copy.copy_id, done=True)
+        if batch is not None:
+            events = engine.absorb(batch, runner.run(batch), 0.0)
+            for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+                said[stream].append(token)
+    engine.check_invariants()
+    runner.close()
+    return said, engine.stats
+
+
+def test_a_model_says_the_same_whether_its_kv_was_on_the_host_or_not() -> None:
+    """Six of up to 74 tokens, 5 blocks each, in 12 blocks: most of them are away for a while."""
+    swapped, stats = texts(12)
+    whole, calm = texts(60)
+    assert stats.num_swap_outs == stats.num_swap_ins >= 3
+    assert stats.num_recomputed_tokens == 0
+    assert calm.num_preemptions == 0
+    assert swapped == whole
+    assert all(len(text) == 40 for text in whole.values())

@@ -1,0 +1,81 @@
+"""Systems by name: which exist, which run live, and what a worker needs for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.load import check_start, load_executor
+from services.worker.policy.registry import SCHEDULERS
+from shared.errors import StartupError
+from shared.systems import (
+    PLANNED_SYSTEMS,
+    SYSTEMS,
+    Memory,
+    Preemption,
+    UnknownSystemError,
+    find_live_system,
+    find_system,
+)
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+
+
+def settings(system: str, **changes: Any) -> WorkerSettings:
+    """A worker with a modelled device."""
+    folder: Path = stored_checkpoint(CheckpointShape())[0]
+    defaults = {"memory": 2**20, "host_memory": 2**18, "executor": ExecutorKind.MODELLED}
+    return WorkerSettings(instance_id="w0", model=folder, system=system, **{**defaults, **changes})
+
+
+def test_names_are_built_or_planned_but_not_both() -> None:
+    assert set(SYSTEMS) == {"fcfs", "fcfs-chunked", "round-robin", "swap", "oracle"}
+    assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
+    assert all(name == system.name for name, system in SYSTEMS.items())
+    assert {system.scheduler for system in SYSTEMS.values()} == set(SCHEDULERS)
+
+
+def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> None:
+    unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
+    assert unlimited == ["oracle"]
+    assert find_system("oracle").memory is Memory.UNLIMITED
+    with pytest.raises(UnknownSystemError, match=r"runs in the simulator only; live there are: fcfs, .*swap$"):
+        find_live_system("oracle")
+    for name in set(SYSTEMS) - {"oracle"}:
+        assert find_live_system(name) is SYSTEMS[name]
+    with pytest.raises(UnknownSystemError, match="system 'kunserve' is not built yet"):
+        find_live_system("kunserve")
+
+
+def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:
+    oracle, plain, swap = (SYSTEMS[name] for name in ("oracle", "fcfs-chunked", "swap"))
+    assert (oracle.scheduler, oracle.placement) == (plain.scheduler, plain.placement)
+    assert (swap.scheduler, swap.placement) == (plain.scheduler, plain.placement)
+    assert swap.preemption is Preemption.SWAP
+
+
+def test_a_live_worker_refuses_the_oracle_by_name() -> None:
+    with pytest.raises(StartupError, match="system 'oracle' has unlimited KV memory"):
+        check_start(settings("oracle"))
+
+
+async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:
+    """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
+    loaded = {
+        name: await load_executor(settings(name), check_start(settings(name)), lambda _done, _what: None)
+        for name in ("swap", "fcfs-chunked")
+    }
+    assert loaded["fcfs-chunked"].executor.capacity.host is None
+    host = loaded["swap"].executor.capacity.host
+    assert host is not None
+    assert (host.num_blocks, host.block_bytes) == (2**18 // 8192, 8192)
+    assert host.block_copy_s == pytest.approx(8192 / 25e9)
+    assert loaded["swap"].model.token_s > 0
+
+
+async def test_too_little_host_memory_is_refused_by_name() -> None:
+    small = settings("swap", host_memory=8191)
+    with pytest.raises(StartupError, match="host_memory holds no KV block of 8192 bytes"):
+        await load_executor(small, check_start(small), lambda _done, _what: None)
