@@ -14,6 +14,7 @@ from cli.bus_options import nats_config, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
 from cli.keys import keys
+from cli.simulate.options import compare, plan, simulate
 from shared.errors import SluiceError, StartupError
 from shared.version import VERSION
 
@@ -33,6 +34,9 @@ Examples:
   sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
+  sluice simulate --system fcfs                a load on a cluster of modelled GPUs, in virtual time
+  sluice compare --systems fcfs,oracle         the same load on several systems
+  sluice plan --slo ttft=1.0,tpot=0.1          how many instances a load needs
 
 \b
 Exit codes:
@@ -40,7 +44,7 @@ Exit codes:
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
   3    nothing answers at the URL (status, chat, bench), or under the id (chaos)
-  130  stopped at once by a second Ctrl-C (bench, pull: by the first)
+  130  stopped at once by a second Ctrl-C (bench, pull, simulate, compare, plan: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
 NO_COLOR turns colours off; NATS_URL names a broker to use instead of starting one.
@@ -249,6 +253,9 @@ cli.add_command(chaos)
 cli.add_command(keys)
 cli.add_command(tap)
 cli.add_command(nats_config)
+cli.add_command(simulate)
+cli.add_command(compare)
+cli.add_command(plan)
 
 
 def run_command(argv: list[str] | None = None) -> int:

@@ -15,7 +15,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO, cast
 
@@ -83,6 +84,18 @@ def get_logger(**fields: Any) -> structlog.typing.FilteringBoundLogger:
     if not structlog.is_configured():
         _install(_Pipeline("sluice", "", _json_line), logging.INFO, None)
     return cast("structlog.typing.FilteringBoundLogger", structlog.get_logger(**fields))
+
+
+@contextmanager
+def only_from(level: str) -> Iterator[None]:
+    """Drop events less severe than this within the block; for programs whose own output is what people want to see."""
+    get_logger()
+    before = structlog.get_config()["wrapper_class"]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]))
+    try:
+        yield
+    finally:
+        structlog.configure(wrapper_class=before)
 
 
 def flush_log(timeout_s: float = 1.0) -> None:

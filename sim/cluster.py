@@ -15,6 +15,8 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
+from services.planner.config import PlannerSettings
+from services.planner.service import Planner, build_planner
 from shared.memory_bus import MemoryBroker
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
@@ -39,7 +41,7 @@ class ClusterParams:
 
 
 class SimCluster:
-    """Monitor, workers and one dispatcher; each on a connection of its own."""
+    """Monitor, planner, workers and one dispatcher; each on a connection of its own."""
 
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
@@ -47,6 +49,9 @@ class SimCluster:
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
+        self._planner: Planner = build_planner(
+            PlannerSettings(instance_id="planner"), self.broker.connect("planner"), on_failure=self._fail
+        )
         settings = DispatcherSettings(
             instance_id="dispatcher",
             model=NO_FOLDER,
@@ -63,6 +68,7 @@ class SimCluster:
 
     async def __aenter__(self) -> Self:
         await self._monitor.start()
+        await self._planner.start()
         await self.dispatcher.start()
         for params in self.params.workers:
             worker = SimWorker(params, self.broker.connect(params.worker_id))
@@ -79,6 +85,7 @@ class SimCluster:
         await self.dispatcher.stop()
         for worker in self.workers:
             await worker.stop()
+        await self._planner.stop()
         await self._monitor.stop()
 
     async def ask(self, request: SimRequest) -> SimAnswer:
@@ -108,14 +115,17 @@ class SimCluster:
         """Return what the request's answer is when nothing ever happens to its KV."""
         return undisturbed_text(request, self.workers[0].draw)
 
+    def all_failures(self) -> list[tuple[str, BaseException]]:
+        """Return the tasks of services that died, with what ended them."""
+        return self.failures + [failure for worker in self.workers for failure in worker.failures]
+
     def check_idle(self) -> None:
         """Check that nothing of any request is left anywhere; raises AssertionError naming what is."""
-        assert not self.failures, f"tasks died: {self.failures}"
+        assert not self.all_failures(), f"tasks died: {self.all_failures()}"
         assert not len(self.dispatcher.sessions.table), "the dispatcher still has sessions"
         assert not self.dispatcher.sessions.num_queued, "the dispatcher still has requests that wait"
         for worker in self.workers:
             engine, name = worker.service.engine, worker.params.worker_id
-            assert not worker.failures, f"tasks of {name} died: {worker.failures}"
             engine.check_invariants()
             assert not engine.has_work, f"{name} still has sequences"
             assert not engine.stats.num_used_blocks, f"{name} still holds blocks"

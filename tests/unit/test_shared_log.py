@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from shared.log import MAX_TEXT, _StandardHandler, configure, flush_log, get_logger
+from shared.log import MAX_TEXT, _StandardHandler, configure, flush_log, get_logger, only_from
 from shared.log_sink import LogSink
 
 
@@ -224,3 +224,18 @@ def test_a_reader_that_stalls_blocks_no_caller_and_lost_lines_are_counted() -> N
     assert lines[:11] == ["first", *(f"line {number}" for number in range(10))]
     assert json.loads(lines[11])["count"] == 15
     assert sink.num_dropped == 0
+
+
+def test_less_severe_events_are_dropped_within_the_block_only() -> None:
+    stream, log = json_log(), get_logger()
+
+    def say_three() -> None:
+        log.info("dropped")
+        get_logger(rid="r").warning("dropped as well")
+        log.error("kept")
+        raise ValueError("leaves the block")
+
+    with pytest.raises(ValueError, match="leaves the block"), only_from("error"):
+        say_three()
+    log.info("after")
+    assert [event["event"] for event in events_of(stream)] == ["kept", "after"]

@@ -1,0 +1,113 @@
+"""From the summaries of several systems to one comparison: means over seeds, and how much of a gap each closed. Pure.
+
+The gap is what lies between the baseline, the first system named, and the oracle, whose memory never runs out. With one
+seed every figure of a system is that run's. With several it is the mean over the runs; `range` then holds the least and
+the greatest, and `per_seed` every run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from sim.experiment.summary import Summary, rounded
+
+ORACLE: Final = "oracle"
+"""Name of the system that is the best case."""
+MIN_TTFT_FACTOR: Final = 1.5
+"""With less between the baseline's P99 TTFT and the oracle's there is no gap worth a ratio."""
+MIN_QOE_GAP: Final = 0.02
+"""The same of the mean QoE."""
+Comparison = dict[str, Any]
+
+
+def compare(scenario: Mapping[str, Any], runs: Mapping[int, Mapping[str, Summary]]) -> Comparison:
+    """Return the comparison, as its JSON holds it.
+
+    Args:
+        scenario: what was run, in plain values.
+        runs: by seed, the summaries by system; every seed has the same systems, in the order in which they were named.
+    """
+    seeds = list(runs)
+    names = list(runs[seeds[0]])
+    by_name = {name: [runs[seed][name] for seed in seeds] for name in names}
+    systems = {name: _merged(each, _mean) for name, each in by_name.items()}
+    whole: Comparison = {
+        "scenario": dict(scenario),
+        "seeds": seeds,
+        "systems": systems,
+        "gap_closed": gaps_closed(systems),
+    }
+    if len(seeds) > 1:
+        whole["range"] = {name: _merged(each, _range) for name, each in by_name.items()}
+        whole["per_seed"] = {
+            str(seed): {"systems": dict(systems), "gap_closed": gaps_closed(systems)} for seed, systems in runs.items()
+        }
+    comparison: Comparison = rounded(whole)
+    return comparison
+
+
+def gaps_closed(systems: Mapping[str, Summary]) -> dict[str, dict[str, float | None]]:
+    """Return for each system how much of the gap it closed: 0 as the baseline, 1 as the oracle; None without a gap.
+
+    (baseline - system) / (baseline - oracle), of the P99 TTFT and the mean QoE. None for the TTFT where the baseline is
+    less than 1.5 times the oracle, for QoE where the oracle is less than 0.02 above the baseline.
+
+    Args:
+        systems: summaries by name; the first is the baseline.
+    """
+    baseline = next(iter(systems.values()))
+    oracle = systems.get(ORACLE)
+    return {
+        name: {
+            "ttft_p99": None if oracle is None else _ttft_gap(*(_ttft_p99(s) for s in (baseline, system, oracle))),
+            "qoe_mean": None if oracle is None else _qoe_gap(*(_qoe_mean(s) for s in (baseline, system, oracle))),
+        }
+        for name, system in systems.items()
+    }
+
+
+def to_json(comparison: Comparison) -> str:
+    """Return the text of a comparison's file: the same bytes for the same values."""
+    return json.dumps(comparison, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _ttft_p99(summary: Summary) -> float | None:
+    value: float | None = summary["ttft_s"]["p99"]
+    return value
+
+
+def _qoe_mean(summary: Summary) -> float | None:
+    value: float | None = summary["qoe"]["mean"]
+    return value
+
+
+def _ttft_gap(baseline: float | None, system: float | None, oracle: float | None) -> float | None:
+    if baseline is None or system is None or oracle is None or baseline < MIN_TTFT_FACTOR * oracle:
+        return None
+    return (baseline - system) / (baseline - oracle) if baseline > oracle else None
+
+
+def _qoe_gap(baseline: float | None, system: float | None, oracle: float | None) -> float | None:
+    # a mean of hundreds of figures that should be 0.02 apart may be so but for its last bits
+    if baseline is None or system is None or oracle is None or round(oracle - baseline, 12) < MIN_QOE_GAP:
+        return None
+    return (system - baseline) / (oracle - baseline)
+
+
+def _merged(trees: Sequence[Any], merge: Any) -> Any:
+    """Return one tree whose leaves are merged from the trees' leaves; None where one of them is None."""
+    if isinstance(trees[0], Mapping):
+        return {key: _merged([tree[key] for tree in trees], merge) for key in trees[0]}
+    return None if any(value is None for value in trees) else merge(trees)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return values[0] if len(set(values)) == 1 else float(np.mean(values))
+
+
+def _range(values: Sequence[float]) -> list[float]:
+    return [min(values), max(values)]

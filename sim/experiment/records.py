@@ -1,0 +1,192 @@
+"""What became of every request of a workload: when each of its tokens came, or why they did not. Pure.
+
+The simulator and the live replay fill the same columns, so that one summary serves both. Tokens of all requests lie in
+one array, since a run may have millions:
+
+    token_s      | 1.2 1.3 1.4 | 0.9 | 2.0 2.1 |        instants, by request, in order
+    token_begin    0             3     4         6      request i has token_s[token_begin[i] : token_begin[i + 1]]
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.workload.workload import F64, I32, Workload
+
+I64 = NDArray[np.int64]
+Bool = NDArray[np.bool_]
+
+UNFINISHED = "unfinished"
+"""Failure of a request that neither ended nor failed while the run lasted."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """Requests in order of arrival. Instants are seconds on the clock of `arrival_s`."""
+
+    arrival_s: F64
+    """[n] ascending."""
+    num_prompt: I32
+    """[n] tokens."""
+    num_output: I32
+    """[n] tokens that were asked for."""
+    qoe_ttft_s: F64
+    """[n] time to first token that the reader expects; NaN when no reader follows."""
+    qoe_speed: F64
+    """[n] tokens per second at which the reader reads; NaN when no reader follows."""
+    failure: tuple[str, ...]
+    """[n] why there is no whole answer; empty for a complete one."""
+    token_s: F64
+    """[num_tokens] when each token came, by request; ascending within one."""
+    token_begin: I64
+    """[n + 1] where each request's tokens begin; the last entry is the number of all tokens."""
+
+    def __len__(self) -> int:
+        return int(self.arrival_s.size)
+
+    def select(self, wanted: Bool) -> Records:
+        """Return these requests only, [n] bool."""
+        counts = self.num_tokens[wanted]
+        return Records(
+            self.arrival_s[wanted],
+            self.num_prompt[wanted],
+            self.num_output[wanted],
+            self.qoe_ttft_s[wanted],
+            self.qoe_speed[wanted],
+            tuple(self.failure[i] for i in np.flatnonzero(wanted)),
+            self.token_s[np.repeat(wanted, self.num_tokens)],
+            np.concatenate(([0], np.cumsum(counts))),
+        )
+
+    @cached_property
+    def is_complete(self) -> Bool:
+        """[n] whether the whole answer came."""
+        return np.array([not failure for failure in self.failure], dtype=np.bool_)
+
+    @cached_property
+    def num_tokens(self) -> I64:
+        """[n] output tokens that came."""
+        return np.diff(self.token_begin)
+
+    @cached_property
+    def ttft_s(self) -> F64:
+        """[n] arrival to first token; NaN without a token."""
+        return self._token_at(self.token_begin[:-1]) - self.arrival_s
+
+    @cached_property
+    def last_token_s(self) -> F64:
+        """[n] instant of the last token; NaN without a token."""
+        return self._token_at(self.token_begin[1:] - 1)
+
+    @cached_property
+    def tpot_s(self) -> F64:
+        """[n] (last - first) / (tokens - 1); NaN with fewer than two tokens."""
+        first_s = self.ttft_s + self.arrival_s
+        tpot = np.full(len(self), np.nan)
+        np.divide(self.last_token_s - first_s, self.num_tokens - 1, out=tpot, where=self.num_tokens > 1)
+        return tpot
+
+    @cached_property
+    def longest_gap_s(self) -> F64:
+        """[n] longest time between two tokens that follow each other; NaN with fewer than two tokens."""
+        longest = np.full(len(self), np.nan)
+        rows = np.flatnonzero(self.num_tokens > 1)
+        if rows.size:
+            gaps = np.diff(self.token_s, append=-np.inf)
+            gaps[self.token_begin[1:][self.num_tokens > 0] - 1] = -np.inf  # from one request to the next
+            has_tokens = np.flatnonzero(self.num_tokens > 0)
+            longest[has_tokens] = np.maximum.reduceat(gaps, self.token_begin[:-1][has_tokens])
+            longest[self.num_tokens < 2] = np.nan
+        return longest
+
+    @cached_property
+    def qoe(self) -> F64:
+        """[n] QoE of each answer, in [0, 1]; 0 for one that is not complete, NaN when no reader follows.
+
+        Source: Andes (arXiv 2404.16283), section 3.1, as in `sluice_client.qoe`, whose functions are the reference.
+        Deviations: an answer that is not complete counts as 0, however much of it came.
+        """
+        qoe = np.zeros(len(self))
+        for i in np.flatnonzero(self.is_complete & (self.num_tokens > 0)):
+            tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]]
+            qoe[i] = qoe_of(tokens - self.arrival_s[i], float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
+        qoe[np.isnan(self.qoe_speed)] = np.nan
+        return qoe
+
+    def _token_at(self, index: I64) -> F64:
+        """Return [n]: the instants of these tokens; NaN for requests without any."""
+        has_tokens = self.num_tokens > 0
+        found = np.full(len(self), np.nan)
+        found[has_tokens] = self.token_s[index[has_tokens]]
+        return found
+
+
+def qoe_of(delivered_s: F64, ttft_s: float, speed: float) -> float:
+    """Return the QoE of one finished answer, in [0, 1]; NaN without a reader.
+
+    A token's lag behind its ideal instant never falls below the one before, since nobody reads faster than `speed`.
+
+    Args:
+        delivered_s: [num_tokens], at least one; seconds since its arrival, ascending.
+        ttft_s: when the reader expects the first token.
+        speed: tokens per second that the reader reads.
+    """
+    num = delivered_s.size
+    ideal_s = ttft_s + np.arange(num) / speed
+    lag_s = np.maximum.accumulate(np.maximum(delivered_s - ideal_s, 0.0))
+    whole_s = num * lag_s[-1] + num * (num - 1) / (2 * speed)
+    if np.isnan(whole_s):
+        return float("nan")
+    return 1.0 if whole_s <= 0 else float(np.clip(1 - lag_s.sum() / whole_s, 0.0, 1.0))
+
+
+class Recorder:
+    """Collects tokens while a run lasts: one append each.
+
+    Args:
+        workload: whose requests, by their index, it hears of.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._tokens = [array("d") for _ in range(len(workload))]
+        self._failure = [UNFINISHED] * len(workload)
+        self.num_done = 0
+        """Requests that ended, well or not."""
+
+    def tokens(self, index: int, at_s: float, count: int = 1) -> None:
+        """Note that the next `count` tokens of a request came at this instant."""
+        tokens = self._tokens[index]
+        if count == 1:
+            tokens.append(at_s)
+        else:
+            tokens.extend([at_s] * count)
+
+    def end(self, index: int, failure: str = "") -> None:
+        """Note that a request ended; without a failure, it is complete."""
+        self._failure[index] = failure
+        self.num_done += 1
+
+    def records(self, arrival_s: F64 | None = None) -> Records:
+        """Return what is known now.
+
+        Args:
+            arrival_s: [n] when each request was really sent, if not when the workload says.
+        """
+        workload = self._workload
+        counts = [len(tokens) for tokens in self._tokens]
+        return Records(
+            workload.arrival_s if arrival_s is None else arrival_s,
+            workload.num_prompt,
+            workload.num_output,
+            workload.qoe_ttft_s,
+            workload.qoe_speed,
+            tuple(self._failure),
+            np.concatenate([np.frombuffer(tokens) for tokens in self._tokens if tokens] or [np.zeros(0)]),
+            np.concatenate(([0], np.cumsum(counts, dtype=np.int64))),
+        )

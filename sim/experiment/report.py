@@ -1,0 +1,133 @@
+"""A comparison as the table that a person reads: a column per system, factors of the baseline beside it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sim.experiment.compare import ORACLE, Comparison
+from sim.experiment.summary import GOOD_QOE, Summary
+
+NOTHING: Final = "-"
+_FACTOR_WIDTH: Final = 5
+_Format = Callable[[float], str]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 100 else f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    title: str
+    path: tuple[str, ...]
+    """Where the figure stands in a summary."""
+    format: _Format
+    has_factor: bool = False
+    """Whether `×1.23` of the baseline's figure stands beside it."""
+    if_any: bool = False
+    """Whether the row is left out where every figure is 0."""
+
+
+_ROWS: Final = (
+    _Row("requests", ("requests",), _count),
+    _Row("without a whole answer", ("refused",), _count, if_any=True),
+    *(
+        _Row(f"{title} {name}", (key, name), _seconds, has_factor=True)
+        for key, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"))
+        for name in ("mean", "p50", "p90", "p99", "p999")
+    ),
+    _Row("QoE mean", ("qoe", "mean"), _ratio),
+    _Row("QoE p10", ("qoe", "p10"), _ratio),
+    _Row(f"readers with QoE ≥ {GOOD_QOE:g}", ("qoe", "share_ge_0_95"), _share),
+    _Row("in time: TTFT", ("slo", "ttft_share"), _share),
+    _Row("in time: TPOT", ("slo", "tpot_share"), _share),
+    _Row("in time: both", ("slo", "both_share"), _share),
+    _Row("tokens/s", ("throughput_tokens_per_s",), _count, has_factor=True),
+    _Row("KV peak", ("kv_peak_ratio",), _share),
+    _Row("KV demand peak", ("demand_over_capacity_peak",), _share),
+    _Row("preemptions", ("preemptions",), _count),
+    _Row("longest stall", ("stall_s", "max"), _seconds, has_factor=True),
+    _Row("stall p99", ("stall_s", "p99"), _seconds, has_factor=True),
+    _Row("pipeline bubbles", ("bubble_ratio",), _share, if_any=True),
+    _Row("drops", ("drops",), _count, if_any=True),
+    _Row("restores", ("restores",), _count, if_any=True),
+    _Row("migrations", ("migrations",), _count, if_any=True),
+    _Row("GPUs at most", ("gpus_peak",), _count),
+    _Row("GPU seconds", ("gpu_seconds",), _count),
+)
+_GAPS: Final = (("gap closed: TTFT p99", "ttft_p99"), ("gap closed: QoE mean", "qoe_mean"))
+
+
+def render(comparison: Comparison) -> str:
+    """Return the table: the first system is the baseline of the factors; rows without any figure are left out."""
+    systems: Mapping[str, Summary] = comparison["systems"]
+    names = list(systems)
+    lines = [["", names[0], *(_beside(name, "") for name in names[1:])]]
+    for row in _ROWS:
+        values = [_at(systems[name], row.path) for name in names]
+        if all(value is None for value in values) or (row.if_any and not any(values)):
+            continue
+        lines.append([row.title, *_cells(row, values)])
+    if ORACLE in names:
+        gaps = comparison["gap_closed"]
+        for title, key in _GAPS:
+            row = _Row(title, ("gap_closed", key), _share)
+            lines.append([title, *_cells(row, [gaps[name][key] for name in names])])
+    table = _table(lines)
+    notes = [f"× of {names[0]}'s figure"] if len(names) > 1 else []
+    if len(comparison["seeds"]) > 1:
+        seeds = ", ".join(map(str, comparison["seeds"]))
+        notes.append(f"means over the seeds {seeds}; least and greatest in the JSON (range)")
+    return "\n".join([table, *(["", "; ".join(notes)] if notes else [])])
+
+
+def _at(summary: Summary, path: Sequence[str]) -> float | None:
+    value: Any = summary
+    for key in path:
+        value = None if value is None else value[key]
+    return None if value is None else float(value)
+
+
+def _cells(row: _Row, values: Sequence[float | None]) -> list[str]:
+    """Return a row's cells: figures, and beside those after the first their factor, or as much room."""
+    first, *others = (_or_nothing(value, row.format) for value in values)
+    factors = (_factor(value, values[0]) if row.has_factor else "" for value in values[1:])
+    return [first, *(_beside(text, factor) for text, factor in zip(others, factors, strict=True))]
+
+
+def _factor(value: float | None, baseline: float | None) -> str:
+    if value is None or not baseline:
+        return ""
+    factor = value / baseline
+    return f"×{factor:.2f}" if factor < 10 else f"×{factor:.0f}"
+
+
+def _beside(text: str, factor: str) -> str:
+    return f"{text} {factor:<{_FACTOR_WIDTH}}"
+
+
+def _or_nothing(value: float | None, form: _Format) -> str:
+    return NOTHING if value is None else form(value)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = []
+    for title, *cells in lines:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        rows.append("  ".join([title.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(rows)

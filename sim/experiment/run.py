@@ -1,0 +1,168 @@
+"""One experiment: a scenario's workload on one system, on the virtual clock, from the first arrival to the last end.
+
+    workload ─ feeder ─ a task per request ─► SimCluster: dispatcher, monitor, planner, workers; the services' own code
+                                    tokens ◄─┘      └── sampler, by period
+
+The same scenario, system and seed give the same result, in any process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.dispatcher.service import DispatcherService
+from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
+from shared.ids import RequestId
+from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
+from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from sim.cluster import SimCluster
+from sim.experiment.records import Recorder
+from sim.experiment.result import RunResult
+from sim.experiment.sampling import Sampler
+from sim.experiment.setup import ExperimentCluster, build_cluster
+from sim.requests import DAY_S
+from sim.scenarios.scenario import Scenario
+from sim.virtual_time import run as run_virtually
+from sim.worker import SimWorkerParams
+from sim.workload.workload import Workload
+
+SETTLE_S = 1.0
+"""Virtual seconds after the last end, in which everything that belongs to requests must be gone."""
+_CLASSES = (RequestClass.REAL_TIME, RequestClass.BEST_EFFORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is."""
+
+    at_s: float
+    """Virtual seconds since the beginning of the workload."""
+    end_s: float
+    """The last arrival."""
+    num_done: int
+    num_requests: int
+
+
+def run_system(
+    scenario: Scenario,
+    system: str,
+    seed: int,
+    traces: Path | None = None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+) -> RunResult:
+    """Return what became of a scenario's requests on one system.
+
+    Args:
+        scenario: cluster and workload.
+        system: its name (`shared.systems`).
+        seed: of everything that is drawn.
+        traces: folder of the traces that scenarios name.
+        on_progress: called now and then.
+
+    Raises:
+        StartupError: the scenario names what does not exist.
+    """
+    workload = scenario.workload(seed, traces)
+    return run_workload(build_cluster(scenario, system, workload), workload, on_progress)
+
+
+def run_workload(
+    cluster: ExperimentCluster, workload: Workload, on_progress: Callable[[Progress], None] = lambda _: None
+) -> RunResult:
+    """Return what became of a workload's requests on a cluster."""
+    return run_virtually(_run(cluster, workload, on_progress))
+
+
+async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callable[[Progress], None]) -> RunResult:
+    recorder = Recorder(workload)
+    end_s = float(workload.arrival_s[-1]) if len(workload) else 0.0
+
+    def report(at_s: float) -> None:
+        on_progress(Progress(at_s, end_s, recorder.num_done, len(workload)))
+
+    async with SimCluster(built.params) as cluster:
+        sampler = Sampler(cluster, built.tp)
+        sampling = asyncio.create_task(sampler.run(report), name="sampler")
+        feeding = asyncio.create_task(feed(cluster, workload, recorder), name="feeder")
+        try:
+            await asyncio.wait([sampling, feeding], return_when=asyncio.FIRST_COMPLETED)
+            if sampling.done():  # it ends by an error only
+                sampling.result()
+            feeding.result()
+            sampler.look()
+        finally:
+            sampling.cancel()
+            feeding.cancel()
+            await asyncio.gather(sampling, feeding, return_exceptions=True)
+        facts = sampler.facts()
+        await asyncio.sleep(SETTLE_S)
+        cluster.check_idle()
+    return RunResult(recorder.records(), facts, sampler.samples())
+
+
+async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> None:
+    """Send every request when it is due, as an open loop; return when all have ended."""
+    loop = asyncio.get_running_loop()
+    begin_s = loop.time()
+    async with asyncio.TaskGroup() as group:
+        for index, arrival_s in enumerate(workload.arrival_s.tolist()):
+            if (pause_s := begin_s + arrival_s - loop.time()) > 0:
+                await asyncio.sleep(pause_s)
+            request = _request(workload, index, cluster.params.workers[0], begin_s + arrival_s)
+            group.create_task(_serve(cluster.dispatcher, request, _Reader(recorder, index, begin_s)))
+
+
+async def _serve(dispatcher: DispatcherService, request: NewRequest, reader: _Reader) -> None:
+    """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself."""
+    sessions = dispatcher.sessions
+    if request.num_tokens > sessions.cluster.max_request_tokens(MAX_PROMPT_TOKENS):
+        reader.recorder.end(reader.index, FailureCode.TOO_LONG.value)
+        return
+    try:
+        session = await sessions.admit(request)
+    except RequestFailedError as error:
+        reader.recorder.end(reader.index, error.code.value)
+        return
+    try:
+        session.attach(reader, asyncio.get_running_loop().time())
+        await session.ended.wait()
+        failure = sessions.outcome(session)
+    finally:
+        sessions.release(session)
+    reader.recorder.end(reader.index, "" if failure is None else failure.value)
+
+
+class _Reader:
+    """Takes the tokens of one request."""
+
+    __slots__ = ("begin_s", "index", "recorder")
+
+    def __init__(self, recorder: Recorder, index: int, begin_s: float) -> None:
+        self.recorder = recorder
+        self.index = index
+        self.begin_s = begin_s
+
+    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        """Note when they came."""
+        del finish  # the session says how it ended
+        self.recorder.tokens(self.index, now_s - self.begin_s, len(token_ids))
+        return True
+
+
+def _request(workload: Workload, index: int, worker: SimWorkerParams, arrival_s: float) -> NewRequest:
+    speed = float(workload.qoe_speed[index])
+    has_reader = not math.isnan(speed)
+    prompt = workload.prompt(index, worker.first_token_id, worker.vocab_size)
+    return NewRequest(
+        request_id=RequestId(f"r{index}"),
+        prompt=pack_token_ids(prompt),
+        sampling=SamplingParams(max_tokens=int(workload.num_output[index]), seed=index, ignore_eos=True),
+        arrival_s=arrival_s,
+        limit_s=DAY_S,
+        request_class=_CLASSES[workload.request_class[index]],
+        qoe=QoeTarget(ttft_s=float(workload.qoe_ttft_s[index]), speed_tokens_per_s=speed) if has_reader else None,
+    )

@@ -1,0 +1,100 @@
+"""Looks at a simulated cluster by period: memory held and wanted, requests, GPUs. Counts plans from the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from shared.bus import Message
+from shared.messages.event import Event
+from shared.subjects import Subjects
+from shared.wire import decode_json
+from sim.cluster import SimCluster
+from sim.experiment.result import Samples
+from sim.experiment.summary import SystemFacts
+
+PERIOD_S = 0.1
+"""Virtual seconds between two looks: a few steps of a large model, over which memory changes by a percent or so."""
+
+
+class Sampler:
+    """Watches one run.
+
+    Args:
+        cluster: entered.
+        tp: GPUs of one instance.
+    """
+
+    def __init__(self, cluster: SimCluster, tp: int) -> None:
+        self._cluster = cluster
+        self._tp = tp
+        self._loop = asyncio.get_running_loop()
+        self._begin_s = self._loop.time()
+        self._rows: list[tuple[float, ...]] = []
+        self._events: Counter[str] = Counter()
+
+    async def run(self, on_sample: Callable[[float], None]) -> None:
+        """Look by period until cancelled; `on_sample` is called with the seconds that have passed.
+
+        Raises:
+            BaseException: what ended a task of the cluster, all of which should outlive the run.
+        """
+        subject = Subjects(self._cluster.workers[0].params.cluster).event("planner", "*")
+        await self._cluster.broker.connect("experiment").subscribe(subject, self._on_event)
+        while True:
+            self.look()
+            on_sample(self._rows[-1][0])
+            for _, error in self._cluster.all_failures():
+                raise error
+            await asyncio.sleep(PERIOD_S)
+
+    def look(self) -> None:
+        """Take one sample."""
+        stats = [worker.service.engine.stats for worker in self._cluster.workers]
+        sessions = self._cluster.dispatcher.sessions
+        used = sum(each.num_used_blocks for each in stats)
+        wanted = sum(each.num_demanded_blocks for each in stats)
+        parked = sum(each.num_waiting + each.num_preempted for each in stats)
+        self._rows.append(
+            (
+                self._loop.time() - self._begin_s,
+                used,
+                used + wanted + (self._queued_blocks() if sessions.num_queued else 0),
+                sum(each.num_blocks for each in stats),
+                sum(each.num_running for each in stats),
+                parked + sessions.num_queued,
+                sessions.cluster.num_ready * self._tp,
+            )
+        )
+
+    def samples(self) -> Samples:
+        """Return what was seen so far."""
+        return Samples(*np.array(self._rows, dtype=np.float64).reshape(-1, 7).T)
+
+    def facts(self) -> SystemFacts:
+        """Return the run's figures."""
+        samples, stats = self.samples(), [worker.service.engine.stats for worker in self._cluster.workers]
+        elapsed_s = np.diff(samples.at_s)
+        return SystemFacts(
+            kv_peak_ratio=float((samples.used_blocks / samples.num_blocks).max()),
+            demand_over_capacity_peak=float((samples.demanded_blocks / samples.num_blocks).max()),
+            preemptions=sum(each.num_preemptions for each in stats),
+            bubble_ratio=0.0,  # every instance holds the whole model: there is no pipeline that could stand idle
+            drops=self._events["plan_drop"],
+            restores=self._events["plan_restore"],
+            migrations=self._events["plan_migrate"],
+            gpus_peak=int(samples.num_gpus.max()),
+            gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
+        )
+
+    def _queued_blocks(self) -> int:
+        """Return the blocks that requests need which no worker has."""
+        size = self._cluster.workers[0].params.block_size
+        queued = (s.request.num_prompt_tokens for s in self._cluster.dispatcher.sessions.table if s.worker_id is None)
+        return sum(-(-num_tokens // size) for num_tokens in queued)
+
+    def _on_event(self, message: Message) -> None:
+        self._events[decode_json(message.data, Event).name] += 1

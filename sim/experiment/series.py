@@ -1,0 +1,58 @@
+"""Curves from one run's records: over time, over values, over scales of an SLO. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from sim.experiment.records import Records
+from sim.workload.workload import F64
+
+
+def windowed_ttft_s(records: Records, window_s: float) -> tuple[F64, F64]:
+    """Return (middle of each window, mean TTFT of the requests that arrived in it); NaN for windows without any."""
+    known = ~np.isnan(records.ttft_s)
+    arrival_s = records.arrival_s[known]
+    window = (arrival_s / window_s).astype(np.int64)
+    counts = np.bincount(window)
+    sums = np.bincount(window, weights=records.ttft_s[known])
+    means = np.full(counts.size, np.nan)
+    np.divide(sums, counts, out=means, where=counts > 0)
+    return _middles(counts.size, window_s), means
+
+
+def windowed_tokens_per_s(records: Records, window_s: float) -> tuple[F64, F64]:
+    """Return (middle of each window, output tokens that came in it, per second)."""
+    counts = np.bincount((records.token_s / window_s).astype(np.int64))
+    return _middles(counts.size, window_s), counts / window_s
+
+
+def cdf(values: F64) -> tuple[F64, F64]:
+    """Return (the values that are numbers, ascending; the share of them that is no greater than each)."""
+    known = np.sort(values[~np.isnan(values)])
+    return known, np.arange(1, known.size + 1) / max(known.size, 1)
+
+
+def slo_violations(values: F64, limits: F64) -> F64:
+    """Return for each limit the share of requests above it, [num_limits]; a value that is missing is above all.
+
+    Args:
+        values: [num_requests] latency of each; NaN where there was none.
+        limits: [num_limits] most that is allowed.
+    """
+    kept = (values[None, :] <= limits[:, None]).mean(axis=1) if values.size else np.ones(limits.size)
+    return np.asarray(1.0 - kept)
+
+
+def best_median(values: Mapping[str, F64]) -> float | None:
+    """Return the least median over the systems, the unit of SLO scales; None where nobody has a value.
+
+    Source: KunServe (arXiv 2412.18169v2), section 5.2: a scale of N allows N times the P50 of the best baseline.
+    """
+    medians = [float(np.nanmedian(each)) for each in values.values() if not np.isnan(each).all()]
+    return min(medians) if medians else None
+
+
+def _middles(count: int, window_s: float) -> F64:
+    return np.asarray((np.arange(count) + 0.5) * window_s, dtype=np.float64)

@@ -1,0 +1,149 @@
+"""What one run adds up to: the figures of one system, as they stand in the JSON of a comparison. Pure.
+
+Every figure is over the requests that arrived after the warm-up. Percentiles are interpolated between the two nearest
+values. A figure that nobody can know, or of nothing, is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from sim.experiment.records import Records
+from sim.workload.workload import F64
+
+Summary = dict[str, Any]
+PERCENTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
+GOOD_QOE: Final = 0.95
+"""Readers above it are counted as content."""
+SIGNIFICANT_DIGITS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The most that a request may take. One that got no whole answer has missed it."""
+
+    ttft_s: float
+    """To its first token."""
+    tpot_s: float
+    """Per token after the first, on average; an answer of one token keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SystemFacts:
+    """What only the system knows of a run, not its clients; None where it does not tell."""
+
+    kv_peak_ratio: float | None = None
+    """Most KV blocks that sequences held at one instant, over all instances, divided by the blocks that there are."""
+    demand_over_capacity_peak: float | None = None
+    """The same of the blocks that all sequences held or waited for."""
+    preemptions: int | None = None
+    bubble_ratio: float | None = None
+    """Share of the pipeline stages' time that passed idle while their group had work; 0 without pipelines."""
+    drops: int | None = None
+    """Plans that dropped layers."""
+    restores: int | None = None
+    """Plans that brought them back."""
+    migrations: int | None = None
+    """Requests moved between instances."""
+    gpus_peak: int | None = None
+    """Most GPUs in use at one instant."""
+    gpu_seconds: float | None = None
+    """GPUs in use, over the run."""
+
+
+def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, warm_up_s: float = 0.0) -> Summary:
+    """Return the figures of one run; seconds, tokens.
+
+    Args:
+        records: of all requests.
+        facts: of the system.
+        slo: what counts as in time; None leaves it out.
+        warm_up_s: requests that arrived before are left out, but not out of `facts`.
+    """
+    measured = records.select(records.arrival_s >= warm_up_s)
+    complete = measured.is_complete
+    summary: Summary = rounded(
+        {
+            "requests": len(measured),
+            "completed": int(complete.sum()),
+            "refused": int((~complete).sum()),
+            "ttft_s": spread(measured.ttft_s),
+            "tpot_s": spread(measured.tpot_s),
+            "qoe": _qoe(measured.qoe),
+            "slo": None if slo is None else _slo(measured, slo),
+            "throughput_tokens_per_s": _throughput(measured),
+            "kv_peak_ratio": facts.kv_peak_ratio,
+            "demand_over_capacity_peak": facts.demand_over_capacity_peak,
+            "preemptions": facts.preemptions,
+            "stall_s": _stall(measured.longest_gap_s),
+            **{
+                name: value
+                for name, value in asdict(facts).items()
+                if name not in {"kv_peak_ratio", "demand_over_capacity_peak", "preemptions"}
+            },
+        }
+    )
+    return summary
+
+
+def spread(values: F64) -> dict[str, float | None]:
+    """Return mean and percentiles of the values that are numbers; None without any."""
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return dict.fromkeys(("mean", *PERCENTILES))
+    ranks = np.percentile(known, list(PERCENTILES.values())).tolist()
+    return {"mean": float(known.mean()), **dict(zip(PERCENTILES, ranks, strict=True))}
+
+
+def in_time(records: Records, slo: Slo) -> dict[str, F64]:
+    """Return for `ttft`, `tpot` and `both` [n]: 1 where the request kept it, else 0."""
+    complete = records.is_complete
+    ttft = complete & (records.ttft_s <= slo.ttft_s)
+    tpot = complete & ((records.tpot_s <= slo.tpot_s) | (records.num_tokens == 1))
+    return {name: kept.astype(np.float64) for name, kept in (("ttft", ttft), ("tpot", tpot), ("both", ttft & tpot))}
+
+
+def rounded(tree: Any) -> Any:
+    """Return the tree with every float cut to six significant digits: beyond, platforms may differ."""
+    if isinstance(tree, Mapping):
+        return {key: rounded(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [rounded(value) for value in tree]
+    if isinstance(tree, float):
+        return float(f"{tree:.{SIGNIFICANT_DIGITS}g}")
+    return tree
+
+
+def _qoe(qoe: F64) -> dict[str, float | None]:
+    known = qoe[~np.isnan(qoe)]
+    if not known.size:
+        return dict.fromkeys(("mean", "p10", "share_ge_0_95"))
+    return {
+        "mean": float(known.mean()),
+        "p10": float(np.percentile(known, 10)),
+        "share_ge_0_95": float((known >= GOOD_QOE).mean()),
+    }
+
+
+def _slo(records: Records, slo: Slo) -> dict[str, float | None]:
+    kept = in_time(records, slo)
+    shares = {f"{name}_share": float(each.mean()) if len(records) else None for name, each in kept.items()}
+    return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **shares}
+
+
+def _throughput(records: Records) -> float | None:
+    """Return the output tokens per second from the first arrival to the last token."""
+    if not records.num_tokens.sum():
+        return None
+    return float(records.num_tokens.sum() / (np.nanmax(records.last_token_s) - records.arrival_s[0]))
+
+
+def _stall(longest_gap_s: F64) -> dict[str, float | None]:
+    known = longest_gap_s[~np.isnan(longest_gap_s)]
+    if not known.size:
+        return {"max": None, "p99": None}
+    return {"max": float(known.max()), "p99": float(np.percentile(known, 99))}

@@ -1,0 +1,125 @@
+"""Records and summaries against the definitions, token by token."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.experiment.records import UNFINISHED, Recorder, Records
+from sim.experiment.summary import Slo, SystemFacts, in_time, rounded, summarise
+from sluice_client.qoe import QoeTarget, final_qoe
+from tests.support.workloads import plain_workload
+
+TARGET = QoeTarget(1.0, 4.8)
+# gaps of an answer's tokens, the first after the arrival; several at once are 0 apart
+ANSWERS = st.lists(st.lists(st.floats(0, 20), max_size=30), min_size=1, max_size=8)
+
+
+def record(answers: list[list[float]], arrival_s: list[float] | None = None) -> Records:
+    """Return the records of answers with these gaps; one without a token failed."""
+    workload = plain_workload(arrival_s or list(range(len(answers))))
+    recorder = Recorder(workload)
+    for i, gaps in enumerate(answers):
+        for at_s in workload.arrival_s[i] + np.cumsum(gaps):
+            recorder.tokens(i, float(at_s))
+        recorder.end(i, "" if gaps else "queue_full")
+    return recorder.records()
+
+
+@given(ANSWERS)
+def test_every_request_has_the_figures_of_its_own_tokens(answers: list[list[float]]) -> None:
+    records = record(answers)
+    for i, gaps in enumerate(answers):
+        times = (np.cumsum(gaps)).tolist()
+        assert records.num_tokens[i] == len(times)
+        if not times:
+            assert np.isnan(records.ttft_s[i])
+            assert records.qoe[i] == 0
+            continue
+        assert records.ttft_s[i] == pytest.approx(times[0], abs=1e-9)
+        assert records.qoe[i] == pytest.approx(final_qoe(TARGET, times), abs=1e-9)
+        if len(times) == 1:
+            assert np.isnan(records.tpot_s[i])
+            assert np.isnan(records.longest_gap_s[i])
+        else:
+            assert records.tpot_s[i] == pytest.approx((times[-1] - times[0]) / (len(times) - 1), abs=1e-9)
+            assert records.longest_gap_s[i] == pytest.approx(max(b - a for a, b in pairwise(times)), abs=1e-9)
+
+
+@given(ANSWERS, st.data())
+def test_a_selection_has_the_figures_of_the_selected(answers: list[list[float]], data: st.DataObject) -> None:
+    records = record(answers)
+    wanted = np.array(data.draw(st.lists(st.booleans(), min_size=len(answers), max_size=len(answers))))
+    part = records.select(wanted)
+    for name in ("arrival_s", "ttft_s", "tpot_s", "longest_gap_s", "qoe", "last_token_s", "num_tokens"):
+        assert np.array_equal(getattr(part, name), getattr(records, name)[wanted], equal_nan=True), name
+    assert len(part.failure) == len(part)
+
+
+def test_tokens_that_come_together_are_as_if_each_was_noted() -> None:
+    workload = plain_workload([0.0])
+    one, three = Recorder(workload), Recorder(workload)
+    for _ in range(3):
+        one.tokens(0, 2.0)
+    three.tokens(0, 2.0, 3)
+    assert one.records().token_s.tolist() == three.records().token_s.tolist() == [2.0] * 3
+
+
+def test_what_never_ended_is_no_whole_answer() -> None:
+    recorder = Recorder(plain_workload([0.0, 1.0]))
+    recorder.tokens(0, 1.5)
+    recorder.end(1)
+    records = recorder.records()
+    assert records.failure == (UNFINISHED, "")
+    assert recorder.num_done == 1
+
+
+def test_a_reader_that_nobody_has_gives_no_qoe() -> None:
+    recorder = Recorder(plain_workload([0.0], has_reader=False))
+    recorder.tokens(0, 9.0)
+    recorder.end(0)
+    summary = summarise(recorder.records(), SystemFacts())
+    assert summary["qoe"] == {"mean": None, "p10": None, "share_ge_0_95": None}
+    assert summary["completed"] == 1
+
+
+def test_the_summary_counts_what_it_says() -> None:
+    """Four requests at 0, 1, 2, 3 s; the last fails. TTFT 1, 2, 3 s; two tokens each, 0.5, 1 and 1.5 s apart."""
+    records = record([[1.0, 0.5], [2.0, 1.0], [3.0, 1.5], []])
+    summary = summarise(records, SystemFacts(preemptions=7), slo=Slo(ttft_s=2.0, tpot_s=0.5))
+    assert (summary["requests"], summary["completed"], summary["refused"]) == (4, 3, 1)
+    assert summary["ttft_s"] == {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98, "p999": 2.998}
+    assert summary["tpot_s"]["mean"] == 1.0
+    assert summary["stall_s"] == {"max": 1.5, "p99": 1.49}
+    assert summary["throughput_tokens_per_s"] == pytest.approx(6 / 6.5, rel=1e-5)
+    assert summary["preemptions"] == 7
+    assert summary["slo"] == {"ttft_s": 2.0, "tpot_s": 0.5, "ttft_share": 0.5, "tpot_share": 0.25, "both_share": 0.25}
+
+
+def test_requests_before_the_warm_up_do_not_count() -> None:
+    records = record([[100.0], [1.0], [1.0]])
+    assert summarise(records, SystemFacts(), warm_up_s=1.0)["ttft_s"]["mean"] == 1.0
+    assert summarise(records, SystemFacts(), warm_up_s=1.0)["requests"] == 2
+
+
+def test_an_answer_of_one_token_keeps_any_time_per_token() -> None:
+    kept = in_time(record([[0.5], [0.5, 9.0]]), Slo(1.0, 1.0))
+    assert kept["both"].tolist() == [1.0, 0.0]
+
+
+def test_nothing_at_all_has_a_summary() -> None:
+    summary = summarise(record([[]]), SystemFacts(), slo=Slo(1, 1), warm_up_s=5.0)
+    assert summary["requests"] == 0
+    assert summary["ttft_s"]["p99"] is None
+    assert summary["throughput_tokens_per_s"] is None
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_rounding_keeps_six_digits_and_is_stable(value: float) -> None:
+    once = rounded({"a": [value]})["a"][0]
+    assert once == pytest.approx(value, rel=1e-5)
+    assert rounded(once) == once
