@@ -156,11 +156,13 @@ class QoeState:
             The instant at which the last of them is displayed.
         """
         assert count >= 1, "a delivery has at least one token"
-        ideal = self.target.ttft_s + self._num_tokens / self.target.speed_tokens_per_s
-        self._lag_s = max(self._lag_s, t_s - ideal)
+        target, lag_s = self.target, self._lag_s
+        ideal = target.ttft_s + self._num_tokens / target.speed_tokens_per_s
+        if t_s - ideal > lag_s:
+            lag_s = self._lag_s = t_s - ideal
         self._num_tokens += count
-        self._delay_s += count * self._lag_s
-        return self.last_s
+        self._delay_s += count * lag_s
+        return target.ttft_s + (self._num_tokens - 1) / target.speed_tokens_per_s + lag_s
 
     def qoe_at(self, t_s: float, *, finished: bool = False) -> float:
         """QoE as seen at `t_s` (at or after the last delivery), in [0, 1]; see the function of the same name."""

@@ -139,17 +139,19 @@ async def _serve(dispatcher: DispatcherService, request: NewRequest, reader: _Re
 class _Reader:
     """Takes the tokens of one request."""
 
-    __slots__ = ("begin_s", "index", "recorder")
+    __slots__ = ("begin_s", "index", "recorder", "times")
 
     def __init__(self, recorder: Recorder, index: int, begin_s: float) -> None:
         self.recorder = recorder
         self.index = index
         self.begin_s = begin_s
+        self.times = recorder.token_times(index)
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Note when they came."""
         del finish  # the session says how it ended
-        self.recorder.tokens(self.index, now_s - self.begin_s, len(token_ids))
+        for _ in token_ids:
+            self.times.append(now_s - self.begin_s)
         return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class Totals:
     """Sequences that ended, for whatever reason."""
     busy_s: float = 0.0
     """Time that the executor spent in the steps that succeeded, by its own clock."""
+
+
+_TOTALS = tuple(field.name for field in fields(Totals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +100,5 @@ def take_stats(engine: Engine) -> EngineStats:
         num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
         num_host_blocks=0 if host is None else host.num_blocks,
         num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
-        **asdict(engine.totals),
+        **{name: getattr(engine.totals, name) for name in _TOTALS},
     )

@@ -1,0 +1,140 @@
+"""Where the standard scenarios come from: the load of KunServe's section 5, raised until memory hurts.
+
+    python -m benchmarks.standard_loads --traces DIR [--factors 60 70 80 90 100 110] [--json FILE]
+
+Each factor is one run of `kunserve-v2` by `fcfs` and one by `oracle`. Between the grid's points the factors are halved
+in until the ratio of their P99 TTFT passes 2, 5 and 15: the names of the standard scenarios are its values there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.harness import machine, print_table
+from cli.simulate.jobs import Job, run_jobs
+from sim.scenarios.files import load_scenario
+
+BASELINE, ORACLE = "fcfs", "oracle"
+TARGETS = (2.0, 5.0, 15.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load and what it does."""
+
+    upscale: float
+    requests_per_s: float
+    baseline_ttft_p99_s: float
+    oracle_ttft_p99_s: float
+    mean_use: float
+    """KV that sequences hold where memory is unlimited, over what there is: mean over the arrivals' time."""
+    peak_use: float
+
+    @property
+    def ratio(self) -> float:
+        """P99 TTFT of the baseline, over the oracle's."""
+        return self.baseline_ttft_p99_s / self.oracle_ttft_p99_s
+
+
+class Sweep:
+    """Runs loads, each once."""
+
+    def __init__(self, scenario_name: str, traces: Path, seed: int) -> None:
+        self._scenario = load_scenario(scenario_name)
+        self._traces = traces
+        self._seed = seed
+        self.points: dict[float, Point] = {}
+
+    def point(self, upscale: float) -> Point:
+        """Return what a load does."""
+        if upscale not in self.points:
+            self.points[upscale] = self._measure(upscale)
+        return self.points[upscale]
+
+    def _measure(self, upscale: float) -> Point:
+        scenario = self._scenario.with_overrides(upscale=upscale)
+        jobs = [Job(scenario, system, self._seed, self._traces, keep_result=True) for system in (BASELINE, ORACLE)]
+        baseline, oracle = run_jobs(jobs, 2)
+        assert oracle.result is not None, "asked for"
+        samples = oracle.result.samples
+        assert samples is not None, "a simulated run has samples"
+        during = samples.at_s <= scenario.duration_s
+        use = samples.used_blocks[during] / samples.num_blocks[during]
+        point = Point(
+            upscale=upscale,
+            requests_per_s=len(oracle.result.records) / scenario.duration_s,
+            baseline_ttft_p99_s=baseline.summary["ttft_s"]["p99"],
+            oracle_ttft_p99_s=oracle.summary["ttft_s"]["p99"],
+            mean_use=float(use.mean()),
+            peak_use=float(use.max()),
+        )
+        walls = f"{baseline.wall_s:.0f} and {oracle.wall_s:.0f} s"
+        print(f"upscale {upscale:g}: ratio {point.ratio:.2f}, mean use {point.mean_use:.1%} ({walls})", flush=True)
+        return point
+
+    def find(self, target: float, factors: list[float], step: float) -> Point | None:
+        """Return the smallest load, to a step, whose ratio is at least the target; None if none of the factors is."""
+        above = next((factor for factor in factors if self.point(factor).ratio >= target), None)
+        if above is None:
+            return None
+        below = max((factor for factor in factors if factor < above), default=above)
+        while above - below > step:
+            middle = round((above + below) / 2 / step) * step
+            if middle in (above, below):
+                break
+            if self.point(middle).ratio >= target:
+                above = middle
+            else:
+                below = middle
+        return self.point(above)
+
+
+def main() -> None:
+    """Sweep, print the table and the points."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True, help="folder with burstgpt_640s.csv")
+    parser.add_argument("--scenario", default="kunserve-v2")
+    parser.add_argument("--factors", type=float, nargs="+", default=[60.0, 70.0, 80.0, 90.0, 100.0, 110.0])
+    parser.add_argument("--step", type=float, default=1.0, help="how close the points are found")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    sweep = Sweep(chosen.scenario, chosen.traces, chosen.seed)
+    factors = sorted(chosen.factors)
+    for factor in factors:
+        sweep.point(factor)
+    found = {target: sweep.find(target, factors, chosen.step) for target in TARGETS}
+    print_table(
+        f"{chosen.scenario}, seed {chosen.seed} ({machine()})",
+        ("upscale", "requests/s", f"{BASELINE} P99 TTFT, s", f"{ORACLE}, s", "ratio", "mean KV use", "peak"),
+        [
+            (
+                f"{point.upscale:g}",
+                f"{point.requests_per_s:.1f}",
+                f"{point.baseline_ttft_p99_s:.3f}",
+                f"{point.oracle_ttft_p99_s:.3f}",
+                f"{point.ratio:.2f}",
+                f"{point.mean_use:.1%}",
+                f"{point.peak_use:.0%}",
+            )
+            for point in sorted(sweep.points.values(), key=lambda point: point.upscale)
+        ],
+    )
+    for target, point in found.items():
+        print(
+            f"ratio {target:g}: "
+            + ("not reached" if point is None else f"upscale {point.upscale:g} ({point.ratio:.2f})")
+        )
+    if chosen.json is not None:
+        document = {
+            "points": [asdict(point) for point in sweep.points.values()],
+            "found": {f"{target:g}": None if point is None else point.upscale for target, point in found.items()},
+        }
+        chosen.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
