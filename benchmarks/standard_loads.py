@@ -59,13 +59,14 @@ class Sweep:
         jobs = [Job(scenario, system, self._seed, self._traces, keep_result=True) for system in (BASELINE, ORACLE)]
         baseline, oracle = run_jobs(jobs, 2)
         assert oracle.result is not None, "asked for"
-        samples = oracle.result.samples
+        samples, duration_s = oracle.result.samples, scenario.duration_s
         assert samples is not None, "a simulated run has samples"
-        during = samples.at_s <= scenario.duration_s
+        assert duration_s is not None, "the scenario says how long requests come"
+        during = samples.at_s <= duration_s
         use = samples.used_blocks[during] / samples.num_blocks[during]
         point = Point(
             upscale=upscale,
-            requests_per_s=len(oracle.result.records) / scenario.duration_s,
+            requests_per_s=len(oracle.result.records) / duration_s,
             baseline_ttft_p99_s=baseline.summary["ttft_s"]["p99"],
             oracle_ttft_p99_s=oracle.summary["ttft_s"]["p99"],
             mean_use=float(use.mean()),
