@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from cli.bench.options import POSITIVE_INT, Positive
-from cli.simulate.options import Pairs
+from cli.simulate.options import numbers
 
 _EPILOG: Final = """\b
 Examples:
@@ -35,8 +35,10 @@ The exit code is 1 if a request failed, 2 if the trace is none, 3 if nothing ans
 @click.option("--lengths", metavar="NAME", default="", help="Distribution of lengths. [the trace's own lengths]")
 @click.option("--duration", "duration_s", metavar="S", type=Positive(), help="Seconds of arrivals. [the whole trace]")
 @click.option("--warm-up", "warm_up_s", metavar="S", type=click.FloatRange(0), default=0.0, help="Do not count. [0]")
-@click.option("--reader", metavar="ttft=S,speed=R", type=Pairs(("ttft", "speed")), help="For QoE. [ttft=1,speed=4.8]")
-@click.option("--slo", metavar="ttft=S,tpot=S", type=Pairs(("ttft", "tpot")), help="What is in time.")
+@click.option(
+    "--reader", metavar="ttft=S,speed=R", callback=numbers("ttft", "speed"), help="For QoE. [ttft=1,speed=4.8]"
+)
+@click.option("--slo", metavar="ttft=S,tpot=S", callback=numbers("ttft", "tpot"), help="What is in time.")
 @click.option("--vocab", metavar="N", type=POSITIVE_INT, help="Prompts are of token ids below N. [100]")
 @click.option("--seed", metavar="N", type=click.IntRange(min=0), default=0, help="Of lengths and prompts. [0]")
 @click.option("--timeout-s", metavar="S", type=Positive(), default=600.0, help="Limit of a request. [600]")

@@ -42,7 +42,7 @@ one instance less than the answer was tried, too. The exit code is 1 if not even
 """
 
 
-def _numbers(*needed: str, optional: tuple[str, ...] = ()) -> Callable[..., dict[str, float] | None]:
+def numbers(*needed: str, optional: tuple[str, ...] = ()) -> Callable[..., dict[str, float] | None]:
     """Return a callback that reads `name=number,name=number` with these names."""
     known = (*needed, *optional)
 
@@ -98,7 +98,7 @@ _LOAD: Final = (
     ),
     click.option("--max-batch-tokens", metavar="N", type=POSITIVE_INT, help="Tokens of one step."),
     click.option("--max-batch-rows", metavar="N", type=POSITIVE_INT, help="Sequences of one step."),
-    click.option("--reader", metavar="ttft=S,speed=R", callback=_numbers("ttft", "speed"), help="What QoE expects."),
+    click.option("--reader", metavar="ttft=S,speed=R", callback=numbers("ttft", "speed"), help="What QoE expects."),
     click.option(
         "--seed",
         "seeds",
@@ -115,7 +115,7 @@ _LOAD: Final = (
     click.option("--quiet", is_flag=True, help="Show no progress."),
 )
 _slo = click.option(
-    "--slo", metavar="ttft=S,tpot=S", callback=_numbers("ttft", "tpot", optional=("share",)), help="What is in time."
+    "--slo", metavar="ttft=S,tpot=S", callback=numbers("ttft", "tpot", optional=("share",)), help="What is in time."
 )
 _instances = click.option(
     "--instances", metavar="N|auto", callback=_number_or_auto, help="Instances; auto: as many as --slo needs."
