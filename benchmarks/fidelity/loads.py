@@ -75,7 +75,7 @@ def sequential(count: int, num_prompt: int, num_output: int, gap_s: float, seed:
     """Return equal requests, one every `gap_s`: on an idle server none meets another."""
     return Workload(
         name="idle",
-        arrival_s=np.arange(count) * gap_s,
+        arrival_s=np.arange(count, dtype=np.float64) * gap_s,
         num_prompt=np.full(count, num_prompt, dtype=np.int32),
         num_output=np.full(count, num_output, dtype=np.int32),
         qoe_ttft_s=np.full(count, READER_TTFT_S),
