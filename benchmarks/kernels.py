@@ -1,8 +1,9 @@
-"""The native kernels beside something else, step by step in turn: torch's operators, or themselves without huge pages.
+"""The native kernels beside something else, step by step in turn.
 
-    python -m benchmarks.kernels --model FOLDER --against torch|small-pages [--dtype bfloat16] [--threads 2]
+    python -m benchmarks.kernels --model FOLDER --against torch|small-pages|LIBRARY.so [--dtype bfloat16] [--threads 2]
 
-Two runners over the same checkpoint are open in one process and compute the same steps alternately. Times are the
+Something else is torch's operators, the kernels without huge pages, or another build of them, such as one of an older
+version's sources. Two runners over the same checkpoint are open in one process and compute the same steps alternately. Times are the
 best of all rounds, since others may use the machine; the ratio is above 1 where the native kernels (with huge pages)
 are faster. Against torch a second table shows the largest product of the layers by itself, GFLOP/s: the part `mlp up`
 of the native step, activation included, and torch's `linear` on the same matrices.
@@ -24,6 +25,7 @@ from benchmarks.harness import machine, print_table
 from benchmarks.step_profile import make_batch
 from services.worker.executor.model_runner import ModelRunner, RunnerSettings
 from services.worker.executor.runner import load_runner
+from services.worker.native.library import NativeLibrary
 from services.worker.native.structures import PARTS
 
 STEPS = ((1, 1), (8, 1), (32, 1), (64, 1), (1, 512))
@@ -49,6 +51,10 @@ def open_other(arguments: argparse.Namespace) -> ModelRunner:
     """Return what is compared with the native kernels."""
     if arguments.against == "torch":
         return open_runner(arguments, "torch")
+    if arguments.against != "small-pages":
+        library = NativeLibrary(Path(arguments.against).resolve(), "other")
+        with patch("services.worker.executor.kernels.open_library", return_value=library):
+            return open_runner(arguments, "native")
     with patch(f"{USERS_OF_HUGE_PAGES[0]}.advise_huge_pages"), patch(f"{USERS_OF_HUGE_PAGES[1]}.advise_huge_pages"):
         return open_runner(arguments, "native")
 
@@ -89,7 +95,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--against", choices=["torch", "small-pages"], required=True)
+    parser.add_argument("--against", metavar="torch|small-pages|LIBRARY.so", required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=192, help="tokens before the decoded one")
@@ -104,7 +110,7 @@ def main() -> None:
     print_table(
         f"A step, ms: {runners[0].info.kernels}, {arguments.dtype}, {arguments.threads} threads, "
         f"context {arguments.context} ({machine()})",
-        ["step", "native", arguments.against, "ratio"],
+        ["step", "native", Path(arguments.against).name, "ratio"],
         lines,
     )
     if arguments.against == "torch":
