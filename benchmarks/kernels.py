@@ -3,10 +3,10 @@
     python -m benchmarks.kernels --model FOLDER --against torch|small-pages|LIBRARY.so [--dtype bfloat16] [--threads 2]
 
 Something else is torch's operators, the kernels without huge pages, or another build of them, such as one of an older
-version's sources. Two runners over the same checkpoint are open in one process and compute the same steps alternately. Times are the
-best of all rounds, since others may use the machine; the ratio is above 1 where the native kernels (with huge pages)
-are faster. Against torch a second table shows the largest product of the layers by itself, GFLOP/s: the part `mlp up`
-of the native step, activation included, and torch's `linear` on the same matrices.
+version's sources. Two runners over the same checkpoint are open in one process and compute the same steps alternately.
+Times are the best of all rounds, since others may use the machine; the ratio is above 1 where the native kernels are
+faster. Against torch a second table shows the largest product of the layers by itself, GFLOP/s: the part `mlp up` of
+the native step, activation included, and torch's `linear` on the same matrices.
 """
 
 from __future__ import annotations
