@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Any
 
 from cli.bench.workload import Planned
 from shared.errors import StartupError
+from sim.workload import trace as trace_file
 
-_COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
 _ASKS = ("human", "user")
 
 
@@ -38,27 +36,9 @@ def read_trace(path: Path) -> list[Planned]:
     Raises:
         StartupError: the file cannot be read or is no trace.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise StartupError(f"the trace {path} cannot be read: {error}", "Name a .csv file with --dataset") from error
-    if not rows or any(column not in rows[0] for column in _COLUMNS):
-        raise StartupError(f"{path} is no trace", f"It needs the columns {', '.join(_COLUMNS)}, and a row")
-    try:
-        planned = [_trace_row(row) for row in rows]
-    except (TypeError, ValueError) as error:
-        hint = "Every row has a time in seconds and two counts of at least 1"
-        raise StartupError(f"{path} has a row that is no request: {error}", hint) from error
-    planned.sort(key=lambda request: request.arrival_s)
-    return [Planned(p.arrival_s - planned[0].arrival_s, p.num_input, p.num_output) for p in planned]
-
-
-def _trace_row(row: dict[str, str]) -> Planned:
-    arrival_s, num_input, num_output = float(row["arrival_s"]), int(row["input_tokens"]), int(row["output_tokens"])
-    if not math.isfinite(arrival_s) or num_input < 1 or num_output < 1:
-        raise ValueError(", ".join(str(row[column]) for column in _COLUMNS))
-    return Planned(arrival_s, num_input, num_output)
+    trace = trace_file.read_trace(path)
+    columns = (trace.arrival_s.tolist(), trace.num_prompt.tolist(), trace.num_output.tolist())
+    return [Planned(*request) for request in zip(*columns, strict=True)]
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sim.workload.trace import dealt, upscaled
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -45,16 +47,11 @@ def arrive_at(planned: Sequence[Planned], rate_per_s: float, rng: np.random.Gene
 def upscale(planned: Sequence[Planned], factor: float, rng: np.random.Generator) -> list[Planned]:
     """Return a trace with `factor` times the load and the same pattern in time.
 
-    Every arrival is emitted floor(factor) times, and once more with probability frac(factor); the requests are dealt
-    onto these times in their original order, again from the first one when they are used up.
-
-    Source: TraceUpscaler (EuroSys 2024, DOI 10.1145/3627703.3629581); deviations: records are repeated rather than the
-    window cut when they run out.
+    Requests are dealt onto the new instants in their order (`sim.workload.trace`).
     """
-    whole, part = math.floor(factor), factor - math.floor(factor)
-    copies = whole + (rng.random(len(planned)) < part)
-    times = [request.arrival_s for request, count in zip(planned, copies.tolist(), strict=True) for _ in range(count)]
-    return [replace(planned[i % len(planned)], arrival_s=time_s) for i, time_s in enumerate(times)]
+    times = upscaled(np.array([request.arrival_s for request in planned]), factor, rng)
+    chosen = dealt(len(planned), times.size).tolist()
+    return [replace(planned[i], arrival_s=time_s) for i, time_s in zip(chosen, times.tolist(), strict=True)]
 
 
 def first(planned: Sequence[Planned], count: int) -> list[Planned]:

@@ -91,10 +91,10 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     ("text", "reason"),
     [
         ("a,b\n1,2\n", "is no trace"),
-        ("arrival_s,input_tokens,output_tokens\n", "is no trace"),
-        ("arrival_s,input_tokens,output_tokens\n1.0,0,5\n", "1.0, 0, 5"),
-        ("arrival_s,input_tokens,output_tokens\nnan,1,5\n", "nan, 1, 5"),
-        ("arrival_s,input_tokens,output_tokens\n1.0,3\n", "a row that is no request"),
+        ("arrival_s,input_tokens,output_tokens\n", "holds no request"),
+        ("arrival_s,input_tokens,output_tokens\n1.0,0,5\n", "line 2: input_tokens is '0'"),
+        ("arrival_s,input_tokens,output_tokens\nnan,1,5\n", "line 2: arrival_s is 'nan'"),
+        ("arrival_s,input_tokens,output_tokens\n1.0,3\n", "line 2: output_tokens is ''"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, text: str, reason: str) -> None:
