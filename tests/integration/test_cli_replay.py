@@ -58,7 +58,7 @@ def test_a_trace_reaches_a_live_cluster_token_by_token(tmp_path: Path) -> None:
     found = comparison["systems"]["sluice"]
     assert (found["requests"], found["completed"], found["refused"]) == (40, 40, 0)
     assert found["slo"]["both_share"] == 1.0
-    assert 0 < found["kv_peak_ratio"] <= 1
+    assert 0 <= found["kv_peak_ratio"] <= 1  # looked at twice a second: short answers may pass between
     assert found["demand_over_capacity_peak"] >= found["kv_peak_ratio"]
     assert (found["preemptions"], found["gpus_peak"], found["gpu_seconds"]) == (0, 0, 0.0)
     assert found["bubble_ratio"] is None
