@@ -36,3 +36,5 @@ class RunResult:
     facts: SystemFacts
     samples: Samples | None = None
     """None where nobody looked into the system while it ran."""
+    num_steps: int | None = None
+    """Steps of all engines; None where nobody counted them."""

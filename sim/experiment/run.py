@@ -101,7 +101,8 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
         facts = sampler.facts()
         await asyncio.sleep(SETTLE_S)
         cluster.check_idle()
-    return RunResult(recorder.records(), facts, sampler.samples())
+        num_steps = sum(worker.service.engine.stats.num_steps for worker in cluster.workers)
+    return RunResult(recorder.records(), facts, sampler.samples(), num_steps)
 
 
 async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> None:
