@@ -34,7 +34,11 @@ _BLOCKS = (
     "tests/unit/test_engine_prefix.py",
     "tests/sim/test_engine_properties.py",
 )
-_SESSION = ("tests/unit/test_dispatcher_sessions.py", "tests/unit/test_dispatcher_forks.py")
+_SESSION = (
+    "tests/unit/test_dispatcher_session.py",
+    "tests/unit/test_dispatcher_sessions.py",
+    "tests/unit/test_dispatcher_forks.py",
+)
 _WORKER = ("tests/sim/test_worker_service.py", "tests/unit/test_worker_emitter.py", "tests/sim/test_worker_sampling.py")
 SUITES = {
     "services.worker.engine.blocks": _BLOCKS,

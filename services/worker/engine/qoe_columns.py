@@ -1,7 +1,7 @@
 """The O(1) form of QoE in the table's columns, advanced by one token for a whole batch.
 
-Source: Andes, section 2, in the form of `design/andes.md` section 1: deliver(d) sets last = max(d, last + 1/speed) and
-adds last - ideal to the sum of delays; times are seconds since the request's arrival.
+Source: Andes, section 2, kept as two sums (`sluice_client.qoe.QoeState`): deliver(d) sets last = max(d, last + 1/speed)
+and adds last - ideal to the sum of delays; times are seconds since the request's arrival.
 """
 
 from __future__ import annotations
