@@ -161,11 +161,11 @@ class Recorder:
 
     def tokens(self, index: int, at_s: float, count: int = 1) -> None:
         """Note that the next `count` tokens of a request came at this instant."""
-        self._tokens[index].extend([at_s] * count)
-
-    def token_times(self, index: int) -> array[float]:
-        """Return the instants of a request's tokens, to which whoever sees them come may append."""
-        return self._tokens[index]
+        tokens = self._tokens[index]
+        if count == 1:
+            tokens.append(at_s)
+        else:
+            tokens.extend([at_s] * count)
 
     def end(self, index: int, failure: str = "") -> None:
         """Note that a request ended; without a failure, it is complete."""

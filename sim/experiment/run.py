@@ -140,19 +140,17 @@ async def _serve(dispatcher: DispatcherService, request: NewRequest, reader: _Re
 class _Reader:
     """Takes the tokens of one request."""
 
-    __slots__ = ("begin_s", "index", "recorder", "times")
+    __slots__ = ("begin_s", "index", "recorder")
 
     def __init__(self, recorder: Recorder, index: int, begin_s: float) -> None:
         self.recorder = recorder
         self.index = index
         self.begin_s = begin_s
-        self.times = recorder.token_times(index)
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Note when they came."""
         del finish  # the session says how it ended
-        for _ in token_ids:
-            self.times.append(now_s - self.begin_s)
+        self.recorder.tokens(self.index, now_s - self.begin_s, len(token_ids))
         return True
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.session import NewRequest, Session
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId
@@ -57,38 +55,3 @@ def test_gaps_are_counted_between_tokens_and_not_before_the_first() -> None:
     _, number, total_s = gaps.snapshot()
     assert (number, total_s) == (3, 2.5)
     assert session.first_token_s == 101.0
-
-
-def test_the_short_way_of_the_next_token_does_what_the_long_one_does() -> None:
-    class Shown:
-        def __init__(self) -> None:
-            self.parts: list[tuple[list[int], FinishReason, float]] = []
-
-        def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-            self.parts.append((list(token_ids), finish, now_s))
-            return len(self.parts) < 4
-
-    def outcome(*, is_short: bool) -> tuple[object, ...]:
-        gaps, shown = GapHistogram(), Shown()
-        session = new_session(gaps)
-        session.attach(shown, 100.5)
-        for index, now_s in enumerate((101.0, 101.5, 103.5, 104.0)):
-            taken = (
-                session.receive_next(index, index + 5, now_s)
-                if is_short
-                else session.receive(index, [index + 5], NONE, now_s)
-            )
-            assert taken
-        counts = (session.num_delivered, session.first_token_s, session.last_token_s, session.progress_s)
-        return session.tokens, shown.parts, gaps.snapshot(), counts, session.was_stopped, session.ended.is_set()
-
-    assert outcome(is_short=True) == outcome(is_short=False)
-
-
-def test_the_short_way_refuses_what_is_not_the_next_token_and_leaves_all_as_it_was() -> None:
-    session = new_session()
-    assert not session.receive_next(1, 5, 101.0), "token 0 is missing"
-    session.receive(1, [6], NONE, 101.0)
-    assert not session.receive_next(0, 5, 101.0), "a later part is held"
-    assert session.tokens == []
-    assert session.first_token_s is None

@@ -328,29 +328,6 @@ class Session:
         self._take(first_index, token_ids, finish, now_s, logprobs)
         return True if not self.held else self._take_held(now_s)
 
-    def receive_next(self, first_index: int, token_id: int, now_s: float) -> bool:
-        """Do as `receive` does with what nearly every part is: the next token by itself, in a session without extras.
-
-        Returns:
-            False if it is anything else; nothing has happened then.
-        """
-        tokens = self.tokens
-        if first_index != len(tokens) or self.held or self.logprobs is not None:
-            return False
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-        else:
-            self._gaps.add(now_s - self.last_token_s)
-        self.last_token_s = self.progress_s = now_s
-        tokens.append(token_id)
-        if self.history.on_progress is not None:
-            self.history.on_progress.set()
-        if self.qoe is not None:
-            self.qoe.deliver(now_s - self.request.arrival_s)
-        if self.reader is not None:
-            self._deliver([token_id], FinishReason.NONE, now_s)
-        return True
-
     def _take(
         self,
         first_index: int,

@@ -117,26 +117,8 @@ class SessionTable:
             else:
                 if not session.history.has_started:
                     session.start(now_s)
-                if (
-                    finish
-                    or count != 1
-                    or extra is not None
-                    or not self._receive_next(session, first_index, tokens[start], now_s)
-                ):
-                    self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
+                self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
             start = stop
-
-    def _receive_next(self, session: Session, first_index: int, token_id: int, now_s: float) -> bool:
-        try:
-            return session.receive_next(first_index, token_id, now_s)
-        except Exception:
-            self._reader_failed(session)
-            return True
-
-    def _reader_failed(self, session: Session) -> None:
-        """Draw the boundary between one request's reader and everybody else's tokens."""
-        _log.exception("reader_failed", rid=session.request.request_id)
-        session.fail(FailureCode.INTERNAL)
 
     def receive(
         self,
@@ -158,8 +140,9 @@ class SessionTable:
                 if extra.cached_tokens is not None:
                     session.cached_tokens = extra.cached_tokens
                 complete = session.receive(first_index, token_ids, finish, now_s, extra.logprobs)
-        except Exception:
-            self._reader_failed(session)
+        except Exception:  # the boundary between one request's reader and everybody else's tokens
+            _log.exception("reader_failed", rid=session.request.request_id)
+            session.fail(FailureCode.INTERNAL)
             return
         if not complete:
             self._on_gap(session)
