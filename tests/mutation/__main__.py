@@ -37,9 +37,15 @@ _BLOCKS = (
 _SESSION = (
     "tests/unit/test_dispatcher_session.py",
     "tests/unit/test_dispatcher_sessions.py",
+    "tests/unit/test_dispatcher_recovery.py",
     "tests/unit/test_dispatcher_forks.py",
 )
-_WORKER = ("tests/sim/test_worker_service.py", "tests/unit/test_worker_emitter.py", "tests/sim/test_worker_sampling.py")
+_WORKER = (
+    "tests/sim/test_worker_service.py",
+    "tests/unit/test_worker_emitter.py",
+    "tests/sim/test_worker_leases.py",
+    "tests/sim/test_worker_sampling.py",
+)
 SUITES = {
     "services.worker.engine.blocks": _BLOCKS,
     "services.worker.engine.free_blocks": _BLOCKS,

@@ -15,12 +15,12 @@ from services.worker.engine.types import Batch
 from services.worker.executor.shadow_kv import expected_outputs
 from shared.bus import Message
 from shared.cost import CostModel
-from shared.ids import WorkerId
+from shared.ids import RequestId, WorkerId
 from shared.memory_bus import MemoryBroker
 from shared.messages.report import WorkerPhase, WorkerReport
-from shared.messages.request import RefusalReason, Refused
+from shared.messages.request import RefusalReason, Refused, Upload, Uploaded, pack_token_ids
 from shared.types import FinishReason
-from shared.wire import decode_json
+from shared.wire import decode, decode_json, encode
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams
 from tests.support.fake_dispatcher import FakeDispatcher, Stream
@@ -162,6 +162,83 @@ def test_of_too_many_cancelled_names_the_oldest_are_forgotten(monkeypatch: pytes
                 assert not await dispatcher.cancel(stream)
             answers = [await dispatcher.submit("w0", stream.submit) for stream in early]
             assert [isinstance(answer, Refused) for answer in answers] == [False, False, True, True, True]
+
+    in_virtual_time(test)
+
+
+def test_a_copy_of_a_submission_that_has_ended_or_was_followed_is_refused_with_the_newest_attempt() -> None:
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            first = dispatcher.make([300], 2, request_id="r")
+            second = first.model_copy(update={"attempt": 2})
+            stream = await dispatcher.submit("w0", second)
+            assert isinstance(stream, Stream)
+            late = await dispatcher.submit("w0", first)
+            await stream.ended.wait()
+            copy = await dispatcher.submit("w0", second)
+            for answer in (late, copy):
+                assert isinstance(answer, Refused)
+                assert (answer.reason, answer.newest_attempt) == (RefusalReason.DUPLICATE, 2)
+
+    in_virtual_time(test)
+
+
+def test_of_too_many_names_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_REMEMBERED", 3)
+
+    async def test() -> None:
+        async with one_worker() as (_, dispatcher, _):
+            submits = []
+            for i in range(5):
+                submits.append(dispatcher.make([300], 2, request_id=f"r{i}"))
+                stream = await dispatcher.submit("w0", submits[-1])
+                assert isinstance(stream, Stream)
+                await stream.ended.wait()
+            copies = [await dispatcher.submit("w0", submit) for submit in reversed(submits)]
+            newest = [copy.newest_attempt for copy in copies if isinstance(copy, Refused)]
+            assert newest == [1, 1, 1, 0, 0], "the engine knows what has ended, but no attempt's number"
+
+    in_virtual_time(test)
+
+
+def test_parts_of_a_long_prompt_are_taken_while_the_worker_takes_requests() -> None:
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, broker):
+            bus, subject = broker.connect("d1"), dispatcher.subjects.submit(WorkerId("w0"))
+
+            async def upload(name: str, offset: int, data: bytes) -> int:
+                part = Upload(request_id=RequestId(name), attempt=1, offset=offset, data=data)
+                return decode(await bus.request(subject, encode(part), timeout_s=5), Uploaded).num_bytes
+
+            whole = dispatcher.make([300, 301, 302], 5, request_id="r").model_copy(
+                update={"generated": pack_token_ids([400, 401])}
+            )
+            data = whole.prompt + whole.generated
+            assert [await upload("r", 0, data[:8]), await upload("r", 8, data[8:])] == [8, 20]
+            sizes = (len(whole.prompt), len(whole.generated))
+            empty = whole.model_copy(update={"prompt": b"", "generated": b"", "uploaded": sizes})
+            stream = await dispatcher.submit("w0", empty)
+            assert isinstance(stream, Stream)
+            stream.tokens += [400, 401]
+            await stream.ended.wait()
+            known = np.array([300, 301, 302, 400, 401], dtype=np.int32)
+            whole_text = expected_outputs(known[:3], known[3:], 5, whole.sampling.seed, worker.draw)
+            assert stream.tokens == whole_text.tolist()
+            await worker.service.drain(1.0)
+            assert await upload("late", 0, b"1234") == 0
+
+    in_virtual_time(test)
+
+
+def test_a_request_is_as_old_as_its_submission_says() -> None:
+    async def test() -> None:
+        async with one_worker() as (worker, dispatcher, _):
+            submit = dispatcher.make([300], 50).model_copy(update={"age_s": 7.0})
+            now_s = asyncio.get_running_loop().time()
+            assert isinstance(await dispatcher.submit("w0", submit), Stream)
+            engine = worker.service.engine
+            row = engine.row_of[submit.request_id, 1]
+            assert engine.table.arrival_s[row] == pytest.approx(now_s - 7.0, abs=0.1)
 
     in_virtual_time(test)
 

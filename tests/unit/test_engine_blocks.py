@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.blocks import BlockManager
+from services.worker.engine.free_blocks import FreeBlocks
 from services.worker.engine.types import I32
 
 
@@ -257,3 +258,56 @@ def test_blocks_are_never_lost_or_doubled_and_free_as_foretold(seed: int) -> Non
         blocks.unpin(owner)
     free = blocks._free_blocks
     assert sorted([*free.blank_ids.tolist(), *free.kept_ids.tolist()]) == list(range(24))
+
+
+def test_blocks_are_in_use_while_a_row_holds_them_or_somebody_pins_them() -> None:
+    blocks = manager()
+    held = extend(blocks, 0, 12)
+    blocks.pin(ids(held[0]), "owner")
+    assert blocks.in_use(ids(0, 1, 2, 3)) == 3
+    blocks.release(0)
+    assert blocks.in_use(ids(0, 1, 2, 3)) == 1
+    blocks.unpin("owner")
+    assert blocks.in_use(ids(0, 1, 2, 3)) == 0
+
+
+def test_blocks_that_lose_their_memory_are_announced() -> None:
+    blocks, lost = manager(), list[int]()
+    blocks.on_lost = lambda gone: lost.extend(gone.tolist())
+    blocks.set_usable(ids(6, 7), usable=False)
+    assert lost == [6, 7]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_free_blocks_equal_two_lists(seed: int) -> None:
+    """Blank ids are a stack, kept ones a queue behind it; the arrays' ends are met several times."""
+    random = np.random.default_rng(seed)
+    size = int(random.integers(1, 9))
+    free = FreeBlocks(size)
+    blank, kept, out = list(range(size - 1, -1, -1)), list[int](), list[int]()
+    for _ in range(400):
+        assert len(free) == len(blank) + len(kept)
+        assert (free.blank_ids.tolist(), free.kept_ids.tolist()) == (blank, kept)
+        count = int(random.integers(0, 4))
+        match int(random.integers(5)):
+            case 0:
+                blank += out[:count]
+                free.put_blank(ids(*out[:count]))
+                del out[:count]
+            case 1 | 2:
+                kept += out[:count]
+                free.put_kept(ids(*out[:count]))
+                del out[:count]
+            case 3 if kept:
+                chosen = [int(x) for x in random.permutation(kept)[:count]]
+                kept = [each for each in kept if each not in chosen]
+                free.take_out(ids(*chosen))
+                out += chosen
+            case _ if len(free) >= count:
+                expected = blank[::-1][:count]
+                lost = kept[: count - len(expected)]
+                taken, gone = free.take(count)
+                assert (taken.tolist(), gone.tolist()) == (expected + lost, lost)
+                del blank[len(blank) - len(expected) :]
+                del kept[: len(lost)]
+                out += expected + lost

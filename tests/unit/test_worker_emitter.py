@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import numpy as np
 
 from services.worker.emitter import MAX_QUEUED_MESSAGES, Emitter
 from services.worker.engine.events import RowExtra, StepEvents
-from shared.bus import Message
+from shared.bus import Bus, BusError, Message
 from shared.ids import DispatcherId, WorkerId
 from shared.memory_bus import MemoryBroker
 from shared.stream_extras import StreamExtra, TokenLogprob
@@ -111,3 +112,38 @@ def test_of_too_many_messages_that_wait_the_oldest_are_dropped() -> None:
         return got
 
     assert run(test()) == list(range(3, MAX_QUEUED_MESSAGES + 3))
+
+
+class _SlowBus:
+    """Takes a message when it is let, or refuses it."""
+
+    max_payload_bytes = 2**20
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.may_go = asyncio.Event()
+        self.refuses = refuses
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        del subject, data
+        await self.may_go.wait()
+        if self.refuses:
+            raise BusError("not connected")
+
+
+def test_a_message_that_the_bus_has_not_taken_yet_is_not_done_and_one_that_it_refuses_is_dropped() -> None:
+    async def test(*, refuses: bool) -> int:
+        bus = _SlowBus(refuses=refuses)
+        emitter = Emitter(WorkerId("w0"), SUBJECTS, cast("Bus", bus))
+        emitter.emit(events([emitter.channel(DispatcherId("d0"))], [5], ()))
+        sender = asyncio.create_task(emitter.run())
+        await asyncio.sleep(1)
+        idle = [emitter.idle]
+        bus.may_go.set()
+        await asyncio.sleep(1)
+        idle.append(emitter.idle)
+        assert idle == [False, True]
+        sender.cancel()
+        return emitter.num_dropped
+
+    assert run(test(refuses=False)) == 0
+    assert run(test(refuses=True)) == 1
