@@ -1,9 +1,12 @@
 """How fast the simulator runs a scenario, and where its time goes.
 
-    python -m benchmarks.simulation [--scenario kunserve-v2 --traces DIR] [--system fcfs] [--duration S] [--profile]
+    python -m benchmarks.simulation [--scenario kunserve-v2 --traces DIR] [--system fcfs] [--duration S] \
+        [--profile] [--spans]
 
 Processor seconds of one process, so that others on the machine matter less. A step is one of the engine's, a token one
 that a reader got. `--profile` runs it once more under the profiler, which lengthens calls and so shows shares only.
+`--spans` runs it once more and counts the steps that nothing but decoding happens in: those that a simulator could let
+go by together.
 """
 
 from __future__ import annotations
@@ -13,10 +16,15 @@ import cProfile
 import pstats
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.harness import machine, print_table
+from services.worker.engine.engine import Engine
+from services.worker.engine.events import StepEvents
+from services.worker.engine.types import Batch, BatchOutput
 from shared.log import only_from
 from sim.experiment.result import RunResult
 from sim.experiment.run import run_workload
@@ -69,6 +77,40 @@ def _part_of(file: str) -> str:
     return next((part for part, prefixes in PARTS if name.startswith(prefixes)), "other")
 
 
+@dataclass
+class Spans:
+    """Steps of all engines, by what they have in common with the step before of the same engine."""
+
+    num_steps: int = 0
+    num_same_rows: int = 0
+    """Decodes of the same sequences: none came, ended or is computing its prompt."""
+    num_same_blocks: int = 0
+    """Of these, the steps in which no sequence needed a new block either."""
+    _rows: dict[int, bytes] = field(default_factory=dict)
+
+    def note(self, engine: Engine, batch: Batch) -> None:
+        """Count a step that was taken in."""
+        rows = batch.rows.tobytes() if (batch.num_tokens == 1).all() else b""
+        same = bool(rows) and self._rows.get(id(engine)) == rows
+        self._rows[id(engine)] = rows
+        self.num_steps += 1
+        self.num_same_rows += same
+        self.num_same_blocks += same and not batch.table_delta.row.size
+
+
+def count_spans(scenario: Scenario, system: str, seed: int, traces: Path | None) -> Spans:
+    """Run once and count."""
+    spans, absorb = Spans(), Engine.absorb
+
+    def counting(engine: Engine, batch: Batch, output: BatchOutput, now_s: float) -> StepEvents:
+        spans.note(engine, batch)
+        return absorb(engine, batch, output, now_s)
+
+    with patch.object(Engine, "absorb", counting):
+        run(scenario, system, seed, traces)
+    return spans
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,6 +120,7 @@ def main() -> None:
     parser.add_argument("--duration", type=float, help="seconds of arrivals [the scenario's]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--spans", action="store_true")
     chosen = parser.parse_args()
     scenario = load_scenario(chosen.scenario)
     if chosen.duration is not None:
@@ -111,6 +154,20 @@ def measure(scenario: Scenario, chosen: argparse.Namespace) -> None:
         profile.disable()
         rows = [(part, f"{share:.1%}") for part, share in shares(profile)]
         print_table("Where the time goes", ("part", "share"), rows)
+    if chosen.spans:
+        spans = count_spans(scenario, chosen.system, chosen.seed, chosen.traces)
+        counts = (spans.num_same_rows, spans.num_same_blocks)
+        print_table(
+            "Steps in which nothing but decoding happens",
+            ("steps", "same sequences as before", "and no new block", "steps per change", "or block"),
+            [
+                (
+                    str(spans.num_steps),
+                    *(f"{count / spans.num_steps:.1%}" for count in counts),
+                    *(f"{spans.num_steps / (spans.num_steps - count):.2f}" for count in counts),
+                )
+            ],
+        )
 
 
 if __name__ == "__main__":

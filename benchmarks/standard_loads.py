@@ -1,6 +1,6 @@
 """Where the standard scenarios come from: the load of KunServe's section 5, raised until memory hurts.
 
-    python -m benchmarks.standard_loads --traces DIR [--factors 60 70 80 90 100 110] [--json FILE]
+    python -m benchmarks.standard_loads --traces DIR [--factors 60 70 80 90 100 110] [--lengths NAME] [--json FILE]
 
 Each factor is one run of `kunserve-v2` by `fcfs` and one by `oracle`. Between the grid's points the factors are halved
 in until the ratio of their P99 TTFT passes 2, 5 and 15: the names of the standard scenarios are its values there.
@@ -42,8 +42,8 @@ class Point:
 class Sweep:
     """Runs loads, each once."""
 
-    def __init__(self, scenario_name: str, traces: Path, seed: int) -> None:
-        self._scenario = load_scenario(scenario_name)
+    def __init__(self, scenario_name: str, traces: Path, seed: int, lengths: str | None = None) -> None:
+        self._scenario = load_scenario(scenario_name).with_overrides(lengths=lengths)
         self._traces = traces
         self._seed = seed
         self.points: dict[float, Point] = {}
@@ -99,11 +99,12 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder with burstgpt_640s.csv")
     parser.add_argument("--scenario", default="kunserve-v2")
     parser.add_argument("--factors", type=float, nargs="+", default=[60.0, 70.0, 80.0, 90.0, 100.0, 110.0])
+    parser.add_argument("--lengths", help="other lengths than the scenario's, as in its files")
     parser.add_argument("--step", type=float, default=1.0, help="how close the points are found")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    sweep = Sweep(chosen.scenario, chosen.traces, chosen.seed)
+    sweep = Sweep(chosen.scenario, chosen.traces, chosen.seed, chosen.lengths)
     factors = sorted(chosen.factors)
     for factor in factors:
         sweep.point(factor)

@@ -32,6 +32,8 @@ FLAG_OF_MACRO = {
     "__LAHF_SAHF__": "lahf_lm",
     "__GCC_HAVE_SYNC_COMPARE_AND_SWAP_16": "cx16",
     "__AVX512BF16__": "avx512_bf16",
+    "__AMX_TILE__": "amx_tile",
+    "__AMX_BF16__": "amx_bf16",
 } | {f"__{name.upper()}__": name for name in ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "movbe")}
 FLAG_OF_MACRO |= {f"__AVX512{name}__": f"avx512{name.lower()}" for name in ("F", "BW", "CD", "DQ", "VL")}
 FLAG_OF_MACRO["__BMI__"] = "bmi1"

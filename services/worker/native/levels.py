@@ -28,7 +28,10 @@ _V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"
 _AVX2 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
+_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+
 LEVELS = (
+    Level("amxbf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"), _AMX),
     Level("avx512bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
     Level("avx512", "x86_64", ("-march=x86-64-v4",), _AVX512),
     Level("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),

@@ -31,6 +31,9 @@ class NativeLibrary:
         found = self._library.sluice_abi()
         if found != ABI:
             raise OSError(f"{path.name} has ABI {found}, not {ABI}")
+        self._library.sluice_open.restype = ctypes.c_int32
+        if not self._library.sluice_open():
+            raise OSError(f"the system does not let this process use {level}")
         self.forward = self._function("sluice_forward", ctypes.POINTER(ModelArgs), ctypes.POINTER(StepArgs))
         """(model, step): run the step's layers, and the head for the rows that are sampled."""
         self.attend = self._function("sluice_attend", ctypes.POINTER(AttendArgs))

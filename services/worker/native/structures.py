@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-ABI = 4
+ABI = 5
 """`kAbi` of src/model.h."""
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p

@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "attention_tiles.h"
 #include "attention_work.h"
 #include "dot_tile.h"
 #include "model.h"
@@ -48,10 +49,16 @@ class Attention {
       run_by_splits(work);
       return;
     }
-    const int64_t units = static_cast<int64_t>(work.items().size()) * args_.kv_heads;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t unit = 0; unit < units; unit++)
-      attend(work.items()[unit / args_.kv_heads], unit % args_.kv_heads, work.scratch(omp_get_thread_num()));
+    const std::vector<Item>& items = work.items();
+    const int64_t num_items = static_cast<int64_t>(items.size()), units = num_items * args_.kv_heads;
+    const int64_t per_turn = num_items >= kSpread * omp_get_num_threads() ? args_.kv_heads : 1;
+#pragma omp for schedule(dynamic, per_turn)
+    for (int64_t unit = 0; unit < units; unit++) {
+      const int64_t place = unit / args_.kv_heads, kv_head = unit % args_.kv_heads;
+      const bool has_next = per_turn > 1 && place + 1 < num_items && items[place + 1].row != items[place].row;
+      Upcoming upcoming(*this, items[place], has_next ? &items[place + 1] : nullptr, kv_head);
+      attend(items[place], kv_head, work.scratch(omp_get_thread_num()), upcoming);
+    }
   }
 
  private:
@@ -66,6 +73,44 @@ class Attention {
     int count;
     const T* at[kMaxRows + 3];  // a tile may read past the end; those repeat the last one
     int64_t position[kMaxRows];
+  };
+
+  // The keys and values of the next row, all heads of them: every unit of a row asks for its share of them, little by
+  // little, so that the next row finds them in the second-level cache.
+  class Upcoming {
+   public:
+    Upcoming(const Attention& attention, const Item& present, const Item* next, int64_t kv_head) : args_(attention.args_) {
+      if (next == nullptr) return;
+      const int64_t first = attention.lowest_key(next->position), last = next->position + next->count - 1;
+      const int64_t count = std::min(last + 1 - first, kMost), heads = args_.kv_heads;
+      table_ = args_.rows.table(next->row);
+      at_ = first + count * kv_head / heads;
+      end_ = first + count * (kv_head + 1) / heads;
+      const int64_t num_keys = present.position + present.count - attention.lowest_key(present.position);
+      per_key_ = static_cast<float>(end_ - at_) / static_cast<float>(num_keys);
+    }
+
+    // Asks for as many as come to this number of keys.
+    void some(int64_t num_keys) {
+      due_ += per_key_ * static_cast<float>(num_keys);
+      const int64_t bytes = args_.kv_heads * args_.head_dim * static_cast<int64_t>(sizeof(T));
+      for (; due_ > 0.0f && at_ < end_; at_++, due_ -= 1.0f) {
+        const int64_t slot = table_[at_ / args_.block_size] * args_.block_size + at_ % args_.block_size;
+        const char* key = static_cast<const char*>(args_.keys) + slot * bytes;
+        const char* value = static_cast<const char*>(args_.values) + slot * bytes;
+        for (int64_t byte = 0; byte < bytes; byte += 64) {
+          __builtin_prefetch(key + byte, 0, 2);
+          __builtin_prefetch(value + byte, 0, 2);
+        }
+      }
+    }
+
+   private:
+    static constexpr int64_t kMost = 512;  // keys: what the cache keeps until they are used
+    const Attend& args_;
+    const int32_t* table_ = nullptr;
+    int64_t at_ = 0, end_ = 0;
+    float per_key_ = 0.0f, due_ = 0.0f;
   };
 
   int64_t lowest_key(int64_t position) const {
@@ -85,7 +130,7 @@ class Attention {
   }
 
   // `whole` has room for the results of an item and of one split of it.
-  void attend(const Item& item, int64_t kv_head, float* whole) const {
+  void attend(const Item& item, int64_t kv_head, float* whole, Upcoming& upcoming) const {
     const Queries q = queries(item, kv_head);
     float* part = whole + q.count * args_.head_dim;
     std::fill(whole, part, 0.0f);
@@ -93,7 +138,7 @@ class Attention {
     const int64_t last = q.position[q.count - 1];
     for (int64_t split = lowest_key(q.position[0]) / kSplit; split <= last / kSplit; split++) {
       Running of_split[kMaxRows];
-      attend_split(item, kv_head, q, split, of_split, part);
+      attend_split(item, kv_head, q, split, of_split, part, upcoming);
       fold(q.count, running, whole, of_split, part);
     }
     store(item, kv_head, q.count, running, whole);
@@ -109,7 +154,8 @@ class Attention {
         const Item& item = items[unit / args_.kv_heads];
         const Queries q = queries(item, unit % args_.kv_heads);
         if (split < lowest_key(q.position[0]) / kSplit || split > q.position[q.count - 1] / kSplit) continue;
-        attend_split(item, unit % args_.kv_heads, q, split, work.running(unit, split), work.part(unit, split));
+        Upcoming nothing(*this, item, nullptr, 0);
+        attend_split(item, unit % args_.kv_heads, q, split, work.running(unit, split), work.part(unit, split), nothing);
       }
 #pragma omp for schedule(static)
     for (int64_t unit = 0; unit < units; unit++) {
@@ -125,15 +171,19 @@ class Attention {
   }
 
   // Computes one split for all query rows: `running` of the split alone, and the weighted values part [rows, head_dim].
-  void attend_split(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part) const {
+  void attend_split(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part, Upcoming& upcoming) const {
+#if SLUICE_AMX
+    if constexpr (std::is_same_v<T, bf16>)
+      if (args_.head_dim % kTileDepth == 0 && args_.head_dim <= kMaxTileHead) return attend_split_by_tiles(item, kv_head, q, split, running, part, upcoming);
+#endif
     with_head_dim(args_.any_head_dim ? 0 : args_.head_dim, [&](auto head_dim) {
-      attend_split_of<decltype(head_dim)::value>(item, kv_head, q, split, running, part);
+      attend_split_of<decltype(head_dim)::value>(item, kv_head, q, split, running, part, upcoming);
     });
   }
 
   // kHeadDim is the size of a head, or 0: any. Results are the same bits.
   template <int kHeadDim>
-  void attend_split_of(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part) const {
+  void attend_split_of(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part, Upcoming& upcoming) const {
     const int64_t head_dim = kHeadDim > 0 ? kHeadDim : args_.head_dim;
     const int64_t base = split * kSplit, from = std::max<int64_t>(0, lowest_key(q.position[0]) - base);
     const int64_t to = std::min<int64_t>(kSplit, q.position[q.count - 1] + 1 - base);
@@ -143,11 +193,11 @@ class Attention {
     for (int r = 0; r < q.count; r += 4) {
       const int rows = std::min(4, q.count - r);
       if (rows >= 3) {
-        scores<4, kHeadDim>(q.at + r, at, from, to, weights);
+        scores<4, kHeadDim>(q.at + r, at, from, to, weights, r == 0 ? &upcoming : nullptr);
       } else if (rows == 2) {
-        scores<2, kHeadDim>(q.at + r, at, from, to, weights);
+        scores<2, kHeadDim>(q.at + r, at, from, to, weights, r == 0 ? &upcoming : nullptr);
       } else {
-        scores<1, kHeadDim>(q.at + r, at, from, to, weights);
+        scores<1, kHeadDim>(q.at + r, at, from, to, weights, r == 0 ? &upcoming : nullptr);
       }
       for (int i = 0; i < rows; i++) {
         const int64_t first = std::max(from, lowest_key(q.position[r + i]) - base);
@@ -157,6 +207,60 @@ class Attention {
       weighted_values<T, kHeadDim>(weights, rows, at.values, head_dim, from, to, part + r * head_dim);
     }
   }
+
+#if SLUICE_AMX
+
+  static constexpr int kMaxTileHead = 256;
+
+  // The 16 keys at positions t to t + 15 of the split; what is not in [from, to) may be anything.
+  KeyTile key_tile(const Item& item, int64_t kv_head, const SplitKeys& at, int64_t base, int64_t t, int64_t from, int64_t to, bf16* copy) const {
+    const int64_t size = args_.block_size, token_stride = args_.kv_heads * args_.head_dim;
+    if (size % kTileRows == 0) {
+      const int64_t slot = args_.rows.table(item.row)[(base + t) / size] * size + (base + t) % size;
+      return {static_cast<const bf16*>(args_.keys) + slot * token_stride + kv_head * args_.head_dim, token_stride * static_cast<int64_t>(sizeof(bf16))};
+    }
+    for (int64_t i = std::max(t, from); i < std::min(t + kTileRows, to); i++)
+      std::memcpy(copy + (i - t) * args_.head_dim, at.keys[i], args_.head_dim * sizeof(bf16));
+    memory_is_as_written();
+    return {copy, args_.head_dim * static_cast<int64_t>(sizeof(bf16))};
+  }
+
+  void attend_split_by_tiles(const Item& item, int64_t kv_head, const Queries& q, int64_t split, Running* running, float* part, Upcoming& upcoming) const {
+    const int64_t head_dim = args_.head_dim, base = split * kSplit;
+    const int64_t from = std::max<int64_t>(0, lowest_key(q.position[0]) - base);
+    const int64_t to = std::min<int64_t>(kSplit, q.position[q.count - 1] + 1 - base);
+    const int64_t first_tile = from / kTileDepth * kTileDepth, end_tile = (to + kTileDepth - 1) / kTileDepth * kTileDepth;
+    SplitKeys at;
+    find_keys(item, kv_head, base, from, to, at);
+    alignas(64) bf16 queries[kMaxTileHead * kTileRows], copy[kMaxTileHead * kTileRows];
+    alignas(64) TileScores scores;
+    alignas(64) bf16 weights[kTileRows][kTilePositions];
+    for (int r = 0; r < q.count; r += kTileRows) {
+      const int count = std::min(kTileRows, q.count - r);
+      pack_queries(q.at + r, count, head_dim, queries);
+      memory_is_as_written();
+      for (int64_t t = from / kTileRows * kTileRows; t < to; t += kTileRows) {
+        if (r == 0) upcoming.some(std::min(t + kTileRows, to) - std::max(t, from));
+        fetch_ahead(at, head_dim, std::max(t, from), std::min(t + kTileRows, to) - std::max(t, from), to);
+        score_keys(key_tile(item, kv_head, at, base, t, from, to, copy), queries, count, head_dim, args_.scale * kLog2E, t, scores);
+      }
+      for (int i = 0; i < count; i++) {
+        const int64_t first = std::max(from, lowest_key(q.position[r + i]) - base);
+        const int64_t end = std::min<int64_t>(to, q.position[r + i] + 1 - base);
+        running[r + i] = weigh(scores[i], from, first, end, to);
+        std::fill(scores[i] + first_tile, scores[i] + from, 0.0f);
+        std::fill(scores[i] + to, scores[i] + end_tile, 0.0f);
+      }
+      round_weights(scores, count, first_tile, end_tile, weights);
+      memory_is_as_written();
+      for (int64_t d = 0; d < head_dim; d += 2 * kTileDepth) {
+        const auto weigh_some = head_dim - d > kTileDepth ? weigh_values<2> : weigh_values<1>;
+        weigh_some(weights, count, at.values, d, from, to, part + r * head_dim + d, head_dim);
+      }
+    }
+  }
+
+#endif
 
   __attribute__((noinline)) void find_keys(const Item& item, int64_t kv_head, int64_t base, int64_t from, int64_t to, SplitKeys& at) const {
     const int32_t* table = args_.rows.table(item.row);
@@ -189,11 +293,12 @@ class Attention {
 
   // out[i * 256 + t] = log2(e) * scale * q[i] . key[t] for t in [from, to)
   template <int M, int kHeadDim>
-  void scores(const T* const* q, const SplitKeys& at, int64_t from, int64_t to, float* out) const {
+  void scores(const T* const* q, const SplitKeys& at, int64_t from, int64_t to, float* out, Upcoming* upcoming) const {
     constexpr int N = kTile / M;
     const int64_t head_dim = kHeadDim > 0 ? kHeadDim : args_.head_dim;
     const float scale = args_.scale * kLog2E;
     for (int64_t t = from; t < to; t += N) {
+      if (upcoming != nullptr) upcoming->some(N);
       fetch_ahead(at, head_dim, t, N, to);
       const T* keys[N];
       for (int c = 0; c < N; c++) keys[c] = at.keys[std::min(t + c, to - 1)];
@@ -205,15 +310,27 @@ class Attention {
     }
   }
 
+  // Sixteen at a time: as one reduction compilers leave it to wait for each comparison.
+  static float largest(const float* values, int64_t count) {
+    float tops[16], top = values[0];
+    for (float& each : tops) each = top;
+    int64_t at = 0;
+    for (; at + 16 <= count; at += 16) {
+#pragma omp simd
+      for (int i = 0; i < 16; i++) tops[i] = values[at + i] > tops[i] ? values[at + i] : tops[i];
+    }
+    for (; at < count; at++) top = std::max(top, values[at]);
+    for (const float each : tops) top = std::max(top, each);
+    return top;
+  }
+
   // Turns scores [first, end) into weights and the rest of [from, to) into zeros.
   static __attribute__((noinline)) Running weigh(float* scores, int64_t from, int64_t first, int64_t end, int64_t to) {
     if (first >= end) {
       std::fill(scores + from, scores + to, 0.0f);
       return Running{};
     }
-    float top = scores[first];
-#pragma omp simd reduction(max : top)
-    for (int64_t t = first; t < end; t++) top = std::max(top, scores[t]);
+    const float top = largest(scores + first, end - first);
     // sixteen partial sums by position, so that the order does not depend on where a query's keys begin
     float totals[16] = {};
     for (int64_t t = from; t < first; t++) scores[t] = 0.0f;

@@ -136,11 +136,16 @@ class Forward {
       : model_(model),
         step_(step),
         places_(places),
-        work_(step.rows, model.heads, model.kv_heads, model.head_dim, step.num_threads) {}
+        work_(step.rows, model.heads, model.kv_heads, model.head_dim, step.num_threads),
+        packed_(std::max(step.rows.num_tokens, step.num_sampled),
+                std::max({model.hidden, model.heads * model.head_dim, model.inner}), step.num_threads) {}
 
   void run() {
 #pragma omp parallel num_threads(step_.num_threads)
     {
+#if SLUICE_AMX
+      const Tiles tiles;
+#endif
       Clock clock(step_.seconds);
       if (step_.embed) embed();
       clock.end(kEmbed);
@@ -200,7 +205,7 @@ class Forward {
   void project(const Layer& layer) const {
     const int64_t width = heads_width();
     T* out = static_cast<T*>(step_.heads);
-    linear<1>(as<T>(step_.normed), tokens(), as<T>(layer.qkv), as<T>(layer.qkv_bias), width, model_.hidden,
+    linear<1>(as<T>(step_.normed), tokens(), as<T>(layer.qkv), as<T>(layer.qkv_bias), width, model_.hidden, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                 for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++)
@@ -257,7 +262,7 @@ class Forward {
   void add(const T* in, int64_t k, const void* weight, const void* bias) const {
     const int64_t size = model_.hidden;
     T* out = hidden();
-    linear<1>(in, tokens(), as<T>(weight), as<T>(bias), size, k,
+    linear<1>(in, tokens(), as<T>(weight), as<T>(bias), size, k, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                 for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++) {
@@ -273,7 +278,7 @@ class Forward {
     const T *in = as<T>(step_.normed), *weight = as<T>(layer.up), *bias = as<T>(layer.up_bias);
     T* out = static_cast<T*>(step_.inner);
     if (!model_.gated) {
-      linear<1>(in, tokens(), weight, bias, size, model_.hidden,
+      linear<1>(in, tokens(), weight, bias, size, model_.hidden, packed_,
                 [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                   for (int r = 0; r < rows; r++)
                     for (int c = 0; c < columns; c++)
@@ -281,7 +286,7 @@ class Forward {
                 });
       return;
     }
-    linear<2>(in, tokens(), weight, bias, size, model_.hidden,
+    linear<2>(in, tokens(), weight, bias, size, model_.hidden, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, Sums* sums) {
                 for (int r = 0; r < rows; r++) {
                   float* gate = sums[0] + r * kColumns;
@@ -317,7 +322,7 @@ class Forward {
   void head() const {
     const int64_t vocab = model_.vocab;
     float* logits = step_.logits;
-    linear<1>(as<T>(step_.normed), step_.num_sampled, as<T>(model_.head), as<T>(model_.head_bias), vocab, model_.hidden,
+    linear<1>(as<T>(step_.normed), step_.num_sampled, as<T>(model_.head), as<T>(model_.head_bias), vocab, model_.hidden, packed_,
               [=](int64_t row, int rows, int64_t column, int columns, const Sums* sums) {
                 for (int r = 0; r < rows; r++)
                   for (int c = 0; c < columns; c++)
@@ -331,6 +336,7 @@ class Forward {
   const Step& step_;
   const Places& places_;
   AttentionWork work_;
+  const Packed<T> packed_;
 };
 
 }  // namespace sluice

@@ -6,6 +6,11 @@
 
 #include <omp.h>
 
+#include <memory>
+#include <new>
+#include <type_traits>
+
+#include "amx.h"
 #include "dot_tile.h"
 
 namespace sluice {
@@ -101,11 +106,108 @@ inline int block_rows(int64_t k, size_t item_bytes) {
 
 using Sums = float[kMaxBlockRows * kColumns];
 
+// Room for the input of a product in the form that the matrix unit reads; empty where it is not used.
+template <class T>
+class Packed {
+ public:
+#if SLUICE_AMX
+  static constexpr bool kIsUsed = std::is_same_v<T, bf16>;
+#else
+  static constexpr bool kIsUsed = false;
+#endif
+
+  // For inputs of up to num_tokens rows, and up to widest elements of k.
+  Packed(int64_t num_tokens, int64_t widest, int num_threads) {
+    if constexpr (kIsUsed) {
+      const int64_t num_tiles = std::max<int64_t>((num_tokens + 15) / 16, kOwnTiles * num_threads);
+      items_.reset(static_cast<T*>(operator new[](num_tiles * ((widest + 31) / 32) * 512 * sizeof(T), kAlignment)));
+    }
+  }
+
+  T* items() const { return items_.get(); }
+
+  static constexpr int kOwnTiles = 2;  // up to so many tiles of 16 tokens each thread packs for itself: no thread waits
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(T* items) const { operator delete[](items, kAlignment); }
+  };
+  std::unique_ptr<T[], Free> items_;
+};
+
+template <int kMatrices, class T>
+inline void add_bias(const T* bias, int64_t n, int64_t column, int num_columns, int num_rows, Sums* sums) {
+  for (int i = 0; i < kMatrices && bias != nullptr; i++)
+    for (int r = 0; r < num_rows; r++)
+      for (int c = 0; c < num_columns; c++) sums[i][r * kColumns + c] += to_float(bias[i * n + column + c]);
+}
+
+#if SLUICE_AMX
+
+// As `linear`. A work unit has two sets of 16 rows of W: of two matrices, or neighbours of one.
+template <int kMatrices, class Finish>
+void linear_by_tiles(const bf16* in, int64_t m, const bf16* weight, const bf16* bias, int64_t n, int64_t k,
+                     const Packed<bf16>& room, Finish finish) {
+  constexpr int kStep = kMatrices == 2 ? kColumns : 2 * kColumns;
+  constexpr int64_t kCacheBytes = 1 << 20;
+  const int64_t tile_items = num_depth_tiles(k) * kTileItems, num_token_tiles = (m + 15) / 16;
+  const bool packs_for_itself = num_token_tiles <= Packed<bf16>::kOwnTiles;
+  bf16* packed = room.items() + (packs_for_itself ? omp_get_thread_num() * Packed<bf16>::kOwnTiles * tile_items : 0);
+  const auto pack = [&](int64_t tile) {
+    pack_tokens(in + tile * 16 * k, k, static_cast<int>(std::min<int64_t>(16, m - tile * 16)), k, packed + tile * tile_items);
+  };
+  if (packs_for_itself) {
+    for (int64_t tile = 0; tile < num_token_tiles; tile++) pack(tile);
+  } else {
+#pragma omp for schedule(static)
+    for (int64_t tile = 0; tile < num_token_tiles; tile++) pack(tile);
+  }
+  const auto set = [=](int64_t column, int i) {
+    const int64_t matrix = kMatrices == 2 ? i : 0, first = kMatrices == 2 ? column : column + i * kColumns;
+    const int count = static_cast<int>(std::clamp<int64_t>(n - first, 0, kColumns));
+    return WeightRows{weight + (matrix * n + std::min(first, n - 1)) * k, count, k};
+  };
+  const int64_t rows = std::clamp<int64_t>(kCacheBytes / static_cast<int64_t>(k * sizeof(bf16)) / 32 * 32, 32, kMaxBlockRows);
+  const int64_t num_blocks = (m + rows - 1) / rows, units_per_block = (n + kStep - 1) / kStep;
+  const int64_t num_units = num_blocks * units_per_block, per_turn = units_per_turn(num_units);
+#pragma omp for schedule(dynamic, per_turn)
+  for (int64_t unit = 0; unit < num_units; unit++) {
+    const int64_t row = unit / units_per_block * rows, column = unit % units_per_block * kStep;
+    const int num_rows = static_cast<int>(std::min(rows, m - row));
+    const WeightRows weights[2] = {set(column, 0), set(column, 1)};
+    const WeightRows following[2] = {set(column + kStep, 0), set(column + kStep, 1)};
+    alignas(64) Sums sums[2];
+    for (int r = 0; r < num_rows; r += 32) {
+      const bf16* tokens = packed + (row + r) / 16 * tile_items;
+      float* const to[2] = {sums[0] + r * kColumns, sums[1] + r * kColumns};
+      const int left = std::min(32, num_rows - r);
+      const auto multiply = left > kTileRows ? (r == 0 ? product_tiles<2, true> : product_tiles<2, false>)
+                                             : (r == 0 ? product_tiles<1, true> : product_tiles<1, false>);
+      multiply(weights, following, tokens, left, to);
+    }
+    if constexpr (kMatrices == 2) {
+      add_bias<2>(bias, n, column, weights[0].count, num_rows, sums);
+      finish(row, num_rows, column, weights[0].count, sums);
+    } else {
+      for (int i = 0; i < 2 && weights[i].count > 0; i++) {
+        add_bias<1>(bias, n, column + i * kColumns, weights[i].count, num_rows, sums + i);
+        finish(row, num_rows, column + i * kColumns, weights[i].count, sums + i);
+      }
+    }
+  }
+}
+
+#endif
+
 // Multiplies in [m, k] with kMatrices matrices [n, k], transposed, that lie one behind the other in `weight`, and adds
 // their biases [kMatrices, n]; null: none. Calls finish(first_row, num_rows, first_column, num_columns, sums) for each
 // tile; sums[i] is that of matrix i, [num_rows, 16].
 template <int kMatrices, class T, class Finish>
-void linear(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, int64_t k, Finish finish) {
+void linear(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, int64_t k, const Packed<T>& room, Finish finish) {
+#if SLUICE_AMX
+  if constexpr (Packed<T>::kIsUsed) return linear_by_tiles<kMatrices>(in, m, weight, bias, n, k, room, finish);
+#endif
   const int64_t rows = block_rows(k, sizeof(T));
   const int64_t num_blocks = (m + rows - 1) / rows, units_per_block = (n + kColumns - 1) / kColumns;
   const int64_t num_units = num_blocks * units_per_block, per_turn = units_per_turn(num_units);
@@ -115,11 +217,9 @@ void linear(const T* in, int64_t m, const T* weight, const T* bias, int64_t n, i
     const int num_rows = static_cast<int>(std::min(rows, m - row));
     const int num_columns = static_cast<int>(std::min<int64_t>(kColumns, n - column));
     alignas(64) Sums sums[kMatrices];
-    for (int i = 0; i < kMatrices; i++) {
+    for (int i = 0; i < kMatrices; i++)
       product(in + row * k, k, num_rows, weight + (i * n + column) * k, k, n - column, sums[i]);
-      for (int r = 0; r < num_rows && bias != nullptr; r++)
-        for (int c = 0; c < num_columns; c++) sums[i][r * kColumns + c] += to_float(bias[i * n + column + c]);
-    }
+    add_bias<kMatrices>(bias, n, column, num_columns, num_rows, sums);
     finish(row, num_rows, column, num_columns, sums);
   }
 }

@@ -5,7 +5,7 @@
 
 namespace sluice {
 
-constexpr int32_t kAbi = 4;  // raise it with every change of a structure or a function's arguments
+constexpr int32_t kAbi = 5;  // raise it with every change of a structure or a function's arguments
 
 // What every function returns.
 enum Result : int32_t {

@@ -18,7 +18,12 @@ template <class T>
 Result attend(const Attend& args) {
   AttentionWork work(args.rows, args.heads, args.kv_heads, args.head_dim, args.num_threads);
 #pragma omp parallel num_threads(args.num_threads)
-  Attention<T>(args).run(work);
+  {
+#if SLUICE_AMX
+    const Tiles tiles;
+#endif
+    Attention<T>(args).run(work);
+  }
   return kDone;
 }
 
@@ -38,6 +43,15 @@ Result guarded(F f) noexcept {
 extern "C" {
 
 int32_t sluice_abi() { return kAbi; }
+
+// Makes the process ready for the library; 0 if the system does not let it use what the library was compiled for.
+int32_t sluice_open() {
+#if SLUICE_AMX
+  return may_use_tiles();
+#else
+  return 1;
+#endif
+}
 
 // Runs the step's layers and, for the rows that are to be sampled, the head.
 int32_t sluice_forward(const Model* model, const Step* step) {
