@@ -1,4 +1,4 @@
-"""The KV tensors: per layer one pool of keys and one of values, in blocks. A stage of a pipeline has its layers' own."""
+"""The KV tensors: per layer one pool of keys and one of values, in blocks. A stage of a pipeline has only its own."""
 
 from __future__ import annotations
 
