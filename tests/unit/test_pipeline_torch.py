@@ -42,9 +42,15 @@ SHAPES = {
         family="opt", num_layers=3, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
     ),
 }
-RANGES = {
-    "2": (LayerRange(0, 1), LayerRange(1, 3)),
-    "3": (LayerRange(0, 1), LayerRange(1, 2), LayerRange(2, 3)),
+SPLITS = {
+    ("llama", (1, 3), "float32", "auto"),
+    ("llama", (2, 1, 1), "bfloat16", "auto"),
+    ("llama", (1, 2, 1), "float32", "torch"),
+    ("llama", (3, 1), "bfloat16", "torch"),
+    ("tied, learned positions", (1, 1, 1), "float32", "auto"),
+    ("tied, learned positions", (2, 1), "bfloat16", "torch"),
+    ("projected embedding", (1, 2), "float32", "auto"),
+    ("projected embedding", (1, 1, 1), "bfloat16", "torch"),
 }
 
 
@@ -87,15 +93,12 @@ class Chain:
         return self.stages[-1]._runner.logits(batch, hidden)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("split", RANGES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "sizes", "dtype", "kernels"), sorted(SPLITS))
 def test_logits_of_a_split_model_are_those_of_the_whole_to_the_bit(
-    name: str, split: str, dtype: str, kernels: str
+    name: str, sizes: tuple[int, ...], dtype: str, kernels: str
 ) -> None:
-    num_layers = SHAPES[name].num_layers
-    ranges = (*RANGES[split][:-1], LayerRange(RANGES[split][-1].first, num_layers))
+    ends = np.cumsum(sizes).tolist()
+    ranges = [LayerRange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     runners = (whole(name, dtype, kernels), Chain(stages_of(name, ranges, dtype, kernels)))
     tokens, logits = tokens_of(1, 60), []
     for runner in runners:

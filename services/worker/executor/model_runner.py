@@ -195,7 +195,7 @@ class ModelRunner:
             self.advance(batch, hidden)
 
     def made_up_hidden(self, batch: Batch) -> torch.Tensor | None:
-        """Return [t, hidden_size] numbers that depend on each token alone, as if from a stage before; None: there is none."""
+        """Return [t, hidden_size] numbers that depend on each token alone, for a stage behind the first; else None."""
         if self.info.layers.first == 0:
             return None
         tokens = torch.from_numpy(batch.tokens.astype(np.int64)).unsqueeze(1)
