@@ -172,10 +172,15 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 5, 40])
+@pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_everything_finishes_with_kv_for_only_one_request(scheduler: str, num_host_blocks: int) -> None:
+def test_everything_finishes_with_kv_for_only_one_request(
+    scheduler: str, num_stages: int, num_host_blocks: int
+) -> None:
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
-    harness = EngineHarness(make_engine(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks))
+    config = engine_config(num_lanes=num_stages)
+    engine = make_engine(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks, config=config)
+    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
     for name in range(8):
         assert not isinstance(harness.add(new_sequence(name, num_prompt=20, max_tokens=16)), AddRefusal)
     harness.drain(max_steps=8 * 60)
@@ -185,12 +190,14 @@ def test_everything_finishes_with_kv_for_only_one_request(scheduler: str, num_ho
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_small_memory_delays_but_never_changes_a_text(scheduler: str, seed: int, num_host_blocks: int) -> None:
+@pytest.mark.parametrize(("seed", "num_stages"), [*((seed, 1) for seed in range(6)), (6, 2), (7, 3)])
+def test_a_small_memory_delays_but_never_changes_a_text(
+    scheduler: str, seed: int, num_stages: int, num_host_blocks: int
+) -> None:
     random = np.random.default_rng(seed)
-    config = engine_config(max_model_len=96)
+    config = engine_config(max_model_len=96, num_lanes=num_stages)
     engine = make_engine(short_turns(scheduler), num_blocks=24, config=config, num_host_blocks=num_host_blocks)
-    harness = EngineHarness(engine)
+    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
     for name in range(16):
         num_prompt, max_tokens = int(random.integers(1, 50)), int(random.integers(1, 40))
         assert not isinstance(harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens)), AddRefusal)

@@ -224,13 +224,15 @@ def failing(seed: int, ratio: float) -> FailureInjector:
     return lambda batch: "bad luck" if batch.rows.size > 1 and random.random() < ratio else None
 
 
-def disturbed(scheduler: str, num_stages: int, num_host_blocks: int, *, prefix_caching: bool) -> LivePipeline:
+def disturbed(
+    scheduler: str, num_stages: int, num_host_blocks: int, *, prefix_caching: bool, seed: int = 0
+) -> LivePipeline:
     """Too little memory, steps that fail on any stage, cancels, silent dispatchers, forks, and work at the gate."""
-    random = np.random.default_rng([num_stages, num_host_blocks, prefix_caching])
+    random = np.random.default_rng([num_stages, num_host_blocks, prefix_caching, seed])
     config = engine_config(
         max_batch_tokens=24, max_batch_rows=6, max_model_len=96, prefix_caching=prefix_caching, num_lanes=num_stages
     )
-    failures = [failing(i, 0.04) for i in range(num_stages)]
+    failures = [failing(10 * seed + i, 0.04) for i in range(num_stages)]
     link = ModelledLink(0.004, 1e6, 100)
 
     async def main() -> LivePipeline:

@@ -129,7 +129,8 @@ class EngineHarness:
         for _ in range(max_steps):
             if not self.engine.has_work:
                 break
-            self.submit()
+            while self.submit() is not None:
+                pass
             assert self.flights or self.host_copies or not self.engine.has_work, "sequences are left, but no step runs"
             if self.flights:
                 self.land()
