@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from services.worker.engine.config import NewSequence
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, RowInit, TableDelta
 from services.worker.executor.channel import ModelledLink
@@ -245,7 +246,7 @@ def disturbed(
             failures=failures,
             num_host_blocks=num_host_blocks,
         ) as live:
-            alive = []
+            alive: list[NewSequence] = []
             for name in range(24):
                 prompt = random.integers(0, 50, int(random.integers(1, 50))).tolist()
                 parent = alive[int(random.integers(len(alive)))] if alive and random.random() < 0.3 else None

@@ -14,7 +14,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Batch, BatchOutput, HostMemory
+from services.worker.engine.types import I32, Batch, BatchOutput, HostMemory
 from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector
 from services.worker.executor.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
@@ -113,7 +113,7 @@ async def live_pipeline(
     )
     stages, gate, now = modelled_stages(params, failures), StepGate(), asyncio.get_running_loop().time
 
-    def lose(ids: np.ndarray) -> None:  # type: ignore[type-arg]
+    def lose(ids: I32) -> None:
         for device in stages.devices:
             device.kv.poison(ids)
 

@@ -17,6 +17,7 @@ from services.worker.executor.stage_messages import (
     Activation,
     Close,
     CopyEnded,
+    Hidden,
     StageMessage,
     StepDone,
     StepFailed,
@@ -73,11 +74,12 @@ def random_batch(random: np.random.Generator) -> Batch:
 def random_message(random: np.random.Generator) -> StageMessage:
     durations_s = tuple(random.random(int(random.integers(1, 5))).tolist())
     num_tokens = int(random.integers(1, 9))
-    hidden = [
+    kinds: list[Hidden] = [
         random.standard_normal((num_tokens, 6)).astype(np.float32),
         random.integers(0, 2**16, (num_tokens, 6)).astype(np.uint16),
         random.integers(0, 2**63, 3).astype(np.uint64),
-    ][int(random.integers(3))]
+    ]
+    hidden = kinds[int(random.integers(3))]
     tokens = i32(random.integers(-1, 99, 4))
     logprobs = {2: TokenLogprob(-0.5, ((7, -0.5), (1, -1.5)))} if random.random() < 0.5 else None
     messages: list[StageMessage] = [

@@ -187,8 +187,9 @@ def test_a_channel_carries_large_activations_whole_and_in_order() -> None:
 
     reader = threading.Thread(target=receive)
     reader.start()
-    for message in (*sent, Close()):
+    for message in sent:
         ours.send(message)
+    ours.send(Close())
     reader.join()
     assert isinstance(received[-1], Close)
     for one, other in zip(sent, received[:5], strict=True):

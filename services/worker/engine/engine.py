@@ -32,7 +32,6 @@ from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import (
-    EMPTY_I32,
     I32,
     Batch,
     BatchFailedError,
@@ -292,7 +291,7 @@ class Engine:
             running=running,
             preempted=preempted,
             num_in_flight=sum(flight.rows.size for flight in self.flights),
-            in_flight=np.concatenate([flight.batch.rows for flight in self.flights]) if self.flights else EMPTY_I32,
+            flights=tuple(flight.batch.rows for flight in self.flights),
             free_blocks=self.blocks.num_free,
             block_size=self.config.block_size,
             limits=self._limits,

@@ -57,9 +57,9 @@ def pack_batch(batch: Batch) -> bytes:
         batch.drops.size,
         len(admits),
     )
-    columns = (batch.rows, batch.num_tokens, batch.start, batch.tokens, delta.row, delta.index, delta.block_id)
-    columns += (copies.source, copies.target, batch.drops)
-    return b"".join((header, *_as_bytes(columns), batch.sample.astype(np.uint8).tobytes(), admits))
+    chosen = (batch.rows, batch.num_tokens, batch.start, batch.tokens)
+    changed = (delta.row, delta.index, delta.block_id, copies.source, copies.target, batch.drops)
+    return b"".join((header, *_as_bytes(chosen + changed), batch.sample.astype(np.uint8).tobytes(), admits))
 
 
 def unpack_batch(data: Buffer) -> Batch:

@@ -17,15 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.executor.stage_messages import (
-    FRAME,
-    Activation,
-    Buffer,
-    StageMessage,
-    pack,
-    read_frame,
-    unpack,
-)
+from services.worker.executor.stage_messages import FRAME, Activation, StageMessage, pack, read_frame, unpack
 from shared.errors import WireError
 
 
@@ -166,7 +158,7 @@ class SocketChannel:
             if sent:
                 parts[0] = parts[0][sent:]
 
-    def _read(self, size: int) -> Buffer:
+    def _read(self, size: int) -> bytearray:
         data = bytearray(size)
         view = memoryview(data)
         while view:

@@ -147,9 +147,10 @@ class PipelineExecutor:
 
     async def close(self) -> None:
         """Finish what is queued and end the stages. Idempotent."""
-        futures = [*(future for _, future in self._pending), *(copying.future for copying in self._copies.values())]
-        if futures:
-            await asyncio.wait(futures)
+        if self._pending:
+            await asyncio.wait([future for _, future in self._pending])
+        if self._copies:
+            await asyncio.wait([copying.future for copying in self._copies.values()])
         self._lost = self._lost or "the executor is closed"
         await self._stages.close()
 

@@ -63,18 +63,14 @@ class RunnerStage:
 
     def _take(self, batch: Batch, hidden: Hidden) -> torch.Tensor:
         """Return hidden states as the runner wants them; other ones than it wants fail the step, which is taken in."""
-        expected = (np.float32 if self._dtype == torch.float32 else np.uint16, (batch.tokens.size, self._hidden_size))
-        if (hidden.dtype, hidden.shape) != expected:
+        dtype = np.dtype(np.float32 if self._dtype == torch.float32 else np.uint16)
+        if hidden.dtype != dtype or hidden.shape != (batch.tokens.size, self._runner.info.hidden_size):
             self._runner.skip(batch)
             raise BatchFailedError(batch.step_id, f"hidden states {hidden.dtype} {hidden.shape} do not fit the model")
         given = hidden if hidden.flags.writeable else hidden.copy()  # torch wants memory that it may write
         if self._dtype == torch.float32:
             return torch.from_numpy(given).to(self._device)
         return torch.from_numpy(given.view(np.int16)).view(self._dtype).to(self._device)
-
-    @property
-    def _hidden_size(self) -> int:
-        return self._runner.info.hidden_size
 
 
 def as_numpy(hidden: torch.Tensor) -> Hidden:

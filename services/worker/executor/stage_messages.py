@@ -10,6 +10,7 @@ activation's numbers follow its header as they lie in memory, so that they are s
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -137,7 +138,7 @@ def unpack(kind: int, payload: Buffer) -> StageMessage:
     Raises:
         WireError: it holds anything else.
     """
-    unpackers = {
+    unpackers: dict[_Kind, Callable[[Buffer], StageMessage]] = {
         _Kind.BATCH: unpack_batch,
         _Kind.COPY: unpack_copy,
         _Kind.ACTIVATION: _unpack_activation,
@@ -147,10 +148,9 @@ def unpack(kind: int, payload: Buffer) -> StageMessage:
         _Kind.CLOSE: _unpack_close,
     }
     try:
-        message: StageMessage = unpackers[_Kind(kind)](payload)
-    except (struct.error, UnicodeDecodeError):
+        return unpackers[_Kind(kind)](payload)
+    except struct.error:
         raise WireError(f"a stage message of kind {kind} ends too early") from None
-    return message
 
 
 def _pack(message: StageMessage) -> tuple[_Kind, list[Buffer]]:
@@ -178,7 +178,7 @@ def _pack_activation(message: Activation) -> list[Buffer]:
     rows, columns = (hidden.shape[0], 1) if hidden.ndim == 1 else hidden.shape
     place = (hidden.ndim, len(message.durations_s), rows, columns)
     header = _ACTIVATION.pack(message.step_id, message.num_tokens, _DTYPES.index(hidden.dtype), *place)
-    return [header + _pack_durations(message.durations_s), memoryview(hidden.reshape(-1)).cast("B")]
+    return [header + _pack_durations(message.durations_s), memoryview(hidden.reshape(-1).view(np.uint8))]
 
 
 def _unpack_activation(payload: Buffer) -> Activation:

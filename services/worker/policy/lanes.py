@@ -1,8 +1,8 @@
 """Decodes spread over the lanes of a pipeline: steps that are in flight together, each with other sequences.
 
-    lane 0   ■ ■ ■ ■ in flight        9 sequences over 2 lanes: at most 5 in a step. Whoever is left out is the first
-    lane 1   □ □ □ □ □ this step      of the step after, so all go on equally fast, and lanes that have become unequal
-                                      are equal again after one step.
+    lane 0   ■ ■ ■ ■ in flight        9 sequences over 2 lanes: 5 in one step, 4 in the other. Whoever is left out is
+    lane 1   □ □ □ □ □ this step      the first of the step after, so all go on about equally fast, and lanes that have
+                                      become unequal are soon equal again.
 
 A formation by cost, of prefills too, would take this one's place in a scheduler of its own.
 
@@ -27,10 +27,11 @@ def lane_share(view: SchedulerView, running: I32, decodes: Places) -> Places:
         running: rows that run.
         decodes: places in `running` of those with one token to compute.
     """
-    num_lanes = view.limits.num_lanes
-    if num_lanes == 1 or not decodes.size:
+    if view.limits.num_lanes == 1 or not decodes.size:
         return decodes
-    share = -(-(int(decodes.size) + view.num_in_flight) // num_lanes)
+    least, rest = divmod(int(decodes.size) + view.num_in_flight, view.limits.num_lanes)
+    num_larger = sum(rows.size > least for rows in view.flights)
+    share = least + int(num_larger < rest)  # as many lanes as the rest have one more
     if decodes.size <= share:
         return decodes
     longest_ago = np.argsort(view.columns.last_step[running[decodes]], kind="stable")[:share]

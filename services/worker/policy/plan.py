@@ -267,7 +267,7 @@ class StepPlan:
         view, running = self._view, self._running
         prefills = (running.remaining > 1).nonzero()[0]
         promised = int(running.rows.size)
-        for others in (self._arriving, view.in_flight):
+        for others in (self._arriving, *view.flights):
             if others.size:
                 promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
         if not prefills.size:

@@ -157,8 +157,9 @@ class SchedulerView:
     blocks: BlockFacts
     host: HostView | None = None
     """None: KV that is given up can only be computed again."""
-    in_flight: I32 = field(default_factory=lambda: EMPTY_ROWS)
-    """The rows that a batch in flight holds; their tokens and blocks count those of that batch as not computed yet."""
+    flights: tuple[I32, ...] = ()
+    """The rows of each batch in flight, the oldest batch first: their columns are as if it had not been made, but for
+    the blocks that they hold."""
 
 
 @dataclass(frozen=True, slots=True)
