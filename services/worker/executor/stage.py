@@ -102,6 +102,8 @@ Outcome = Activation | StepFailed | StepDone
 class StageInbox:
     """Joins the two streams of a stage: batches from the leader, and what the stage before says of them.
 
+    It holds no more batches than the leader has in flight, one per stage.
+
     Args:
         is_first: there is no stage before.
     """

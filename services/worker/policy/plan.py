@@ -15,7 +15,8 @@ Rules that all parts keep:
 - *Every lane gets its part.* With several lanes the decodes are spread evenly over them: a step takes at most its share
   of those that decode or are in flight, first who has waited longest since its last step. Prefills are cut by the token
   budget of a step alone, as in Sarathi-Serve, so lanes with prefills may differ in time.
-- *Somebody finishes.* The first running row is never preempted for want of blocks, so it ends, and then the next one.
+- *Somebody finishes.* The first running row (of those in no batch in flight: the others cannot be preempted at all) is
+  never preempted for want of blocks, so the first of all ends, and then the next one.
   If it lacks blocks that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and
   who needs no block goes on.
 """
