@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from shared.config_fields import nearest
 from shared.errors import ProfileError
+from shared.layers import LayerRange
 from shared.types import Value
 
 PROFILES: Final = Path(__file__).parent / "profiles"
@@ -63,6 +64,39 @@ class CostModel:
         """
         dense_s = max(self.g0_s + self.b0_s * num_tokens, self.g1_s + self.b1_s * num_tokens)
         return dense_s + self.d_s * kv_decode_tokens + self.a_s * prefill_pairs + self.era_s
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage of a pipeline adds to a step: the stages of any tiling of the layers add up to the formula.
+
+    Attention (d, a) goes by layers. So does the rest of the computing, where the head counts as `head_layers` layers at
+    the last stage; the embedding is a look-up and counts as none. The CPU's overhead (era) is the first stage's: it is
+    the leader who schedules.
+    """
+
+    whole: CostModel
+    """Of the model in one piece."""
+    layers: LayerRange
+    num_layers: int
+    """Of the whole model."""
+    head_layers: float = 0.0
+    """The head's parameters in those of a layer; raising it makes the last stage slower and the others faster."""
+
+    def __post_init__(self) -> None:
+        if self.layers.end > self.num_layers:
+            raise ValueError(f"layers {self.layers} of a model of {self.num_layers}")
+        if self.head_layers < 0:
+            raise ValueError(f"a head of {self.head_layers} layers")
+
+    def step_s(self, num_tokens: int, kv_decode_tokens: int, prefill_pairs: int) -> float:
+        """Return how long the stage takes for a step, seconds; arguments as `CostModel.step_s`."""
+        whole, size = self.whole, len(self.layers)
+        head = self.head_layers if self.layers.end == self.num_layers else 0.0
+        dense_s = max(whole.g0_s + whole.b0_s * num_tokens, whole.g1_s + whole.b1_s * num_tokens)
+        attention_s = whole.d_s * kv_decode_tokens + whole.a_s * prefill_pairs
+        own_s = dense_s * (size + head) / (self.num_layers + self.head_layers) + attention_s * size / self.num_layers
+        return own_s + (whole.era_s if self.layers.first == 0 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     """
     subjects = Subjects(settings.cluster)
     facts = _facts(settings, executor.capacity, model)
-    engine = _engine(settings, executor.capacity, model, facts.max_model_len, make_engine)
+    engine = _engine(settings, executor, model, facts.max_model_len, make_engine)
     emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
     now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
     steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size, now)
@@ -148,11 +148,12 @@ def _facts(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts) ->
 
 def _engine(
     settings: WorkerSettings,
-    capacity: KvCapacity,
+    executor: Executor,
     model: ModelFacts,
     max_model_len: int,
     make_engine: EngineMaker | None,
 ) -> Engine:
+    capacity = executor.capacity
     config = EngineConfig(
         max_sequences=settings.max_sequences,
         max_batch_tokens=settings.max_batch_tokens,
@@ -162,6 +163,7 @@ def _engine(
         eos_token_ids=model.eos_token_ids,
         block_size=capacity.block_size,
         prefix_caching=settings.prefix_caching,
+        num_lanes=executor.depth,
     )
     system = find_system(settings.system)
     scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)

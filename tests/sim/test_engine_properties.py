@@ -26,6 +26,9 @@ CASES = [
     for seed in range(count)
 ]
 """Seeds, with prefix caching and without, and with host memory."""
+PIPELINES = [(4, 1, 1), (2, 2, 2), (4, 2, 2), (3, 3, 3)]
+"""Batches in flight, stages, and lanes over which the schedulers spread decodes."""
+PIPELINE_CASES = [(100, True, 0), (101, False, 30)]
 
 
 def short_turns(name: str) -> Scheduler:
@@ -33,7 +36,14 @@ def short_turns(name: str) -> Scheduler:
 
 
 def chaotic_run(
-    scheduler: str, depth: int, seed: int, *, prefix_caching: bool = True, num_host_blocks: int = 0
+    scheduler: str,
+    depth: int,
+    seed: int,
+    *,
+    prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    num_stages: int = 1,
+    num_lanes: int = 1,
 ) -> tuple[Chaos, UnrulyScheduler]:
     random = np.random.default_rng([seed, depth, len(scheduler), prefix_caching, num_host_blocks])
     unruly = UnrulyScheduler(short_turns(scheduler), random)
@@ -44,10 +54,11 @@ def chaotic_run(
         vocab_size=50,
         eos_token_ids=(1, 2),
         prefix_caching=prefix_caching,
+        num_lanes=num_lanes,
     )
     num_blocks = int(random.integers(20, 40))
     engine = make_engine(unruly, num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks)
-    return Chaos(EngineHarness(engine, depth=depth), random), unruly
+    return Chaos(EngineHarness(engine, depth=depth, num_stages=num_stages), random), unruly
 
 
 @pytest.mark.parametrize(("seed", "prefix_caching", "num_host_blocks"), CASES)
@@ -57,6 +68,36 @@ def test_texts_survive_any_order_of_operations(
     scheduler: str, depth: int, seed: int, *, prefix_caching: bool, num_host_blocks: int
 ) -> None:
     chaos, unruly = chaotic_run(scheduler, depth, seed, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks)
+    live_through(chaos, unruly)
+
+
+@pytest.mark.parametrize(("seed", "prefix_caching", "num_host_blocks"), PIPELINE_CASES)
+@pytest.mark.parametrize(("depth", "num_stages", "num_lanes"), PIPELINES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_texts_survive_any_order_of_operations_in_a_pipeline(
+    scheduler: str,
+    depth: int,
+    num_stages: int,
+    num_lanes: int,
+    seed: int,
+    *,
+    prefix_caching: bool,
+    num_host_blocks: int,
+) -> None:
+    chaos, unruly = chaotic_run(
+        scheduler,
+        depth,
+        seed,
+        prefix_caching=prefix_caching,
+        num_host_blocks=num_host_blocks,
+        num_stages=num_stages,
+        num_lanes=num_lanes,
+    )
+    live_through(chaos, unruly)
+
+
+def live_through(chaos: Chaos, unruly: UnrulyScheduler) -> None:
+    """Do random operations, then let everything come to its end and judge it."""
     chaos.run(400)
     unruly.is_calm = True
     chaos.calm_down()
@@ -102,6 +143,17 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
     assert counts["copies"] > 8
 
 
+def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_them() -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(4):
+        chaos, unruly = chaotic_run("chunked", 3, seed, num_stages=3, num_lanes=3)
+        live_through(chaos, unruly)
+        counts.update(chaos.counts)
+    assert counts["stages apart"] > 40
+    assert counts["guilty"] + counts["bad luck"] > 20
+    assert {"cancel in flight", "fork", "shrink held", "pin"} <= set(counts)
+
+
 def test_the_random_operations_reach_every_kind_of_copy() -> None:
     """Some of them with a step in flight beside them: else the copies would prove little."""
     counts: Counter[str] = Counter()
@@ -120,10 +172,15 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 5, 40])
+@pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_everything_finishes_with_kv_for_only_one_request(scheduler: str, num_host_blocks: int) -> None:
+def test_everything_finishes_with_kv_for_only_one_request(
+    scheduler: str, num_stages: int, num_host_blocks: int
+) -> None:
     """9 blocks of 4 slots; each sequence needs KV for 20 + 16 - 1 = 35 tokens, so 9 blocks: all of them."""
-    harness = EngineHarness(make_engine(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks))
+    config = engine_config(num_lanes=num_stages)
+    engine = make_engine(short_turns(scheduler), num_blocks=9, num_host_blocks=num_host_blocks, config=config)
+    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
     for name in range(8):
         assert not isinstance(harness.add(new_sequence(name, num_prompt=20, max_tokens=16)), AddRefusal)
     harness.drain(max_steps=8 * 60)
@@ -133,12 +190,14 @@ def test_everything_finishes_with_kv_for_only_one_request(scheduler: str, num_ho
 
 @pytest.mark.parametrize("num_host_blocks", [0, 30])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_small_memory_delays_but_never_changes_a_text(scheduler: str, seed: int, num_host_blocks: int) -> None:
+@pytest.mark.parametrize(("seed", "num_stages"), [*((seed, 1) for seed in range(6)), (6, 2), (7, 3)])
+def test_a_small_memory_delays_but_never_changes_a_text(
+    scheduler: str, seed: int, num_stages: int, num_host_blocks: int
+) -> None:
     random = np.random.default_rng(seed)
-    config = engine_config(max_model_len=96)
+    config = engine_config(max_model_len=96, num_lanes=num_stages)
     engine = make_engine(short_turns(scheduler), num_blocks=24, config=config, num_host_blocks=num_host_blocks)
-    harness = EngineHarness(engine)
+    harness = EngineHarness(engine, depth=num_stages, num_stages=num_stages)
     for name in range(16):
         num_prompt, max_tokens = int(random.integers(1, 50)), int(random.integers(1, 40))
         assert not isinstance(harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens)), AddRefusal)

@@ -26,6 +26,7 @@ def engine_config(
     block_size: int = 4,
     finished_kept: int = 32,
     prefix_caching: bool = True,
+    num_lanes: int = 1,
 ) -> EngineConfig:
     return EngineConfig(
         max_sequences=max_sequences,
@@ -37,6 +38,7 @@ def engine_config(
         block_size=block_size,
         finished_kept=finished_kept,
         prefix_caching=prefix_caching,
+        num_lanes=num_lanes,
     )
 
 

@@ -93,6 +93,8 @@ class Chaos:
         weights = np.array([20, 30, 30, 4, 1, 3, 4, 3], dtype=float)
         if self.harness.engine.swapping is not None:
             operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
+        if self.harness.num_stages > 1:
+            operations, weights = [*operations, self.advance], np.append(weights, 30)
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
             operations[index]()
 
@@ -182,6 +184,12 @@ class Chaos:
             self.harness.land("bad luck")
         else:
             self.harness.land()
+
+    def advance(self) -> None:
+        """Let a stage run ahead; the last one's answer comes when a step lands."""
+        stage = int(self.random.integers(self.harness.num_stages - 1))
+        if self.harness.kv.advance(stage) and len(self.harness.flights) > 1:
+            self.count("stages apart")
 
     def copy(self) -> None:
         """End a copy, the first of its direction; now and then it has failed."""

@@ -13,8 +13,10 @@ from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.types import I32, Batch, BatchFailedError, BatchOutput, HostCopy
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs
+from services.worker.executor.shadow_kv import TokenDraw, expected_outputs
+from services.worker.executor.stage_messages import StepDone
 from shared.types import FinishReason
+from tests.support.staged_kv import StagedKv
 
 STEP_S = 0.05
 
@@ -39,6 +41,8 @@ class EngineHarness:
 
     engine: Engine
     depth: int = 1
+    num_stages: int = 1
+    """More than one: a pipeline, each stage with the KV of some layers."""
     now_s: float = 0.0
     stories: dict[int, Story] = field(default_factory=dict)
     flights: deque[Batch] = field(default_factory=deque)
@@ -53,13 +57,9 @@ class EngineHarness:
         config = self.engine.config
         self.draw = TokenDraw.of_vocabulary(config.vocab_size, ())  # EOS may be said: the engine has to end there
         swapping = self.engine.swapping
-        self.kv = ShadowKv(
-            self.engine.blocks.num_usable,
-            config.block_size,
-            self.draw,
-            num_host_blocks=0 if swapping is None else swapping.host.num_blocks,
-            verify_ratio=1.0,
-        )
+        num_host_blocks = 0 if swapping is None else swapping.host.num_blocks
+        num_blocks = self.engine.blocks.num_usable
+        self.kv = StagedKv.even(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
         self.engine.blocks.on_lost = self.lose
 
     def add(self, new: NewSequence) -> int | AddRefusal:
@@ -85,6 +85,7 @@ class EngineHarness:
             self.host_copies.append(copy)
         if batch is not None:
             self.flights.append(batch)
+            self.kv.submit(batch)
             self.num_copies += int(batch.copies.source.size)
         self.settle()
         return batch
@@ -93,13 +94,13 @@ class EngineHarness:
         """Answer the oldest batch in flight: run it, or let it fail."""
         batch = self.flights.popleft()
         self.now_s += STEP_S
-        self.kv.take_in(batch)
-        if cause is None:
-            output = BatchOutput(batch.step_id, self.kv.compute(batch), STEP_S)
+        said = self.kv.finish(batch, cause)
+        if isinstance(said, StepDone):
+            output = BatchOutput(batch.step_id, said.output.tokens, STEP_S)
             events = self.engine.absorb(batch, output, self.now_s)
         else:
-            self.kv.spoil(batch)
-            events = self.engine.roll_back(batch, BatchFailedError(batch.step_id, cause, blamed), self.now_s)
+            assert said.cause == cause
+            events = self.engine.roll_back(batch, BatchFailedError(batch.step_id, said.cause, blamed), self.now_s)
         self.record(events)
         self.settle()
         return events
@@ -128,7 +129,8 @@ class EngineHarness:
         for _ in range(max_steps):
             if not self.engine.has_work:
                 break
-            self.submit()
+            while self.submit() is not None:
+                pass
             assert self.flights or self.host_copies or not self.engine.has_work, "sequences are left, but no step runs"
             if self.flights:
                 self.land()
@@ -185,11 +187,11 @@ class EngineHarness:
         full = int(self.engine.table.num_computed[row]) // self.engine.config.block_size
         ids = self.engine.blocks.block_table[row, :full].copy()
         self.engine.pin(ids, owner)
-        self.pinned[owner] = (ids, self.kv._slots[ids].copy())
+        self.pinned[owner] = (ids, self.kv.slots(ids))
 
     def unpin(self, owner: str) -> None:
         ids, slots = self.pinned.pop(owner)
-        assert (self.kv._slots[ids] == slots).all(), "a pinned block was written"
+        assert (self.kv.slots(ids) == slots).all(), "a pinned block was written"
         self.engine.unpin(owner)
 
     def live(self) -> list[Story]:

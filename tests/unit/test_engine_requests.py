@@ -223,3 +223,20 @@ def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
     assert harness.engine.stats.num_preemptions > 0
     assert sorted(admitted) == [0, 1, 2, 3]
     assert len(dropped) == 3, "the last one's drop waits for a next batch"
+
+
+def test_a_row_that_is_paused_while_its_step_fails_is_still_paused_when_it_is_tried_again() -> None:
+    harness = EngineHarness(make_engine())
+    for name in range(2):
+        harness.add(new_sequence(name, max_tokens=4, channel=name))
+    harness.submit()
+    harness.engine.pause(1)
+    harness.land("bad luck")
+    for _ in range(6):
+        harness.step()
+    first, second = harness.stories.values()
+    assert first.finish is FinishReason.LENGTH
+    assert len(second.text) == 1, "the try that was under way counts, and no other step ran it"
+    harness.engine.resume(1)
+    harness.drain()
+    harness.judge()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 from services.worker.engine.types import I32, Batch, CopyOps, HostCopy, RowInit, TableDelta
 from services.worker.executor.modelled import step_s
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs
-from shared.cost import CostModel
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
+from shared.cost import CostModel, StageCost
+from shared.layers import LayerRange, even_split
 from shared.types import SamplingParams
 
 HOST_BLOCKS = 4
@@ -178,3 +180,65 @@ def test_the_cost_of_a_batch_counts_decodes_and_prefill_pairs() -> None:
     step = Batch(0, i32(0, 1, 2), i32(1, 1, 3), i32(9, 4, 10), i32(1, 1, 1, 1, 1), np.ones(3, dtype=np.bool_))
     cost = CostModel(g0_s=1.0, b0_s=0.1, g1_s=0.0, b1_s=0.0, d_s=0.01, a_s=0.001)
     assert step_s(cost, step) == pytest.approx(1.0 + 0.5 + 0.15 + 0.036)
+
+
+# Stages of a pipeline
+
+
+def stages_of(ranges: tuple[LayerRange, ...], num_blocks: int = 16) -> list[ShadowKv]:
+    num_layers = ranges[-1].end
+    return [ShadowKv(num_blocks, 4, DRAW, weight=layer_weight(layers, num_layers)) for layers in ranges]
+
+
+def run_through(stages: list[ShadowKv], step: Batch) -> int:
+    words = np.zeros(step.rows.size, dtype=np.uint64)
+    for kv in stages:
+        kv.take_in(step)
+        words = words + kv.share(step)
+    return int(stages[-1].sample(step, words)[0])
+
+
+TILINGS = st.sets(st.integers(1, 47)).map(lambda borders: sorted({0, 48, *borders}))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 999), min_size=1, max_size=12), TILINGS)
+def test_the_text_does_not_depend_on_how_the_layers_are_split(prompt: list[int], borders: list[int]) -> None:
+    stages = stages_of(tuple(LayerRange(a, b) for a, b in pairwise(borders)))
+    token, text = run_through(stages, batch(prompt, start=0, table=[9, 3, 7, 1, 12, 5])), []
+    for position in range(len(prompt), len(prompt) + 8):
+        text.append(token)
+        token = run_through(stages, batch([token], start=position))
+    assert text == expected_outputs(i32(*prompt), i32(), 8, 0, DRAW).tolist()
+
+
+def test_a_stage_has_a_share_and_not_the_word() -> None:
+    first, _ = stages_of((LayerRange(0, 1), LayerRange(1, 2)))
+    step = batch([1], start=0, table=[1])
+    first.take_in(step)
+    with pytest.raises(AssertionError, match="share"):
+        first.compute(step)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_a_block_that_is_lost_on_any_stage_changes_the_text(num_stages: int) -> None:
+    tokens = []
+    for damaged in (None, *range(num_stages)):
+        stages = stages_of(even_split(7, num_stages))
+        run_through(stages, batch([10, 11, 12, 13, 14], start=0, table=[2, 5]))
+        if damaged is not None:
+            stages[damaged].poison(i32(2))
+            stages[damaged]._verify_ratio = 1.0
+        tokens.append(run_through(stages, batch([15], start=5)))
+    assert len(set(tokens)) == num_stages + 1, "each loss shows, and differently"
+
+
+@given(TILINGS, st.integers(0, 4000), st.integers(0, 10**6), st.integers(0, 10**6), st.floats(0, 5))
+def test_the_stages_of_any_split_take_as_long_as_the_model_in_one_piece(
+    borders: list[int], num_tokens: int, kv_tokens: int, pairs: int, head_layers: float
+) -> None:
+    whole = CostModel(g0_s=0.02, b0_s=5e-5, g1_s=0.015, b1_s=9e-5, d_s=1e-7, a_s=5e-9, era_s=0.003)
+    ranges = [LayerRange(a, b) for a, b in pairwise(borders)]
+    parts = [StageCost(whole, layers, 48, head_layers).step_s(num_tokens, kv_tokens, pairs) for layers in ranges]
+    assert min(parts) > 0
+    assert sum(parts) == pytest.approx(whole.step_s(num_tokens, kv_tokens, pairs))

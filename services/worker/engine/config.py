@@ -39,9 +39,11 @@ class EngineConfig:
     """Ended sequences whose outputs are kept for replays; the oldest is forgotten first."""
     prefix_caching: bool = True
     """Keep the KV of freed blocks until they are needed, and share it with sequences that begin alike."""
+    num_lanes: int = 1
+    """Batches among which the scheduler spreads the sequences: one per stage of a pipeline."""
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_batch_tokens", "max_batch_rows", "vocab_size", "block_size"):
+        for name in ("max_sequences", "max_batch_tokens", "max_batch_rows", "vocab_size", "block_size", "num_lanes"):
             assert getattr(self, name) >= 1, f"{name} must be at least 1"
         assert self.max_model_len >= 2, "a model's context holds at least a prompt token and an output token"
         assert self.finished_kept >= 0, "finished_kept must not be negative"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +36,7 @@ from services.worker.engine.types import (
     Batch,
     BatchFailedError,
     BatchOutput,
+    Flight,
     HostCopy,
     HostMemory,
 )
@@ -46,16 +46,6 @@ from shared.types import FinishReason
 
 Rows = NDArray[np.intp]
 _RUNNING = np.uint8(Status.RUNNING)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A batch that the executor has not answered."""
-
-    batch: Batch
-    rows: Rows
-    end: I32
-    """[n] tokens of each row whose KV exists once the batch is done."""
 
 
 class Engine:
@@ -100,7 +90,7 @@ class Engine:
         self.residents.on_end = self._transitions.ended
         self._room = Room(self.table, self.blocks, self.sharing.forks, self._transitions)
         self._scheduler = scheduler
-        self._limits = Limits(config.max_batch_tokens, config.max_batch_rows)
+        self._limits = Limits(config.max_batch_tokens, config.max_batch_rows, config.num_lanes)
         self._next_step_id = 0
         self._noted_s = 0.0
 
@@ -163,8 +153,7 @@ class Engine:
         if now_s >= self.residents.next_expiry_s:
             self.residents.expire(now_s)
         if self.retry:
-            group = self.retry.pop()
-            return self._launch(group.rows, group.num_tokens)
+            return self._launch_again(self.retry.pop())
         view = self._view(now_s)
         if not (view.running.size or view.waiting.size or view.preempted.size):
             return None
@@ -199,7 +188,7 @@ class Engine:
         """Undo the oldest batch in flight, which failed, and arrange for its rows to be tried again in halves.
 
         Nobody was advanced, so there is nothing to restore. A row that failed twice in a step of its own ends with
-        `FinishReason.ERROR`; the others never notice.
+        `FinishReason.ERROR`; the others never notice. If the executor is lost, nobody is suspected.
         """
         del now_s  # a part of the step's interface; nothing here depends on the time
         flight = self._land(batch)
@@ -207,7 +196,7 @@ class Engine:
         going_on = (self.table.hold[flight.rows] & Hold.CANCELLED) == 0
         group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
         events = self.residents.end_cancelled(flight.rows)
-        if not group.rows.size:
+        if not group.rows.size or error.is_lost:
             return events
         self.table.hold[group.rows] |= Hold.RETRY
         lost = self.retry.failed(group, np.isin(group.rows, error.rows))
@@ -302,6 +291,7 @@ class Engine:
             running=running,
             preempted=preempted,
             num_in_flight=sum(flight.rows.size for flight in self.flights),
+            flights=tuple(flight.batch.rows for flight in self.flights),
             free_blocks=self.blocks.num_free,
             block_size=self.config.block_size,
             limits=self._limits,
@@ -347,6 +337,8 @@ class Engine:
         start = table.num_computed[rows]
         end = start + num_tokens
         table.hold[rows] = Hold.IN_FLIGHT
+        if self._limits.num_lanes > 1:
+            table.last_step[rows] = self._next_step_id
         admits, drops = self._transitions.take_news()
         batch = Batch(
             step_id=self._next_step_id,
@@ -362,6 +354,12 @@ class Engine:
         )
         self._next_step_id += 1
         self.flights.append(Flight(batch, rows, end))
+        return batch
+
+    def _launch_again(self, group: RetryGroup) -> Batch:
+        held = self.table.hold[group.rows] & ~Hold.RETRY  # a channel may have been paused meanwhile
+        batch = self._launch(group.rows, group.num_tokens)
+        self.table.hold[group.rows] |= held
         return batch
 
     def _land(self, batch: Batch) -> Flight:

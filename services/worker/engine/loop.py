@@ -18,7 +18,7 @@ _MIN_TIMER_S = 0.001
 
 
 class ExecutorBrokenError(Exception):
-    """Too many steps failed in a row: the fault is not a sequence's but the executor's."""
+    """The fault is not a sequence's but the executor's: too many steps failed in a row, or it is lost."""
 
     def __init__(self, num_failures: int, cause: str) -> None:
         super().__init__(f"{num_failures} steps failed in a row, the last one with: {cause}")
@@ -94,7 +94,7 @@ class StepLoop:
         """Drive the engine until `close`.
 
         Raises:
-            ExecutorBrokenError: too many steps failed in a row.
+            ExecutorBrokenError: too many steps failed in a row, or the executor is lost.
         """
         try:
             while not (self._closing and not self._flight):
@@ -139,13 +139,26 @@ class StepLoop:
         except BatchFailedError as error:
             self._num_failures += 1
             self._events = self._engine.roll_back(batch, error, self._now())
-            if self._num_failures >= self._max_failures:
+            if error.is_lost:
+                self._give_up()
+            if error.is_lost or self._num_failures >= self._max_failures:
                 raise ExecutorBrokenError(self._num_failures, error.cause) from error
         else:
             self._num_failures = 0
             self._events = self._engine.absorb(batch, output, self._now())
             if self._on_step is not None:
                 self._on_step(batch, output)
+
+    def _give_up(self) -> None:
+        """Roll the other lanes back, which have failed as well, and say what is left to say."""
+        while self._flight:
+            batch, future = self._flight.popleft()
+            error = future.exception() if future.done() else None
+            if isinstance(error, BatchFailedError):
+                self._num_failures += 1
+                events = self._engine.roll_back(batch, error, self._now())
+                self._events = StepEvents.concatenate([self._events, events])
+        self._flush()
 
     def _take_in_copies(self) -> None:
         """Let the engine know of the copies that have ended, in the order in which they began."""

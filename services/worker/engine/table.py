@@ -61,6 +61,7 @@ class SequenceTable:
         self.max_output = np.zeros(num_rows, dtype=np.int32)
         self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
         self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
+        self.last_step = np.full(num_rows, -1, dtype=np.int64)  # the newest step with the row; kept with several lanes
         self.arrival_s = np.zeros(num_rows, dtype=np.float64)
         self.expires_s = np.full(num_rows, np.inf)
         self.request_class = np.zeros(num_rows, dtype=np.uint8)
@@ -87,6 +88,7 @@ class SequenceTable:
             held_blocks=_read_only(self.held_blocks),
             host_tokens=_read_only(self.host_tokens),
             order=_read_only(self.order),
+            last_step=_read_only(self.last_step),
             arrival_s=_read_only(self.arrival_s),
             request_class=_read_only(self.request_class),
             qoe_ttft_s=_read_only(self.qoe_ttft_s),
@@ -119,6 +121,7 @@ class SequenceTable:
         self.max_output[row] = max_output
         self.last_token[row] = new.generated[-1] if generated else prompt[-1]
         self.order[row] = self._num_added
+        self.last_step[row] = -1
         self.arrival_s[row], self.expires_s[row] = new.arrival_s, new.expires_s
         self.request_class[row] = new.request_class is RequestClass.BEST_EFFORT
         self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt

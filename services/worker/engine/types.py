@@ -105,15 +105,28 @@ class BatchOutput:
     """By position in the batch, for sampled rows that ask for them; None in almost every step."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A batch that the executor has not answered."""
+
+    batch: Batch
+    rows: NDArray[np.intp]
+    """[n] as `batch.rows`."""
+    end: I32
+    """[n] tokens of each row whose KV exists once the batch is done."""
+
+
 class BatchFailedError(Exception):
     """A step did not finish. KV of the positions that it was to compute is garbage; everything else is as before."""
 
-    def __init__(self, step_id: int, cause: str, rows: tuple[int, ...] = ()) -> None:
+    def __init__(self, step_id: int, cause: str, rows: tuple[int, ...] = (), *, is_lost: bool = False) -> None:
         super().__init__(f"step {step_id} failed: {cause}")
         self.step_id = step_id
         self.cause = cause
         self.rows = rows
         """Rows known to be guilty; empty if the executor cannot tell."""
+        self.is_lost = is_lost
+        """The executor is gone, so no row is to blame and no other step will succeed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Runs the steps of one whole model on one device.
+"""Runs the steps of a model, or of one stage of it, on one device.
 
 Opened by `load_runner` (runner.py); called from one thread at a time.
 """
@@ -6,8 +6,10 @@ Opened by `load_runner` (runner.py); called from one thread at a time.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,8 +33,11 @@ from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.step import ForwardPass, Scores
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
+from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class RunnerSettings:
     """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
     kernels: str = "auto"
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
+    layers: LayerRange | None = None
+    """Of a stage of a pipeline: only their parameters and KV are held; None: the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,12 @@ class ModelInfo:
     max_model_len: int
     """Longest sequence, prompt and output."""
     num_layers: int
+    """Of the whole model."""
+    layers: LayerRange
+    """Those that are here."""
+    hidden_size: int
     num_parameters: int
+    """Of the whole model."""
     param_bytes: int
     kv_bytes: int
     reserve_bytes: int
@@ -90,9 +102,14 @@ class ModelInfo:
     kernels: str
     """What computes the forward pass: a `Kernels.name`."""
 
+    @property
+    def is_last(self) -> bool:
+        """The model's last layer and its head are here."""
+        return self.layers.end == self.num_layers
+
 
 class ModelRunner:
-    """One model on one device, and what it knows of the engine's rows.
+    """A model or a stage of it on one device, and what it knows of the engine's rows.
 
     Args:
         forward: the model over its cache.
@@ -145,35 +162,68 @@ class ModelRunner:
         except Exception as error:  # whatever torch raises: the engine computes the KV again
             raise CopyFailedError(copy.copy_id, f"{type(error).__name__}: {error}") from error
 
-    def run(self, batch: Batch) -> BatchOutput:
-        """Compute one step.
+    def run(self, batch: Batch, hidden: torch.Tensor | None = None) -> BatchOutput:
+        """Compute one step up to its tokens.
 
         Drops, admits, changes of block tables and copies are applied also when the step then fails.
+
+        Args:
+            batch: the whole step.
+            hidden: [t, hidden_size] behind the stage before, in the model's dtype; None: the first layers are here.
 
         Raises:
             BatchFailedError: the step did not finish, for whatever reason.
         """
         began = time.perf_counter()
-        try:
-            with torch.inference_mode():
-                self._apply(batch)
-                tokens, logprobs = self._step(batch)
-        except BatchFailedError:
-            raise
-        except Exception as error:  # whatever torch raises is the batch's failure: the engine finds the guilty row
-            raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
+        tokens, logprobs = self._applied(batch, lambda: self._step(batch, hidden))
         return BatchOutput(batch.step_id, tokens, time.perf_counter() - began, logprobs)
 
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def advance(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute one step up to the last layer here; return its hidden states. Else as `run`."""
+        return self._applied(batch, lambda: self._open().advance(batch, self._tables.entries, hidden))
+
+    def skip(self, batch: Batch) -> None:
+        """Only apply what a batch says of rows, tables and copies: its step has failed elsewhere. Else as `run`."""
+        self._applied(batch, lambda: None)
+
+    def try_step(self, batch: Batch) -> None:
+        """Compute one step for its cost alone; where the first layers are elsewhere, from made-up hidden states."""
+        hidden = self.made_up_hidden(batch)
+        if self.info.is_last:
+            self.run(batch, hidden)
+        else:
+            self.advance(batch, hidden)
+
+    def made_up_hidden(self, batch: Batch) -> torch.Tensor | None:
+        """Return [t, hidden_size] numbers that depend on each token alone, for a stage behind the first; else None."""
+        if self.info.layers.first == 0:
+            return None
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64)).unsqueeze(1)
+        made_up = ((tokens * 31 + torch.arange(self.info.hidden_size) * 17) % 101).float() / 101 - 0.5
+        return made_up.to(self._device, self.cache.keys[0].dtype)
+
+    def logits(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Compute one step; instead of sampling, return the logits [n, vocab_size], float32, of each last token."""
         with torch.inference_mode():
             self._apply(batch)
-            return self._open().run(batch, self._tables.entries, np.arange(len(batch.rows))).logits.clone()
+            scores = self._open().run(batch, self._tables.entries, np.arange(len(batch.rows)), hidden)
+            return scores.logits.clone()
 
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""
         self._forward = None
         self._host = None
+
+    def _applied(self, batch: Batch, compute: Callable[[], T]) -> T:
+        """Apply a batch and return what is computed then."""
+        try:
+            with torch.inference_mode():
+                self._apply(batch)
+                return compute()
+        except BatchFailedError:
+            raise
+        except Exception as error:  # whatever torch raises is the batch's failure: the engine finds the guilty row
+            raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
 
     def _open(self) -> ForwardPass:
         assert self._forward is not None, "the runner is closed"
@@ -199,9 +249,9 @@ class ModelRunner:
             self._open().cache.copy_blocks(source, target)
         self._is_sound = True
 
-    def _step(self, batch: Batch) -> tuple[I32, dict[int, TokenLogprob] | None]:
+    def _step(self, batch: Batch, hidden: torch.Tensor | None) -> tuple[I32, dict[int, TokenLogprob] | None]:
         sampled: I64 = batch.sample.nonzero()[0]
-        scores = self._open().run(batch, self._tables.entries, sampled)
+        scores = self._open().run(batch, self._tables.entries, sampled, hidden)
         rows = batch.rows[sampled]
         _check_finite(batch.step_id, batch.rows, scores.finite)
         _check_finite(batch.step_id, rows, scores.largest < self.info.vocab_size)

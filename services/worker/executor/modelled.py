@@ -17,13 +17,13 @@ import numpy as np
 
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, HostMemory, KvCapacity
 from services.worker.executor.shadow_kv import ShadowKv
-from shared.cost import CostModel
+from shared.cost import CostModel, StageCost
 
 FailureInjector = Callable[[Batch], str | None]
 """Returns the cause with which a step is to fail, or None."""
 
 
-def step_s(cost: CostModel, batch: Batch) -> float:
+def step_s(cost: CostModel | StageCost, batch: Batch) -> float:
     """Return how long a batch takes: rows of one token count as decodes, all others as prefill chunks."""
     start, num_tokens = batch.start.astype(np.int64), batch.num_tokens.astype(np.int64)
     chunk = num_tokens > 1

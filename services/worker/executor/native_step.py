@@ -52,7 +52,7 @@ class _Workspace:
 
 
 class NativeForward:
-    """The model's layers over a cache on the CPU.
+    """Layers of the model, those of the cache, on the CPU.
 
     Args:
         rope: angles of every position that may occur.
@@ -68,7 +68,10 @@ class NativeForward:
         self._rope = rope
         self._dtype = cache.keys[0].dtype
         self._layers = (LayerArgs * spec.num_layers)(
-            *(_layer_args(spec, weights.layers[i], cache, i) for i in range(spec.num_layers))
+            *(
+                _layer_args(spec, weights.layers[i], cache, i) if i in cache.layers else LayerArgs()
+                for i in range(spec.num_layers)
+            )
         )
         self._model = self._model_args()
         self._workspace = _Workspace.make(spec, 1, self._dtype)
@@ -77,17 +80,28 @@ class NativeForward:
         self._step = self._step_args()
         self._logits = torch.empty((0, spec.vocab_size))
 
-    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
-        """Compute a step, and store its keys and values; see `ForwardPass`.
+    def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
+        """Compute a step up to the logits; see `ForwardPass`.
 
         The logits' buffer is kept: fresh memory of its size costs more in page faults than a look at all of it.
         """
+        return self._run(batch, tables, sampled, hidden)
+
+    def advance(self, batch: Batch, tables: I32, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute a step's layers here; see `ForwardPass`."""
+        self._run(batch, tables, np.empty(0, dtype=np.int64), hidden)
+        return self._workspace.hidden[: len(batch.tokens)].clone()
+
+    def _run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None) -> Scores:
         plan = rows_args(batch.num_tokens, batch.start, tables, batch.rows)
         tokens = np.ascontiguousarray(batch.tokens, dtype=np.int32)
         finite = np.empty(len(batch.rows), dtype=np.bool_)
         largest = np.empty(len(sampled), dtype=np.int64)
         logits = self._logits_of(len(sampled))
         step = self._step_of(plan.args.num_tokens)
+        step.embed = int(hidden is None)
+        if hidden is not None:
+            self._workspace.hidden[: plan.args.num_tokens] = hidden
         step.rows = plan.args
         step.num_threads = torch.get_num_threads()
         step.tokens, step.finite = tokens.ctypes.data, finite.ctypes.data
@@ -117,8 +131,8 @@ class NativeForward:
         space = self._workspace
         return StepArgs(
             embed=1,
-            first_layer=0,
-            last_layer=self._spec.num_layers,
+            first_layer=self.cache.layers.first,
+            last_layer=self.cache.layers.end,
             hidden=space.hidden.data_ptr(),
             normed=space.normed.data_ptr(),
             heads=space.heads.data_ptr(),

@@ -70,7 +70,9 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
     kernels = choose_kernels(settings.kernels, spec, device, dtype, deterministic=settings.deterministic)
     _set_threads(settings, device, kernels)
-    weights = load_weights(spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what))
+    weights = load_weights(
+        spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what), settings.layers
+    )
     loader = _Loader(settings, spec, weights, demand, kernels)
     progress(_LOADED, "measuring the workspace")
     reserve_bytes, division = loader.divide(context)
@@ -104,12 +106,14 @@ class _Loader:
     def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
         """Return a runner with a cache of its own."""
         settings, spec, demand = self._settings, self._spec, self._demand
-        cache = KVCache(spec, num_blocks, settings.block_size, self._dtype, self._device)
+        cache = KVCache(spec, num_blocks, settings.block_size, self._dtype, self._device, settings.layers)
         info = ModelInfo(
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             max_model_len=max_model_len,
             num_layers=spec.num_layers,
+            layers=cache.layers,
+            hidden_size=spec.hidden_size,
             num_parameters=num_parameters(spec),
             param_bytes=demand.parameter_bytes,
             kv_bytes=cache.num_bytes,
@@ -147,14 +151,14 @@ class _Loader:
         settings, spec = self._settings, self._spec
         blocks = -(-context // settings.block_size)
         runner = self.open(blocks, context, 0)
-        for pool in (*runner.cache.keys, *runner.cache.values):
+        for pool in runner.cache.pools:
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
 
         def dry_steps() -> None:
             began_s = time.perf_counter()
             try:
                 num_long = max_group_rows(spec, self._dtype, context) + 1
-                runner.run(_worst_batch(settings, spec.vocab_size, context, num_long))
+                runner.try_step(_worst_batch(settings, spec.vocab_size, context, num_long))
             except BatchFailedError as error:
                 raise StartupError(
                     f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
@@ -219,8 +223,8 @@ def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_lo
 def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> Demand:
     return Demand(
         memory_bytes=settings.memory_bytes,
-        parameter_bytes=parameter_bytes(spec, dtype),
-        bytes_per_block=bytes_per_block(spec, settings.block_size, dtype),
+        parameter_bytes=parameter_bytes(spec, dtype, settings.layers),
+        bytes_per_block=bytes_per_block(spec, settings.block_size, dtype, settings.layers),
         block_size=settings.block_size,
         max_positions=spec.max_positions,
         max_model_len=settings.max_model_len,

@@ -1,5 +1,7 @@
 """Proves on the loaded model that a sequence's logits do not depend on what else is in its batches.
 
+A stage of a pipeline that has no head proves it of its hidden states, one that has no embedding from made-up ones.
+
 Fixed shapes make that so on the platforms that were tried; whether a platform's matrix library keeps its part cannot be
 read off anywhere, so it is tried out on the model's own shapes before serving.
 """
@@ -53,15 +55,25 @@ def prove_deterministic(runner: ModelRunner, max_batch_tokens: int) -> None:
 
 
 def _run(runner: ModelRunner, trials: list[_Trial], chunks: tuple[int, ...], max_tokens: int) -> torch.Tensor:
-    """Compute the trials side by side, in chunks of the given sizes in turn; return the last step's logits."""
+    """Compute the trials side by side, in chunks of the given sizes in turn; return the last step's results."""
     length, done, step = len(trials[0].tokens), 0, 0
     logits = torch.empty(0)
     while done < length:
         count = min(chunks[step % len(chunks)], length - done, max(max_tokens // len(trials), 1))
-        logits = runner.logits(_batch(runner, trials, done, count, step))
+        logits = _results(runner, _batch(runner, trials, done, count, step))
         done += count
         step += 1
     return logits
+
+
+def _results(runner: ModelRunner, batch: Batch) -> torch.Tensor:
+    """Return [n, ..] float32: logits of each row's last token, or the hidden states behind the layers that are here."""
+    hidden = runner.made_up_hidden(batch)
+    if runner.info.is_last:
+        return runner.logits(batch, hidden)
+    last = torch.from_numpy(np.cumsum(batch.num_tokens, dtype=np.int64) - 1)
+    behind = runner.advance(batch, hidden)
+    return behind.index_select(0, last.to(behind.device)).float()
 
 
 def _batch(runner: ModelRunner, trials: list[_Trial], start: int, count: int, step: int) -> Batch:

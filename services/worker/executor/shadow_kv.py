@@ -7,8 +7,15 @@ is the text of a sequence whose KV was never touched.
     slot = mix(token, position)          word(row) = sum of the row's slots [0, length), modulo 2^64
     next token = allowed[mix(word, seed) modulo the number of allowed ids]
 
-Sums are associative, so stages or peers could each add their share. They are kept as running sums per row, and taken
-anew from the blocks when the table changed other than at its end, and at random.
+Sums are associative: in a pipeline each stage has the slots of its own layers and adds its share, `layer_weight` times
+its sum, to a word per row that rides with the activation; the last stage draws from it. The weights of any tiling of
+the layers add up to 1, so the text is that of one worker with all layers, and a slot that is wrong on any stage changes
+it.
+
+    word(row) = sum over the stages of layer_weight(stage's layers) · (sum of the row's slots there), modulo 2^64
+
+Sums are kept as running sums per row, and taken anew from the blocks when the table changed other than at its end, and
+at random.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine.types import I32, Batch, HostCopy, TableDelta
+from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 
 U64 = NDArray[np.uint64]
@@ -37,6 +45,22 @@ def mix(words: U64, others: U64) -> U64:
     state = (state ^ (state >> np.uint64(27))) * _MUL_2
     result: U64 = state ^ (state >> np.uint64(31))
     return result
+
+
+def layer_weight(layers: LayerRange, num_layers: int) -> int:
+    """Return what the slots of some layers count for in a row's word, modulo 2^64; 1 for all layers of a model.
+
+    It is the difference of two numbers that belong to the range's borders, so adjacent ranges add up to their union.
+    """
+    if layers.end > num_layers:
+        raise ValueError(f"layers {layers} of a model of {num_layers}")
+    return (_border(layers.end, num_layers) - _border(layers.first, num_layers)) % 2**64
+
+
+def _border(layer: int, num_layers: int) -> int:
+    if layer in (0, num_layers):
+        return int(layer == num_layers)
+    return int(mix(np.array([layer], dtype=np.uint64), np.array([num_layers], dtype=np.uint64))[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +108,7 @@ def expected_outputs(prompt: I32, generated: I32, num_tokens: int, seed: int, dr
 class ShadowKv:
     """The modelled memory of one worker, and the block tables as batches describe them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  sizes, and what tests and stages choose
         self,
         num_blocks: int,
         block_size: int,
@@ -93,6 +117,7 @@ class ShadowKv:
         num_host_blocks: int = 0,
         verify_ratio: float = 0.01,
         seed: int = 0,
+        weight: int = 1,
     ) -> None:
         """Begin with garbage in every block.
 
@@ -103,7 +128,10 @@ class ShadowKv:
             num_host_blocks: blocks of host memory, to which KV may be copied.
             verify_ratio: share of the rows of a step whose running sum is taken anew from the blocks.
             seed: chooses those rows.
+            weight: of its layers, by `layer_weight`; 1: all layers are here.
         """
+        assert 0 < weight < 2**64, "the slots of no layer, or a weight that is no 64-bit number"
+        self._weight = None if weight == 1 else np.uint64(weight)
         self._draw = draw
         self._verify_ratio = verify_ratio
         self._random = np.random.default_rng(seed)
@@ -179,7 +207,12 @@ class ShadowKv:
             self._change_tables(batch.table_delta)
 
     def compute(self, batch: Batch) -> I32:
-        """Write the KV of a step's tokens and return what is sampled, [n], -1 where nothing is."""
+        """Write the KV of a step's tokens and return what is sampled, [n], -1 where nothing is. All layers are here."""
+        assert self._weight is None, "a stage has a share of the word, not the word"
+        return self.sample(batch, self.share(batch))
+
+    def share(self, batch: Batch) -> U64:
+        """Write the KV of a step's tokens, and return what these layers add to the word of each row, [n]."""
         rows = batch.rows.astype(np.intp)
         assert self._known[rows].all(), "a batch names a row that the executor does not know"
         values = self._write(rows, batch, batch.tokens)
@@ -191,7 +224,12 @@ class ShadowKv:
         self._sum_length[rows] = end
         for i in np.flatnonzero(~in_order | (self._random.random(rows.size) < self._verify_ratio)).tolist():
             self._sum[rows[i]] = self._sum_of_blocks(int(rows[i]), int(end[i]))
-        tokens = self._draw.draw(self._sum[rows], self._seed[rows])
+        words: U64 = self._sum[rows]
+        return words if self._weight is None else words * self._weight
+
+    def sample(self, batch: Batch, words: U64) -> I32:
+        """Return what is sampled from the whole words of a step's rows, [n], -1 where nothing is."""
+        tokens = self._draw.draw(words, self._seed[batch.rows])
         tokens[~batch.sample] = -1
         return tokens
 

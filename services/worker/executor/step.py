@@ -36,29 +36,47 @@ class Scores:
 
 
 class ForwardPass(Protocol):
-    """The model's layers over a cache."""
+    """The layers of the model, or of one stage of it, over a cache of theirs."""
 
     @property
     def cache(self) -> KVCache:
-        """Keys and values of all layers."""
+        """Keys and values of its layers; `cache.layers` says which they are."""
         ...
 
-    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
-        """Compute a step, and store its keys and values.
+    def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
+        """Compute a step from the first layer here to the head, and store its keys and values. Only the last stage can.
 
         Args:
             batch: tokens and where they stand; its rows are rows of `tables`.
             tables: [max_rows, max_blocks] block tables of all rows, contiguous.
             sampled: [k] places in the batch of the rows whose next token is wanted, ascending.
+            hidden: [t, hidden_size] in the model's dtype, behind the layer before the first one here; None: from the
+                tokens.
 
         Raises:
             IndexError: a token, position or block does not exist.
         """
         ...
 
+    def advance(self, batch: Batch, tables: I32, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute a step's layers here and store their keys and values.
+
+        Args:
+            batch: see `run`.
+            tables: see `run`.
+            hidden: see `run`.
+
+        Returns:
+            [t, hidden_size] behind the last layer here, in the model's dtype; nobody else writes it.
+
+        Raises:
+            IndexError: see `run`.
+        """
+        ...
+
 
 class TorchForward:
-    """The model's layers by torch's operators, on any device of torch.
+    """Layers of the model, those of the cache, by torch's operators, on any device of torch.
 
     Args:
         rope: angles of every position that may occur.
@@ -84,18 +102,11 @@ class TorchForward:
         self._attention = attention
         self._inputs = InputBuffers(max_tokens, cache.block_size, cache.keys[0].device)
 
-    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
-        """Compute a step, and store its keys and values; see `ForwardPass`."""
-        decoder, cache, attention = self._decoder, self.cache, self._attention
-        inputs = self._inputs.fill(batch, tables)
-        plan = attention.plan(inputs.rows)
-        angles = Angles(*self._rope.rows(inputs.positions))
-        hidden = decoder.embed(inputs.tokens, inputs.positions)
-        for layer in range(decoder.spec.num_layers):
-            queries, keys, values = decoder.pre(layer, hidden, angles)
-            cache.write(layer, inputs.slots, keys, values)
-            hidden = decoder.post(layer, hidden, attention.attend(plan, layer, queries))
-        last = (inputs.rows.first_token + inputs.rows.num_tokens - 1).astype(np.int64)
+    def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
+        """Compute a step up to the logits; see `ForwardPass`."""
+        decoder = self._decoder
+        hidden = self.advance(batch, tables, hidden)
+        last = np.cumsum(batch.num_tokens, dtype=np.int64) - 1
         hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
         finite: Bool = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
         if len(sampled) < len(last):
@@ -106,3 +117,17 @@ class TorchForward:
             else hidden.new_empty((0, decoder.spec.vocab_size), dtype=torch.float32)
         )
         return Scores(finite, logits, finite_largest(logits))
+
+    def advance(self, batch: Batch, tables: I32, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute a step's layers here; see `ForwardPass`."""
+        decoder, cache, attention = self._decoder, self.cache, self._attention
+        inputs = self._inputs.fill(batch, tables)
+        plan = attention.plan(inputs.rows)
+        angles = Angles(*self._rope.rows(inputs.positions))
+        if hidden is None:
+            hidden = decoder.embed(inputs.tokens, inputs.positions)
+        for layer in range(cache.layers.first, cache.layers.end):
+            queries, keys, values = decoder.pre(layer, hidden, angles)
+            cache.write(layer, inputs.slots, keys, values)
+            hidden = decoder.post(layer, hidden, attention.attend(plan, layer, queries))
+        return hidden

@@ -23,7 +23,7 @@ class HostKV:
 
     def __init__(self, cache: KVCache, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._pools = (*cache.keys, *cache.values)
+        self._pools = cache.pools
         self._device = self._pools[0].device
         on_gpu = self._device.type == "cuda"
         self._host = tuple(

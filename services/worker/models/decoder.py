@@ -50,7 +50,7 @@ class Decoder:
         self._weights = weights
         self._tile_rows = tile_rows
         self._activate = _ACTIVATIONS[spec.activation]
-        self._head = weights.outer["embedding" if spec.tied_embeddings else "head"]
+        self._head = weights.outer.get("embedding" if spec.tied_embeddings else "head")
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [t, hidden_size] of the tokens [t] (int64) at their positions [t] (int64)."""
@@ -143,6 +143,7 @@ class Decoder:
             hidden = self._norm(hidden, outer, "norm")
         if self.spec.embedding_size is not None:
             hidden = functional.linear(hidden, outer["project_out"])
+        assert self._head is not None, "only the last stage has the head"
         return functional.linear(hidden, self._head).float()
 
     def _norm(self, hidden: torch.Tensor, weights: ParameterBuffer, name: str) -> torch.Tensor:

@@ -10,8 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from services.worker.models.checkpoint import TensorEntry
 from services.worker.models.spec import ModelSpec
-from services.worker.models.weights import ModelWeights, ParameterBuffer, Source, layer_parts, outer_parts
+from services.worker.models.weights import ModelWeights, ParameterBuffer, Source, layer_parts, stage_parts
 from shared.errors import StartupError
+from shared.layers import LayerRange
 
 Progress = Callable[[float, str], None]
 """Called with the share done, 0 to 1, and what is going on."""
@@ -23,6 +24,7 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
+    layers: LayerRange | None = None,
 ) -> ModelWeights:
     """Allocate the model's buffers and fill them.
 
@@ -32,13 +34,16 @@ def load_weights(
         dtype: of all parameters.
         device: of all parameters.
         progress: called after each tensor with the share of bytes read.
+        layers: of a stage, which loads nothing else; None: the whole model.
 
     Raises:
         StartupError: a file changed or broke since it was checked.
     """
-    outer = ParameterBuffer(outer_parts(spec), dtype, device)
-    layers = tuple(ParameterBuffer(layer_parts(spec, i), dtype, device) for i in range(spec.num_layers))
-    targets = _targets((outer, *layers))
+    held = LayerRange(0, spec.num_layers) if layers is None else layers
+    outer = ParameterBuffer(stage_parts(spec, held), dtype, device)
+    parts = (layer_parts(spec, i) if i in held else () for i in range(spec.num_layers))
+    buffers = tuple(ParameterBuffer(each, dtype, device) for each in parts)
+    targets = _targets((outer, *buffers))
     total = sum(tensors[name].num_bytes for name in targets)
     done = 0
     for path in sorted({tensors[name].path for name in targets}):
@@ -46,7 +51,7 @@ def load_weights(
             targets[name].copy_(tensor)
             done += tensors[name].num_bytes
             progress(done / total, f"loading {path.name}")
-    return ModelWeights(outer, layers)
+    return ModelWeights(outer, buffers)
 
 
 def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:

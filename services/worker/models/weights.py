@@ -16,8 +16,11 @@ import torch
 from services.worker.memory.huge_pages import advise_huge_pages
 from services.worker.models.families import FAMILIES
 from services.worker.models.spec import ModelSpec
+from shared.layers import LayerRange
 
 ALIGN_BYTES = 64
+_FIRST_STAGE = ("embedding", "positions", "project_in")
+_LAST_STAGE = ("norm", "norm_bias", "head", "project_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,17 @@ def outer_parts(spec: ModelSpec) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def stage_parts(spec: ModelSpec, layers: LayerRange) -> tuple[Part, ...]:
+    """Return the parts outside the layers that a stage with these layers needs.
+
+    The first one embeds, the last one has the head; those between need nothing. A tied embedding is on both ends.
+    """
+    wanted = set(_FIRST_STAGE) if layers.first == 0 else set()
+    if layers.end == spec.num_layers:
+        wanted.update(_LAST_STAGE, ("embedding",) if spec.tied_embeddings else ())
+    return tuple(part for part in outer_parts(spec) if part.name in wanted)
+
+
 def all_parts(spec: ModelSpec) -> Iterator[Part]:
     """Yield every part of the model."""
     yield from outer_parts(spec)
@@ -131,10 +145,11 @@ def buffer_bytes(parts: tuple[Part, ...], dtype: torch.dtype) -> int:
     return sum(_aligned(part.numel * dtype.itemsize) for part in parts)
 
 
-def parameter_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the memory that the parameters take, with alignment."""
-    layers = sum(buffer_bytes(layer_parts(spec, layer), dtype) for layer in range(spec.num_layers))
-    return layers + buffer_bytes(outer_parts(spec), dtype)
+def parameter_bytes(spec: ModelSpec, dtype: torch.dtype, layers: LayerRange | None = None) -> int:
+    """Return the memory that the parameters take, with alignment: of a stage with some layers; None: of the model."""
+    held = LayerRange(0, spec.num_layers) if layers is None else layers
+    in_layers = sum(buffer_bytes(layer_parts(spec, layer), dtype) for layer in range(held.first, held.end))
+    return in_layers + buffer_bytes(stage_parts(spec, held), dtype)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -167,12 +182,12 @@ class ParameterBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All parameters of a model on one device."""
+    """All parameters of a model, or of a stage of it, on one device."""
 
     outer: ParameterBuffer
-    """See `outer_parts`."""
+    """See `outer_parts`, and `stage_parts`."""
     layers: tuple[ParameterBuffer, ...]
-    """By layer: see `layer_parts`."""
+    """By layer, numbered in the whole model: see `layer_parts`; those of other stages' layers have no part."""
 
     @property
     def num_bytes(self) -> int:

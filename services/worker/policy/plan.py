@@ -12,7 +12,11 @@ Rules that all parts keep:
 - *Nobody computes what another row is computing.* A row that waits and lacks a block that a running row has begun is
   passed over until that block is there; it keeps its place. The running row goes on in every step that it can, so this
   ends with its prefill.
-- *Somebody finishes.* The first running row is never preempted for want of blocks, so it ends, and then the next one.
+- *Every lane gets its part.* With several lanes the decodes are spread evenly over them: a step takes at most its share
+  of those that decode or are in flight, first who has waited longest since its last step. Prefills are cut by the token
+  budget of a step alone, as in Sarathi-Serve, so lanes with prefills may differ in time.
+- *Somebody finishes.* The first running row (of those in no batch in flight: the others cannot be preempted at all) is
+  never preempted for want of blocks, so the first of all ends, and then the next one.
   If it lacks blocks that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and
   who needs no block goes on.
 """
@@ -24,6 +28,7 @@ from itertools import chain
 import numpy as np
 
 from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_known
+from services.worker.policy.lanes import Places, lane_share
 from services.worker.policy.making_room import Running
 from services.worker.policy.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
 
@@ -68,8 +73,17 @@ class StepPlan:
 
     def decode(self) -> None:
         """Choose the running rows with one token to compute, as many as the limits allow, and make room for them."""
+        running = self._running
+        decodes = (running.remaining == 1).nonzero()[0]
+        share = lane_share(self._view, running.rows, decodes)
+        self._decode(share)
+        if not self._decodes.size and share.size < decodes.size:  # they lack blocks; others may go on without any
+            self._decode((running.remaining == 1).nonzero()[0])
+
+    def _decode(self, decodes: Places) -> None:
+        """Choose decodes among the running rows, named by their places, and make room for them."""
         view, running = self._view, self._running
-        decodes = (running.remaining == 1).nonzero()[0][: min(self._tokens_left, self._rows_left)]
+        decodes = decodes[: min(self._tokens_left, self._rows_left)]
         if not decodes.size:
             return
         missing = self._missing(decodes, 1)
@@ -197,7 +211,7 @@ class StepPlan:
             return "mixed" if self._chunk_rows else "decode"
         return "prefill"
 
-    def _missing(self, places: np.ndarray, num_tokens: int) -> I32:
+    def _missing(self, places: Places, num_tokens: int) -> I32:
         """Return the blocks that running rows, named by their places, lack for their next tokens."""
         running = self._running
         return missing_blocks(self._view, running.rows[places], running.computed[places] + num_tokens)
@@ -216,7 +230,9 @@ class StepPlan:
 
     def _places(self) -> int:
         """Return how many more rows may come in."""
-        return min(self._rows_left, self._view.limits.max_batch_rows - self._num_running())
+        limits = self._view.limits
+        num_places = limits.max_batch_rows * limits.num_lanes - self._view.num_in_flight
+        return min(self._rows_left, num_places - self._num_running())
 
     def _num_to_fit(self, row: int) -> int:
         """Return the blocks that a parked row must find to come in: for its known tokens and, beside others, the next.
@@ -247,13 +263,14 @@ class StepPlan:
     def _promised_blocks(self) -> int:
         """Return the blocks that the running rows need besides those that the plan has given out.
 
-        One more for each of them, and for a prefill under way the rest of its known tokens.
+        One more for each of them, those in flight included, and for a prefill under way the rest of its known tokens.
         """
         view, running = self._view, self._running
         prefills = (running.remaining > 1).nonzero()[0]
-        promised = int(running.rows.size + self._arriving.size)
-        if self._arriving.size:
-            promised += int(missing_blocks(view, self._arriving, num_known(view.columns, self._arriving)).sum())
+        promised = int(running.rows.size)
+        for others in (self._arriving, *view.flights):
+            if others.size:
+                promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
         if not prefills.size:
             return promised
         rows, ends = running.rows[prefills], (running.computed + running.remaining)[prefills]

@@ -56,6 +56,8 @@ class Columns:
     """`last` of the O(1) QoE form: when the newest token is displayed, seconds after arrival."""
     qoe_delay_sum_s: F64
     """`D` of the O(1) QoE form: sum of the display delays so far, seconds."""
+    last_step: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The newest step that the row was in, -1 before its first; may be left out where there is only one lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class Limits:
     """Most tokens that one step computes."""
     max_batch_rows: int
     """Most sequences in one step."""
+    num_lanes: int = 1
+    """Steps that are to be in flight together, each with other sequences: one per stage of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,9 @@ class SchedulerView:
     blocks: BlockFacts
     host: HostView | None = None
     """None: KV that is given up can only be computed again."""
+    flights: tuple[I32, ...] = ()
+    """The rows of each batch in flight, the oldest batch first: their columns are as if it had not been made, but for
+    the blocks that they hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,167 @@
+"""One stage of a pipeline: contiguous layers of the model, and the order in which it runs its steps. No clock, no I/O.
+
+    from the leader   batch 7 ─ batch 8 ─ batch 9            every stage runs every batch, in the leader's order
+    from the stage before     activation 7                   so batch 7 can run now; 8 waits for its activation
+                                  │
+                              run_step ─► activation 7 behind these layers, or the step's tokens
+
+A step that fails on one stage goes on through the others as a failure: each of them takes in what its batch says of
+rows and blocks, as the executor's contract demands, and computes nothing. The steps before and behind it are not
+touched.
+
+Source: KunServe v2, section 4.3 and figure 8 (pipelined execution after a drop). Deviations: none; what a stage does
+with the batch ahead of its activation is left open there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, KvCapacity
+from services.worker.executor.stage_messages import Activation, Hidden, StepDone, StepFailed
+from shared.layers import LayerRange
+
+
+class StageDevice(Protocol):
+    """What computes a stage. The first one embeds, the last one samples. Called from one thread at a time."""
+
+    @property
+    def layers(self) -> LayerRange:
+        """Its layers, numbered in the whole model."""
+        ...
+
+    @property
+    def is_last(self) -> bool:
+        """Its layers are the model's last."""
+        ...
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """KV memory of its layers. A block of the group is usable if every stage has it."""
+        ...
+
+    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+        """Compute a step's layers.
+
+        What the batch says of rows, tables and copies is applied also when the step then fails.
+
+        Args:
+            batch: the whole step's, as the leader made it.
+            hidden: behind the stage before; None on the first stage.
+
+        Returns:
+            Hidden states behind these layers, or on the last stage the step's tokens.
+
+        Raises:
+            BatchFailedError: the step did not finish.
+        """
+        ...
+
+    def skip(self, batch: Batch) -> None:
+        """Only apply what a batch says of rows, tables and copies: its step has failed on an earlier stage.
+
+        Raises:
+            BatchFailedError: it could not be applied; steps after it fail as well.
+        """
+        ...
+
+    def copy(self, copy: HostCopy) -> None:
+        """Copy these layers of some blocks between device and host.
+
+        Raises:
+            CopyFailedError: it did not finish.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back memory. Idempotent."""
+        ...
+
+
+class StageOrderError(Exception):
+    """What the leader and the stage before say do not fit together: the pipeline is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A step that a stage can run now."""
+
+    batch: Batch
+    upstream: Activation | StepFailed | None
+    """What the stage before said of it; None on the first stage."""
+
+
+Outcome = Activation | StepFailed | StepDone
+"""What a stage says of a step: to the next one, or the last one to the leader."""
+
+
+class StageInbox:
+    """Joins the two streams of a stage: batches from the leader, and what the stage before says of them.
+
+    It holds no more batches than the leader has in flight, one per stage.
+
+    Args:
+        is_first: there is no stage before.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self._is_first = is_first
+        self._batches: deque[Batch] = deque()
+        self._upstream: deque[Activation | StepFailed] = deque()
+
+    def put(self, message: Batch | Activation | StepFailed) -> None:
+        """Take a message in; each stream is in order."""
+        if isinstance(message, Batch):
+            self._batches.append(message)
+        elif self._is_first:
+            raise StageOrderError("an activation for the first stage")
+        else:
+            self._upstream.append(message)
+
+    def pop(self) -> Work | None:
+        """Return the next step if all of it is here.
+
+        Raises:
+            StageOrderError: the two streams speak of different steps.
+        """
+        if not self._batches or not (self._is_first or self._upstream):
+            return None
+        batch = self._batches.popleft()
+        if self._is_first:
+            return Work(batch, None)
+        upstream = self._upstream.popleft()
+        if upstream.step_id != batch.step_id:
+            raise StageOrderError(f"step {upstream.step_id} of the stage before meets step {batch.step_id}")
+        return Work(batch, upstream)
+
+    def __len__(self) -> int:
+        """Return how many batches wait here."""
+        return len(self._batches)
+
+
+def run_step(device: StageDevice, work: Work) -> Hidden | BatchOutput | BatchFailedError:
+    """Run a step on a device, or take it in if it has failed before; whatever goes wrong fails this step only."""
+    batch, upstream = work.batch, work.upstream
+    try:
+        if isinstance(upstream, StepFailed):
+            device.skip(batch)
+            return BatchFailedError(batch.step_id, upstream.cause, upstream.rows)
+        return device.run(batch, None if upstream is None else upstream.hidden)
+    except BatchFailedError as error:
+        return error
+    except Exception as error:  # the stage's supervisor: the engine looks for the guilty row
+        return BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}")
+
+
+def outcome(work: Work, result: Hidden | BatchOutput | BatchFailedError, duration_s: float) -> Outcome:
+    """Return what a stage says of a step that took it so long."""
+    durations_s = (*(() if work.upstream is None else work.upstream.durations_s), duration_s)
+    if isinstance(result, BatchFailedError):
+        return StepFailed(work.batch.step_id, result.cause, result.rows, durations_s)
+    if isinstance(result, BatchOutput):
+        return StepDone(result, durations_s)
+    return Activation(work.batch.step_id, int(work.batch.tokens.size), np.asarray(result), durations_s)

@@ -1,0 +1,115 @@
+"""The modelled memory of one worker, or of a pipeline whose stages run ahead of each other as they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.types import I32, Batch, HostCopy, HostMemory
+from services.worker.executor.modelled_stage import ModelledStage
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
+from services.worker.executor.stage import StageInbox, outcome, run_step
+from services.worker.executor.stage_messages import Activation, StepDone, StepFailed
+from shared.cost import CostModel, StageCost
+from shared.layers import LayerRange, even_split
+
+NUM_LAYERS = 7
+NO_COST = CostModel(g0_s=0, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
+
+
+class StagedKv:
+    """The stages' own code without their clock. Each stage runs its steps in order, as far as those before it have."""
+
+    def __init__(
+        self,
+        ranges: Sequence[LayerRange],
+        num_blocks: int,
+        block_size: int,
+        draw: TokenDraw,
+        *,
+        num_host_blocks: int = 0,
+    ) -> None:
+        host = HostMemory(num_host_blocks, 1024, 0.0) if num_host_blocks else None
+        num_layers = ranges[-1].end
+        self.parts = [
+            ShadowKv(
+                num_blocks,
+                block_size,
+                draw,
+                num_host_blocks=num_host_blocks,
+                verify_ratio=1.0,
+                weight=layer_weight(layers, num_layers),
+            )
+            for layers in ranges
+        ]
+        self._stages = [
+            ModelledStage(
+                StageCost(NO_COST, layers, num_layers), part, host=host, failure=lambda b: self._failing.get(b.step_id)
+            )
+            for layers, part in zip(ranges, self.parts, strict=True)
+        ]
+        self._inboxes = [StageInbox(is_first=i == 0) for i in range(len(ranges))]
+        self._failing: dict[int, str] = {}
+        self._said: list[StepDone | StepFailed] = []
+
+    @classmethod
+    def even(
+        cls, num_stages: int, num_blocks: int, block_size: int, draw: TokenDraw, num_host_blocks: int = 0
+    ) -> StagedKv:
+        ranges = even_split(NUM_LAYERS, num_stages)
+        return cls(ranges, num_blocks, block_size, draw, num_host_blocks=num_host_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.parts[0].num_blocks
+
+    def submit(self, batch: Batch) -> None:
+        for inbox in self._inboxes:
+            inbox.put(batch)
+
+    def advance(self, stage: int) -> bool:
+        """Run one step on a stage if it has one that it can run."""
+        work = self._inboxes[stage].pop()
+        if work is None:
+            return False
+        said = outcome(work, run_step(self._stages[stage], work), 0.0)
+        if stage + 1 < len(self._stages):
+            assert isinstance(said, Activation | StepFailed)
+            self._inboxes[stage + 1].put(said)
+        else:
+            assert isinstance(said, StepDone | StepFailed)
+            self._said.append(said)
+        return True
+
+    def finish(self, batch: Batch, cause: str | None) -> StepDone | StepFailed:
+        """Run the oldest step to its end; with a cause it fails on the first stage that has not run it yet."""
+        if cause is not None:
+            self._failing[batch.step_id] = cause
+        for stage in range(len(self._stages)):
+            while not self._said and self.advance(stage):
+                pass
+        said = self._said.pop(0)
+        assert isinstance(said, StepFailed) == (cause is not None)
+        assert not self._said
+        return said
+
+    def grow(self, num_blocks: int) -> None:
+        for part in self.parts:
+            part.grow(num_blocks)
+
+    def poison(self, ids: I32) -> None:
+        for part in self.parts:
+            part.poison(ids)
+
+    def begin_copy(self, copy: HostCopy) -> None:
+        for part in self.parts:
+            part.begin_copy(copy)
+
+    def end_copy(self, copy: HostCopy) -> None:
+        for part in self.parts:
+            part.end_copy(copy)
+
+    def slots(self, ids: I32) -> NDArray[np.uint64]:
+        return np.stack([part._slots[ids] for part in self.parts])

@@ -1,0 +1,193 @@
+"""A model split into stages: the same bits as in one piece, in one process and over sockets between threads."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.events import StepEvents
+from services.worker.engine.gate import StepGate
+from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
+from services.worker.executor.model_runner import ModelRunner
+from services.worker.executor.pipeline import PipelineExecutor
+from services.worker.executor.runner_stage import RunnerStage, as_numpy
+from services.worker.executor.stage_messages import Hidden
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.policy.registry import make_scheduler
+from shared.layers import LayerRange, even_split
+from tests.support.checkpoints import CheckpointShape
+from tests.support.engine_builders import new_sequence
+from tests.support.runner_driver import Driver
+from tests.support.runners import open_runner
+from tests.support.thread_pipeline import wire_up
+
+pytestmark = pytest.mark.kernels
+
+SHAPES = {
+    "llama": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1),
+    "tied, learned positions": CheckpointShape(family="opt", tied=True, num_layers=3, hidden_size=32, num_heads=2),
+    "projected embedding": CheckpointShape(
+        family="opt", num_layers=3, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
+    ),
+}
+SPLITS = {
+    ("llama", (1, 3), "float32", "auto"),
+    ("llama", (2, 1, 1), "bfloat16", "auto"),
+    ("llama", (1, 2, 1), "float32", "torch"),
+    ("tied, learned positions", (1, 1, 1), "float32", "auto"),
+    ("projected embedding", (1, 2), "float32", "auto"),
+    ("projected embedding", (1, 1, 1), "bfloat16", "torch"),
+}
+
+
+@cache
+def whole(name: str, dtype: str, kernels: str) -> ModelRunner:
+    return open_runner(SHAPES[name], deterministic=True, dtype=dtype, kernels=kernels)
+
+
+def stages_of(name: str, ranges: Sequence[LayerRange], dtype: str, kernels: str) -> list[RunnerStage]:
+    settings = {"deterministic": True, "dtype": dtype, "kernels": kernels}
+    return [RunnerStage(open_runner(SHAPES[name], layers=layers, **settings)) for layers in ranges]
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 384) for _ in range(count)]
+
+
+class Chain:
+    """Stages one after the other in this thread, behind what the driver knows of a runner."""
+
+    def __init__(self, stages: Sequence[RunnerStage]) -> None:
+        self.stages = stages
+        self.capacity = stages[0].capacity
+
+    def run(self, batch: Batch) -> BatchOutput:
+        hidden: Hidden | None = None
+        for stage in self.stages[:-1]:
+            said = stage.run(batch, hidden)
+            assert isinstance(said, np.ndarray)
+            hidden = said
+        output = self.stages[-1].run(batch, hidden)
+        assert isinstance(output, BatchOutput)
+        return output
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor | None = None
+        for stage in self.stages[:-1]:
+            hidden = stage._runner.advance(batch, hidden)
+        return self.stages[-1]._runner.logits(batch, hidden)
+
+
+@pytest.mark.parametrize(("name", "sizes", "dtype", "kernels"), sorted(SPLITS))
+def test_logits_of_a_split_model_are_those_of_the_whole_to_the_bit(
+    name: str, sizes: tuple[int, ...], dtype: str, kernels: str
+) -> None:
+    ends = np.cumsum(sizes).tolist()
+    ranges = [LayerRange(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    runners = (whole(name, dtype, kernels), Chain(stages_of(name, ranges, dtype, kernels)))
+    tokens, logits = tokens_of(1, 60), []
+    for runner in runners:
+        driver = Driver(runner, seed=3, num_blocks=16)  # type: ignore[arg-type]
+        first, second = driver.add(tokens), driver.add(tokens_of(2, 41))
+        for counts in ((17, 40), (42, 0), (1, 1)):
+            work = [(s, n) for s, n in zip((first, second), counts, strict=True) if n]
+            driver.step_logits(work, [None] * len(work))
+        logits.append(torch.stack(first.logits + second.logits))
+        driver.drop(first)
+    assert torch.equal(logits[0].view(torch.int32), logits[1].view(torch.int32))
+
+
+def test_stages_hold_their_own_parameters_and_kv_and_no_others() -> None:
+    model = whole("llama", "float32", "auto")
+    stages = stages_of("llama", even_split(4, 3), "float32", "auto")
+    infos = [stage._runner.info for stage in stages]
+    assert [len(info.layers) for info in infos] == [2, 1, 1]
+    assert sum(info.param_bytes for info in infos) == model.info.param_bytes, "the head is not tied: nothing is twice"
+    assert [info.bytes_per_block * 4 for info in infos] == [model.info.bytes_per_block * n for n in (2, 1, 1)]
+    assert infos[1].capacity.num_blocks > 3 * model.info.capacity.num_blocks
+
+
+def test_hidden_states_that_do_not_fit_fail_the_step_and_no_other() -> None:
+    first, last = stages_of("llama", even_split(4, 2), "float32", "auto")
+    driver = Driver(Chain([first, last]), num_blocks=8)  # type: ignore[arg-type]
+    batch = driver.batch([(driver.add(tokens_of(1, 5)), 5)])
+    hidden = first.run(batch, None)
+    assert isinstance(hidden, np.ndarray)
+    for wrong in (hidden[:4], hidden.astype(np.float64), hidden.view(np.uint32)):
+        with pytest.raises(BatchFailedError, match="do not fit"):
+            last.run(batch, wrong)
+    assert isinstance(last.run(batch, hidden), BatchOutput)
+
+
+def test_bfloat16_travels_as_its_bits() -> None:
+    values = torch.tensor([[1.5, -2.0, 3e38, float("nan")]], dtype=torch.bfloat16)
+    assert as_numpy(values).tobytes() == values.view(torch.int16).numpy().tobytes()
+
+
+# Over sockets, with the engine
+
+
+def new_engine(num_lanes: int) -> Engine:
+    config = EngineConfig(
+        max_sequences=8,
+        max_batch_tokens=48,
+        max_batch_rows=4,
+        max_model_len=256,
+        vocab_size=384,
+        eos_token_ids=(),
+        block_size=16,
+        num_lanes=num_lanes,
+    )
+    return Engine(config, make_scheduler("chunked"), 24)
+
+
+async def texts_of(engine: Engine, executor: PipelineExecutor | ThreadExecutor) -> dict[int, list[int]]:
+    """Serve six requests, two of which share a prompt and some of which sample, and return their texts."""
+    texts: dict[int, list[int]] = {}
+
+    def say(events: StepEvents) -> None:
+        for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+            if token >= 0:
+                texts.setdefault(stream, []).append(token)
+
+    now = asyncio.get_running_loop().time
+    loop = StepLoop(engine, executor, say, now, StepGate())
+    for name in range(6):
+        new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=12, seed=name)
+        if name % 2:
+            object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
+        assert isinstance(engine.add(new), int)
+    task = asyncio.create_task(loop.run())
+    async with asyncio.timeout(30):
+        while engine.has_work and not task.done():
+            await asyncio.sleep(0.002)
+    loop.close()
+    await task
+    await executor.close()
+    return texts
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+async def test_a_pipeline_of_threads_over_sockets_says_what_the_whole_model_says(num_stages: int) -> None:
+    loop, dtype = asyncio.get_running_loop(), "bfloat16" if num_stages == 2 else "float32"
+    runner = open_runner(SHAPES["llama"], deterministic=True, dtype=dtype)
+    expected = await texts_of(new_engine(1), ThreadExecutor(runner, loop))
+    devices = stages_of("llama", even_split(4, num_stages), dtype, "auto")
+    pipeline = wire_up(devices, loop)
+    executor = pipeline.executor
+    assert executor.depth == num_stages
+    assert await texts_of(new_engine(num_stages), executor) == expected
+    assert sorted(len(text) for text in expected.values()) == [12] * 6
+    assert all(0 <= ratio < 1 for ratio in executor.stats.idle_ratios)
+    pipeline.join()
+    assert [server.reason for server in pipeline.servers] == [None] * (num_stages - 1)
