@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from services.worker.memory.huge_pages import advise_huge_pages
@@ -19,20 +21,49 @@ class KVCache:
     Memory of the CPU is taken when a slot is first written, in huge pages where there are any; that of a GPU at once.
     Slots that were never written hold zeros, those of a freed block what its last owner wrote: readers must not look
     past the end of a sequence.
+
+    Over tensors that are given (`over`), the number of blocks may change while the address of a block does not.
     """
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.keys = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers))
-        """By layer: [num_blocks, block_size, num_kv_heads, head_dim]"""
-        self.values = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(spec.num_layers))
-        """By layer: [num_blocks, block_size, num_kv_heads, head_dim]"""
-        for pool in (*self.keys, *self.values):
+        pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * spec.num_layers)]
+        for pool in pools:
             advise_huge_pages(pool)
+        self._lay_over(pools[: spec.num_layers], pools[spec.num_layers :], num_blocks)
+
+    @classmethod
+    def over(cls, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], num_blocks: int) -> KVCache:
+        """Return a cache over the first blocks of pools that somebody else owns.
+
+        Args:
+            keys: by layer: [max_blocks, block_size, num_kv_heads, head_dim]; memory may be missing behind blocks that
+                are not used.
+            values: the same.
+            num_blocks: for a start.
+        """
+        cache = cls.__new__(cls)
+        cls._lay_over(cache, keys, values, num_blocks)
+        return cache
+
+    def _lay_over(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], num_blocks: int) -> None:
+        self._pools = (tuple(keys), tuple(values))
+        self.block_size = int(keys[0].shape[1])
+        self.resize(num_blocks)
+
+    def resize(self, num_blocks: int) -> None:
+        """Set how many blocks there are; those that stay keep place and contents.
+
+        Raises:
+            ValueError: the pools are not as large.
+        """
+        if not 0 <= num_blocks <= self._pools[0][0].shape[0]:
+            raise ValueError(f"there cannot be {num_blocks} blocks in pools for {self._pools[0][0].shape[0]}")
+        self.num_blocks = num_blocks
+        self.keys, self.values = (tuple(pool[:num_blocks] for pool in pools) for pools in self._pools)
+        """By layer, each: [num_blocks, block_size, num_kv_heads, head_dim]"""
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one layer's keys and values [t, num_kv_heads, head_dim] in slots [t] (block * block_size + offset)."""
