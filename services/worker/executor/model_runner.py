@@ -31,6 +31,7 @@ from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.step import ForwardPass, Scores
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.model_memory import ModelMemory
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 
@@ -65,6 +66,8 @@ class RunnerSettings:
     """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
     kernels: str = "auto"
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
+    page_bytes: int | None = None
+    """Size of the pages of memory that can drop layers (memory/elastic.py), 2 MiB on a GPU; None: it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,16 @@ class ModelRunner:
 
     Args:
         forward: the model over its cache.
+        memory: in which both lie, and which is closed with the runner.
         max_rows: rows of the engine's table.
     """
 
-    def __init__(self, info: ModelInfo, forward: ForwardPass, *, max_rows: int, deterministic: bool) -> None:
+    def __init__(
+        self, info: ModelInfo, forward: ForwardPass, memory: ModelMemory, *, max_rows: int, deterministic: bool
+    ) -> None:
         self.info = info
         self._forward: ForwardPass | None = forward
+        self.memory = memory
         self._host: HostKV | None = None
         self._is_sound = True
         self._device = forward.cache.keys[0].device
@@ -171,9 +178,10 @@ class ModelRunner:
             return self._open().run(batch, self._tables.entries, np.arange(len(batch.rows))).logits.clone()
 
     def close(self) -> None:
-        """Give back parameters and KV. Idempotent."""
+        """Give back parameters and KV; tensors of theirs must not be touched any more. Idempotent."""
         self._forward = None
         self._host = None
+        self.memory.close()
 
     def _open(self) -> ForwardPass:
         assert self._forward is not None, "the runner is closed"

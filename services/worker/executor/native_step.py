@@ -94,6 +94,7 @@ class NativeForward:
         step.num_sampled, step.sampled = len(sampled), sampled.ctypes.data
         step.logits, step.largest = logits.data_ptr(), largest.ctypes.data
         step.seconds = None if self.part_seconds is None else self.part_seconds.ctypes.data
+        self._model.num_blocks = self.cache.num_blocks  # it may have changed since the last step
         self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
         del plan, tokens  # they lived until here: `step` points into them
         return Scores(finite, logits, largest)

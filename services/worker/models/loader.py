@@ -8,9 +8,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.worker.memory.model_memory import ModelMemory
 from services.worker.models.checkpoint import TensorEntry
 from services.worker.models.spec import ModelSpec
-from services.worker.models.weights import ModelWeights, ParameterBuffer, Source, layer_parts, outer_parts
+from services.worker.models.weights import (
+    ModelWeights,
+    ParameterBuffer,
+    Part,
+    Source,
+    buffer_bytes,
+    layer_parts,
+    outer_parts,
+)
 from shared.errors import StartupError
 
 Progress = Callable[[float, str], None]
@@ -21,23 +30,23 @@ def load_weights(
     spec: ModelSpec,
     tensors: dict[str, TensorEntry],
     dtype: torch.dtype,
-    device: torch.device,
+    memory: ModelMemory,
     progress: Progress,
 ) -> ModelWeights:
-    """Allocate the model's buffers and fill them.
+    """Fill the model's buffers.
 
     Args:
         spec: the model.
         tensors: of `find_tensors`, checked by `check_against`.
         dtype: of all parameters.
-        device: of all parameters.
+        memory: gives the buffers.
         progress: called after each tensor with the share of bytes read.
 
     Raises:
         StartupError: a file changed or broke since it was checked.
     """
-    outer = ParameterBuffer(outer_parts(spec), dtype, device)
-    layers = tuple(ParameterBuffer(layer_parts(spec, i), dtype, device) for i in range(spec.num_layers))
+    outer = _buffer(outer_parts(spec), None, dtype, memory)
+    layers = tuple(_buffer(layer_parts(spec, i), i, dtype, memory) for i in range(spec.num_layers))
     targets = _targets((outer, *layers))
     total = sum(tensors[name].num_bytes for name in targets)
     done = 0
@@ -47,6 +56,10 @@ def load_weights(
             done += tensors[name].num_bytes
             progress(done / total, f"loading {path.name}")
     return ModelWeights(outer, layers)
+
+
+def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, memory: ModelMemory) -> ParameterBuffer:
+    return ParameterBuffer(parts, dtype, memory.parameters(layer, buffer_bytes(parts, dtype)))
 
 
 def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:
