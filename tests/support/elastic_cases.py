@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,8 +106,9 @@ class FaultyRange:
 
 
 def random_facts(rng: np.random.Generator, page_bytes: int) -> tuple[MemoryFacts, KvShape]:
-    """Return sizes with every kind of odd remainder."""
+    """Return sizes with every kind of odd remainder; blocks are the larger the larger pages are."""
     kv = SHAPES[rng.integers(len(SHAPES))]
+    kv = replace(kv, block_size=kv.block_size * page_bytes // 4096)
     num_layers = int(rng.integers(2, 6))
     layer_bytes = tuple(int(size) for size in rng.integers(1, 4 * page_bytes, num_layers))
     outer_bytes = int(rng.integers(1, 6 * page_bytes))
@@ -120,11 +122,11 @@ def random_facts(rng: np.random.Generator, page_bytes: int) -> tuple[MemoryFacts
 
 
 def open_elastic(
-    facts: MemoryFacts, kv: KvShape, backend: VirtualMemory | None = None
+    facts: MemoryFacts, kv: KvShape, backend: VirtualMemory | None = None, device: torch.device = CPU
 ) -> tuple[ElasticMemory, FaultyMemory]:
     """Return a memory over main memory, or another, and what makes it fail."""
     faulty = FaultyMemory(backend or PosixMemory(facts.page_bytes, facts.num_pages))
-    return ElasticMemory(facts, kv, faulty, CPU), faulty
+    return ElasticMemory(facts, kv, faulty, device), faulty
 
 
 class Contents:
@@ -141,8 +143,8 @@ class Contents:
         self.kv: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         """By layer and block: keys and values."""
         self.leaving: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        # Pools for all blocks that could be: leaving blocks may lie behind the last usable one.
-        self._keys, self._values = cache._pools
+        pools = [memory.kv(layer) for layer in range(self.facts.num_layers)]
+        self._keys, self._values = ([pair[which] for pair in pools] for which in (0, 1))
         self.addresses = self._addresses()
         memory.parameters(None, self.facts.outer_bytes).copy_(self.outer)
         self.load(memory.held_layers)
@@ -212,17 +214,17 @@ class Contents:
         memory.check_invariants()
         assert sorted(self.parameters) == list(memory.held_layers)
         for layer, expected in self.parameters.items():
-            assert torch.equal(memory.parameters(layer, facts.layer_bytes[layer]), expected)
+            assert torch.equal(memory.parameters(layer, facts.layer_bytes[layer]).cpu(), expected)
         outer = memory.parameters(None, facts.outer_bytes)
         for first, end in self.needed_outer():
-            assert torch.equal(outer[first:end], self.outer[first:end])
+            assert torch.equal(outer[first:end].cpu(), self.outer[first:end])
         for blocks_of in (self.kv, self.leaving):
             for layer, blocks in blocks_of.items():
                 if blocks:
-                    ids = torch.tensor(list(blocks))
+                    ids = torch.tensor(list(blocks), device=memory.device)
                     for pool, which in ((self._keys[layer], 0), (self._values[layer], 1)):
                         expected = torch.stack([pair[which] for pair in blocks.values()])
-                        assert torch.equal(pool.index_select(0, ids), expected)
+                        assert torch.equal(pool.index_select(0, ids).cpu(), expected)
         assert self._addresses() == self.addresses
         assert list(memory.usable) == self.measured()
 

@@ -18,6 +18,7 @@ from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.engine.types import BatchFailedError, CopyFailedError, HostCopy
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.elastic import ElasticMemory
+from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import Kind, Region
 from services.worker.memory.model_memory import ModelSizes, memory_facts, open_memory
@@ -27,6 +28,7 @@ from services.worker.models.weights import layer_bytes, outer_parts, outer_split
 from shared.errors import StartupError
 from tests.support.attention_cases import attention_spec
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.elastic_runners import elastic, texts_with_drops
 from tests.support.native import built_library
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, MIB, open_runner, runner_settings
@@ -38,7 +40,6 @@ PAGE = 4096
 BLOCK_SIZE = 8
 SHAPE = CheckpointShape(num_layers=3, seed=11)
 OPT = CheckpointShape(family="opt", num_layers=3, num_kv_heads=4, tied=True, seed=5)
-PROMPTS = ([*range(10, 60)], [*range(200, 230)])
 
 
 ATTENTIONS: dict[str, Callable[[ModelSpec, KVCache], Attention[Any]]] = {
@@ -125,68 +126,17 @@ def test_attention_over_pages_that_were_parameters_is_that_over_plain_memory(kin
     memory.close()
 
 
-def elastic(runner: ModelRunner) -> ElasticMemory:
-    assert isinstance(runner.memory, ElasticMemory)
-    return runner.memory
-
-
 def open_elastic_runner(shape: CheckpointShape, **changes: object) -> ModelRunner:
     return open_runner(shape, **{"page_bytes": PAGE, "memory_bytes": 16 * MIB, **changes})
-
-
-def spoil(memory: ElasticMemory, cache: KVCache, kept: int) -> None:
-    """Write what is no number into the blocks that nobody uses."""
-    others = torch.tensor(list(memory.usable - Spans.of((0, kept))))
-    for layer in memory.held_layers:
-        for pool in (cache.keys[layer], cache.values[layer]):
-            pool.index_fill_(0, others, torch.nan)
-
-
-def drop_and_restore(runner: ModelRunner, layers: list[int], num_used: int) -> None:
-    """Let the layers go and come back, while the KV of their blocks stays; the others' KV changes its ids meanwhile."""
-    memory, spec = elastic(runner), read_spec(stored_checkpoint(SHAPE)[0])
-    facts = memory.layout.facts
-    outer = memory.parameters(None, facts.outer_bytes)
-    saved = {layer: memory.parameters(layer, facts.layer_bytes[layer]).clone() for layer in layers}
-    saved_outer, before, unit = outer.clone(), memory.num_blocks, memory.layout.unit_blocks
-    assert spec.num_layers == facts.num_layers
-    memory.drop(layers, in_use=Spans.of((0, num_used)), base=2 * unit)
-    assert memory.num_blocks > before
-    memory.rebase(-2 * unit)
-    spoil(memory, runner.cache, num_used)
-    missing = memory.restore(layers, num_used)
-    for layer, parameters in saved.items():
-        memory.parameters(layer, facts.layer_bytes[layer]).copy_(parameters)
-    for first, end in missing.ranges:
-        outer[first:end] = saved_outer[first:end]
-    memory.shrink(num_used)
-    memory.grow()
-    spoil(memory, runner.cache, num_used)
-    memory.check_invariants()
-    assert memory.num_blocks == before
-
-
-def texts(runner: ModelRunner, layers: list[list[int]], kernels: str) -> list[list[int]]:
-    """Return what the prompts say, with a drop and a restore after every few tokens."""
-    driver = Driver(runner, seed=3, num_blocks=24)
-    sequences = [driver.add(prompt) for prompt in PROMPTS]
-    done = 3
-    driver.run(done, chunk=30, max_tokens=96)
-    for dropped in layers:
-        drop_and_restore(runner, dropped, 24)
-        done += 4
-        driver.run(done, chunk=30, max_tokens=96)
-    driver.run(16, chunk=30, max_tokens=96)
-    assert runner.info.kernels.startswith("torch") == (kernels == "torch")
-    return [sequence.output[:16] for sequence in sequences]
 
 
 @pytest.mark.parametrize("kernels", sorted({KERNELS, "torch"}))
 def test_a_model_says_the_same_whose_layers_came_and_went(kernels: str) -> None:
     plain = open_runner(SHAPE, deterministic=True, kernels=kernels)
     runner = open_elastic_runner(SHAPE, deterministic=True, kernels=kernels)
-    calm = texts(plain, [], kernels)
-    assert texts(runner, [[1], [0, 2], [0], [2, 1]], kernels) == calm
+    assert plain.info.kernels.startswith("torch") == (kernels == "torch")
+    calm = texts_with_drops(plain, [])
+    assert texts_with_drops(runner, [[1], [0, 2], [0], [2, 1]]) == calm
     assert all(len(set(text)) > 3 for text in calm)
     runner.close()
 
@@ -256,13 +206,37 @@ def test_a_cache_over_given_pools_changes_its_size_in_place() -> None:
     cache = KVCache.over(pools[:2], pools[2:], 2)
     assert (cache.num_blocks, cache.block_size, cache.keys[1].shape) == (2, 2, (2, 2, 2, 1))
     address = cache.keys[1].data_ptr()
-    cache.resize(6)
+    cache.resize(6, [0, 1])
     assert cache.keys[1].data_ptr() == address == pools[1].data_ptr()
     assert torch.equal(cache.values[0], pools[2])
     assert cache.num_bytes == 4 * 6 * 4 * 4
     for count in (7, -1):
         with pytest.raises(ValueError, match=f"cannot be {count} blocks in pools for 6"):
-            cache.resize(count)
+            cache.resize(count, [0, 1])
+
+
+def test_a_layer_without_blocks_is_left_alone_and_not_touched() -> None:
+    """Its memory is not there: a copy of blocks leaves it out, a use of it is an error, not the end of the process."""
+    memory, cache = dropped_memory(spec_of((4, 2, 24)), torch.float32)
+    host = HostKV(cache, 4)
+    for layer in (1, 2):
+        for pool in (cache.keys[layer], cache.values[layer]):
+            pool[:] = torch.arange(memory.num_blocks, dtype=torch.float32)[:, None, None, None] + 100 * layer
+    cache.copy_blocks(torch.tensor([3, 4]), torch.tensor([0, 1]))
+    assert cache.values[2][:3, 0, 0, 0].tolist() == [203, 204, 202]
+    host.store(torch.tensor([5, 6]), torch.tensor([1, 0]))
+    host.fetch(torch.tensor([0, 1]), torch.tensor([0, 2]))
+    assert cache.keys[1][:3, 0, 0, 0].tolist() == [106, 104, 105]
+    assert cache.values[2][:3, 0, 0, 0].tolist() == [206, 204, 205]
+    assert cache.layers == (1, 2)
+    assert len(list(cache.pools())) == 4
+    with pytest.raises(IndexError):
+        cache.write(0, torch.tensor([0]), torch.zeros(1, 2, 24), torch.zeros(1, 2, 24))
+    memory.restore([0], 0)
+    assert cache.layers == (0, 1, 2)
+    cache.write(0, torch.tensor([0]), torch.ones(1, 2, 24), torch.ones(1, 2, 24))
+    assert cache.keys[0][0, 0, 0, 0] == 1
+    memory.close()
 
 
 def test_settings_of_runners_say_plain_memory() -> None:

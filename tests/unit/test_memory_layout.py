@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.memory import holdings
+from services.worker.memory.budget import Demand, divide
 from services.worker.memory.change import plan_change
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import OUTER, Holding, Kind, MemoryFacts, MemoryLayout, Region
 from services.worker.memory.pool import LedgerError, Move, PagePool, Place
 from services.worker.memory.spans import Spans
+from shared.errors import StartupError
 
 KEYS = Region(Kind.KEYS, 0)
 VALUES = Region(Kind.VALUES, 0)
@@ -163,6 +165,34 @@ def test_plans_lead_from_one_holding_to_another(layout: MemoryLayout, data: st.D
                 assert pool.pages(region)[place] == before[region][place]
         assert change.num_pages <= layout.num_pages(now) + layout.num_pages(then)
         now = then
+
+
+@given(layouts(), st.integers(0, 40), st.integers(0, 60))
+def test_the_budget_is_divided_into_what_the_pages_hold(layout: MemoryLayout, extra: int, reserve: int) -> None:
+    """`budget.py` counts bytes before there are pages; what it promises must be there."""
+    facts = layout.facts
+    pages = facts.num_pages - -(-reserve // facts.page_bytes)
+    parameters = layout.num_pages(Holding(tuple(range(facts.num_layers)), Spans()))
+    room = (pages - parameters) // (2 * facts.num_layers) * facts.page_bytes // facts.block_bytes
+    demand = Demand(
+        memory_bytes=facts.num_pages * facts.page_bytes + extra % facts.page_bytes,
+        parameter_bytes=parameters * facts.page_bytes,
+        bytes_per_block=2 * facts.num_layers * facts.block_bytes,
+        block_size=1,
+        max_positions=1,
+        max_model_len=None,
+        num_pools=2 * facts.num_layers,
+        page_bytes=facts.page_bytes,
+    )
+    if room < 1:
+        with pytest.raises(StartupError):
+            divide(demand, reserve, 1)
+        return
+    num_blocks = divide(demand, reserve, 1).num_blocks
+    assert num_blocks == room
+    large = MemoryLayout(replace(facts, num_pages=pages, max_blocks=room + 100))
+    assert large.usable(holdings.whole(large, num_blocks)).total == num_blocks
+    assert large.usable(holdings.grown(large, holdings.whole(large, 0))).total == num_blocks
 
 
 def test_pages_go_straight_from_what_is_dropped_to_what_grows() -> None:

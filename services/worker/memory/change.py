@@ -1,6 +1,6 @@
 """How the pages get from one `Holding` to another: a plan, which is pure, and what carries it out, all or nothing.
 
-Dropping layer 1 of two (three free pages would do the same as its parameters):
+Dropping layer 1 of two:
 
     layer 1   | 4 | 5 |          ──►   | . | . |
     keys 0    | 6 | . |          ──►   | 6 | 4 |          its tensor stays where it is, and gains blocks

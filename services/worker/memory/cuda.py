@@ -20,7 +20,6 @@ import torch
 
 from services.worker.memory.page_rules import CheckedRange, PageBook
 from services.worker.memory.ranges import MappingError, PageHandle, PageId
-from services.worker.memory.raw_tensor import tensor_at
 
 _NO_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
@@ -155,13 +154,8 @@ class _CudaRange(CheckedRange):
     """Addresses of a `CudaMemory`."""
 
     def __init__(self, address: int, num_bytes: int, book: PageBook, memory: CudaMemory) -> None:
-        super().__init__(address, num_bytes, book)
+        super().__init__(address, num_bytes, book, memory.device)
         self._memory = memory
-
-    def tensor(self) -> torch.Tensor:
-        """Return the range as a tensor; see `VirtualRange`."""
-        self._book.check_open()
-        return tensor_at(self.address, self.num_bytes, self._memory.device)
 
     def _map(self, address: int, pages: Sequence[PageId]) -> None:
         self._memory.put(address, pages)

@@ -3,8 +3,8 @@
     outer     | 0 1 |                     | 0 1 |
     layer 0   | 2 3 |                     | 2 3 |
     layer 1   | 4 5 |        drop(1)      | . . |
-    keys 0    | 6 | . . . .  ───────►     | 6 | 4 8 . .       its blocks: 2 ──► 6
-    values 0  | 7 | . . . .               | 7 | 5 9 . .
+    keys 0    | 6 | . . . .  ───────►     | 6 | 4 5 . .       with two blocks to a page: 2 blocks ──► 6
+    values 0  | 7 | . . . .               | 7 | 8 9 . .
     keys 1    | 8 | . . . .               | . . . . .
     values 1  | 9 | . . . .               | . . . . .
 
@@ -128,7 +128,8 @@ class ElasticMemory:
     def open_kv(self, num_blocks: int, reserve_bytes: int) -> KVCache:
         """Return a cache over the KV ranges, with blocks [0, num_blocks) backed, and more if their pages hold more.
 
-        Every change of this memory changes the cache's `num_blocks`: one more than the last usable id.
+        Every change of this memory changes the cache: its layers are those that are held, its `num_blocks` is one more
+        than the last usable id.
 
         Args:
             num_blocks: to be backed.
@@ -140,13 +141,18 @@ class ElasticMemory:
         facts = self._layout.facts
         self._limit(facts.num_pages - ceil_div(reserve_bytes, facts.page_bytes))
         self._change(holdings.backed(self._layout, self._holding, Spans.of((0, num_blocks))))
-        keys, values = (
-            tuple(self._kv_tensor(Region(kind, layer)) for layer in range(facts.num_layers))
-            for kind in (Kind.KEYS, Kind.VALUES)
-        )
+        keys, values = zip(*(self.kv(layer) for layer in range(facts.num_layers)), strict=True)
         cache = KVCache.over(keys, values, self.usable.end)
         self._caches.append(cache)
         return cache
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of any layer, held or not: [max_blocks, block_size, num_kv_heads, head_dim] each.
+
+        Only blocks that are backed may be touched: `usable` ones of a layer that is held, `holding.left` ones of a
+        layer that was dropped.
+        """
+        return self._kv_tensor(Region(Kind.KEYS, layer)), self._kv_tensor(Region(Kind.VALUES, layer))
 
     def drop(
         self,
@@ -243,6 +249,7 @@ class ElasticMemory:
                 assert found == (None if page == NOTHING else page), f"{region}: {found} is mapped at {place}"
         for cache in self._caches:
             assert cache.num_blocks == self.usable.end, "a cache has another size than the memory"
+            assert cache.layers == self.held_layers, "a cache has other layers than the memory"
 
     def _limit(self, num_pages: int) -> None:
         if num_pages < (needed := self._layout.num_pages(self._holding)):
@@ -267,4 +274,4 @@ class ElasticMemory:
             raise
         self._holding = after
         for cache in self._caches:
-            cache.resize(self.usable.end)
+            cache.resize(self.usable.end, self.held_layers)

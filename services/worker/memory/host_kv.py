@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -33,15 +34,15 @@ class HostKV:
         """By layer, keys then values: [num_blocks, block_size, num_kv_heads, head_dim]"""
 
     def store(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy device blocks [c] into host blocks [c], in all layers; done when this returns."""
+        """Copy device blocks [c] into host blocks [c], in all layers that have any; done when this returns."""
         on_device = device.to(self._device)
-        for pool, kept in zip(self._pools(), self._host, strict=True):
+        for pool, kept in self._pairs():
             kept.index_copy_(0, host, pool.index_select(0, on_device).cpu())
 
     def fetch(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Copy host blocks [c] into device blocks [c], in all layers; done when this returns."""
+        """Copy host blocks [c] into device blocks [c], in all layers that have any; done when this returns."""
         on_device = device.to(self._device)
-        for pool, kept in zip(self._pools(), self._host, strict=True):
+        for pool, kept in self._pairs():
             pool.index_copy_(0, on_device, kept.index_select(0, host).to(self._device))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -56,6 +57,8 @@ class HostKV:
         self.fetch(blocks, blocks)
         return (time.perf_counter() - began_s) / (2 * count)
 
-    def _pools(self) -> tuple[torch.Tensor, ...]:
-        """Return the cache's pools as they are now: it may have grown."""
-        return (*self._cache.keys, *self._cache.values)
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the cache's pools as they are now, each with its blocks on the host."""
+        layers, half = self._cache.layers, len(self._host) // 2
+        host = (*(self._host[layer] for layer in layers), *(self._host[half + layer] for layer in layers))
+        return zip(self._cache.pools(), host, strict=True)

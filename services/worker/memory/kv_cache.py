@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -22,7 +22,8 @@ class KVCache:
     Slots that were never written hold zeros, those of a freed block what its last owner wrote: readers must not look
     past the end of a sequence.
 
-    Over tensors that are given (`over`), the number of blocks may change while the address of a block does not.
+    Over tensors that are given (`over`), the number of blocks and the layers that have any may change, while the
+    address of a block does not.
     """
 
     def __init__(
@@ -51,10 +52,15 @@ class KVCache:
     def _lay_over(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], num_blocks: int) -> None:
         self._pools = (tuple(keys), tuple(values))
         self.block_size = int(keys[0].shape[1])
-        self.resize(num_blocks)
+        self.resize(num_blocks, range(len(keys)))
 
-    def resize(self, num_blocks: int) -> None:
+    def resize(self, num_blocks: int, layers: Iterable[int]) -> None:
         """Set how many blocks there are; those that stay keep place and contents.
+
+        Args:
+            num_blocks: of each layer that has any.
+            layers: that have blocks. The pools of others are empty, so that a use of them fails instead of touching
+                memory that is not there.
 
         Raises:
             ValueError: the pools are not as large.
@@ -62,7 +68,12 @@ class KVCache:
         if not 0 <= num_blocks <= self._pools[0][0].shape[0]:
             raise ValueError(f"there cannot be {num_blocks} blocks in pools for {self._pools[0][0].shape[0]}")
         self.num_blocks = num_blocks
-        self.keys, self.values = (tuple(pool[:num_blocks] for pool in pools) for pools in self._pools)
+        self.layers = tuple(layers)
+        """Those that have blocks."""
+        sizes = [num_blocks if layer in self.layers else 0 for layer in range(len(self._pools[0]))]
+        self.keys, self.values = (
+            tuple(pool[:size] for pool, size in zip(pools, sizes, strict=True)) for pools in self._pools
+        )
         """By layer, each: [num_blocks, block_size, num_kv_heads, head_dim]"""
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -71,9 +82,15 @@ class KVCache:
         self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole blocks [c] to others [c], in all layers; no block is both source and target."""
-        for pool in (*self.keys, *self.values):
+        """Copy whole blocks [c] to others [c], in all layers that have any; no block is both source and target."""
+        for pool in self.pools():
             pool.index_copy_(0, target, pool.index_select(0, source))
+
+    def pools(self) -> Iterator[torch.Tensor]:
+        """Yield the pools of keys of all layers that have blocks, then those of values."""
+        for pools in (self.keys, self.values):
+            for layer in self.layers:
+                yield pools[layer]
 
     @property
     def num_bytes(self) -> int:

@@ -15,7 +15,7 @@ from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.huge_pages import advise_huge_pages
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts
-from services.worker.memory.posix import PosixMemory
+from services.worker.memory.posix import HUGE_PAGE_BYTES, PosixMemory
 from services.worker.memory.ranges import VirtualMemory
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import buffer_bytes, layer_bytes, outer_parts, outer_split
@@ -113,9 +113,11 @@ def open_memory(
     if page_bytes is None:
         return PlainMemory(sizes, device)
     num_pages = memory_bytes // page_bytes
-    memory: VirtualMemory = (
-        CudaMemory(page_bytes, num_pages, device) if device.type == "cuda" else PosixMemory(page_bytes, num_pages)
-    )
+    memory: VirtualMemory
+    if device.type == "cuda":
+        memory = CudaMemory(page_bytes, num_pages, device)
+    else:
+        memory = PosixMemory(page_bytes, num_pages, huge=page_bytes % HUGE_PAGE_BYTES == 0)
     try:
         return ElasticMemory(memory_facts(sizes, page_bytes, num_pages), _kv_shape(sizes), memory, device)
     except BaseException:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import torch
 
 from services.worker.memory.ranges import MappingError, PageId
-
-if TYPE_CHECKING:
-    import torch
+from services.worker.memory.raw_tensor import tensor_at
 
 
 class PageBook:
@@ -85,12 +84,15 @@ class CheckedRange(ABC):
         address: where it begins.
         num_bytes: reserved; a whole number of pages.
         book: of the memory that it belongs to.
+        device: of the memory.
     """
 
-    def __init__(self, address: int, num_bytes: int, book: PageBook) -> None:
+    def __init__(self, address: int, num_bytes: int, book: PageBook, device: torch.device) -> None:
         self.address = address
         self.num_bytes = num_bytes
         self._book = book
+        self._device = device
+        self._tensor: torch.Tensor | None = None
         self._pages: dict[int, PageId] = {}
         """By place in the range, counted in pages."""
 
@@ -130,15 +132,18 @@ class CheckedRange(ABC):
         """Return the page that is mapped at an offset, if one is."""
         return self._pages.get(self._place(offset, 1))
 
+    def tensor(self) -> torch.Tensor:
+        """Return the range as a tensor, always the same; see `VirtualRange`."""
+        self._book.check_open()
+        if self._tensor is None:
+            self._tensor = tensor_at(self.address, self.num_bytes, self._device)
+        return self._tensor
+
     def clear(self) -> None:
         """Unmap all that is mapped."""
         page_bytes = self._book.page_bytes
         for first, count in runs(sorted(self._pages)):
             self.unmap_run(first * page_bytes, count)
-
-    @abstractmethod
-    def tensor(self) -> torch.Tensor:
-        """Return the range as a tensor; see `VirtualRange`."""
 
     @abstractmethod
     def _map(self, address: int, pages: Sequence[PageId]) -> None:

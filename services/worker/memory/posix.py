@@ -3,8 +3,8 @@
     file     | p0 | p1 | p2 | p3 |        memfd, sealed against growing and shrinking
     range    | p0 | .  | p2 | .  |        reserved: no access, no memory; mapped: MAP_SHARED | MAP_FIXED over it
 
-The system gives a page its memory when it is first written, and keeps it then, wherever the page is mapped. A process
-that is forked shares the pages, it gets no copies.
+The system gives a page its memory when it is first touched (with huge pages, when it is first mapped), and keeps it
+then, wherever the page is mapped. A process that is forked shares the pages, it gets no copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from services.worker.memory.page_rules import CheckedRange, PageBook, runs
 from services.worker.memory.ranges import MappingError, PageHandle, PageId
-from services.worker.memory.raw_tensor import tensor_at
 
 HUGE_PAGE_BYTES = 2 * 2**20
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0, 0x10, 0x4000, 25
@@ -47,8 +46,8 @@ class PosixMemory:
     Args:
         page_bytes: a multiple of the system's pages (4 KiB).
         num_pages: the budget.
-        huge: ask for huge pages of the system; they cost 5 ms each when they are first mapped, and are taken at once.
-            Needs pages of a multiple of 2 MiB. Where the system gives none, nothing changes.
+        huge: ask for huge pages of the system, for pages of a multiple of 2 MiB; all memory is taken when it is mapped.
+            Where the system gives none, nothing is lost.
 
     Raises:
         ValueError: sizes that are not possible.
@@ -61,6 +60,8 @@ class PosixMemory:
         if page_bytes % unit:
             raise ValueError(f"pages of {page_bytes} bytes are not a multiple of the system's {unit}")
         self._huge = huge
+        self._taken: set[int] = set()
+        """Own pages that were mapped once."""
         self._ranges: list[_PosixRange] = []
         self._adopted: dict[PageId, PageHandle] = {}
         self._file = os.memfd_create("sluice-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -156,7 +157,19 @@ class PosixMemory:
         held, num_bytes = self._held(first), count * self.page_bytes
         _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, held.descriptor, held.offset)
         if self._huge:
-            _libc.madvise(address, num_bytes, _MADV_COLLAPSE)  # advice: without huge pages to give, nothing changes
+            self._take_huge(address, range(first, first + count))
+
+    def _take_huge(self, address: int, pages: range) -> None:
+        """Ask for huge pages for those of a run that are mapped for the first time; wherever they go, they stay huge.
+
+        It is advice: without huge pages to give, nothing changes.
+        """
+        for first, count in runs([page for page in pages if page not in self._taken]):
+            begin = address + (first - pages[0]) * self.page_bytes
+            for place in range(begin, begin + count * self.page_bytes, HUGE_PAGE_BYTES):
+                ctypes.c_uint8.from_address(place).value  # noqa: B018  an empty page would not be made huge
+            _libc.madvise(begin, count * self.page_bytes, _MADV_COLLAPSE)
+        self._taken.update(pages)
 
     def _held(self, page: PageId) -> PageHandle:
         """Return where a page lies; the descriptor stays ours."""
@@ -167,13 +180,8 @@ class _PosixRange(CheckedRange):
     """Addresses of a `PosixMemory`."""
 
     def __init__(self, address: int, num_bytes: int, book: PageBook, memory: PosixMemory) -> None:
-        super().__init__(address, num_bytes, book)
+        super().__init__(address, num_bytes, book, torch.device("cpu"))
         self._memory = memory
-
-    def tensor(self) -> torch.Tensor:
-        """Return the range as a tensor; see `VirtualRange`."""
-        self._book.check_open()
-        return tensor_at(self.address, self.num_bytes, torch.device("cpu"))
 
     def _map(self, address: int, pages: Sequence[PageId]) -> None:
         self._memory.put(address, pages)
