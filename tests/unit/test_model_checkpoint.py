@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.worker.executor.runner import load_runner
+from services.worker.memory.model_memory import ModelSizes, PlainMemory
 from services.worker.models.checkpoint import INDEX_NAME, SINGLE_NAME, check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.spec import read_spec
@@ -37,7 +38,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, progress: Any = None)
     spec = read_spec(folder)
     tensors = find_tensors(folder)
     check_against(spec, tensors)
-    return load_weights(spec, tensors, dtype, CPU, progress or (lambda _done, _what: None))
+    memory = PlainMemory(ModelSizes(spec, 16, dtype), CPU)
+    return load_weights(spec, tensors, dtype, memory, progress or (lambda _done, _what: None))
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

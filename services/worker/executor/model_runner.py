@@ -33,6 +33,7 @@ from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.step import ForwardPass, Scores
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.model_memory import ModelMemory
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
@@ -72,6 +73,8 @@ class RunnerSettings:
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
     layers: LayerRange | None = None
     """Of a stage of a pipeline: only their parameters and KV are held; None: the whole model."""
+    page_bytes: int | None = None
+    """Size of the pages of memory that can drop layers (memory/elastic.py), 2 MiB on a GPU; None: it cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +116,16 @@ class ModelRunner:
 
     Args:
         forward: the model over its cache.
+        memory: in which both lie, and which is closed with the runner.
         max_rows: rows of the engine's table.
     """
 
-    def __init__(self, info: ModelInfo, forward: ForwardPass, *, max_rows: int, deterministic: bool) -> None:
+    def __init__(
+        self, info: ModelInfo, forward: ForwardPass, memory: ModelMemory, *, max_rows: int, deterministic: bool
+    ) -> None:
         self.info = info
         self._forward: ForwardPass | None = forward
+        self.memory = memory
         self._host: HostKV | None = None
         self._is_sound = True
         self._device = forward.cache.keys[0].device
@@ -210,9 +217,10 @@ class ModelRunner:
             return scores.logits.clone()
 
     def close(self) -> None:
-        """Give back parameters and KV. Idempotent."""
+        """Give back parameters and KV; tensors of theirs must not be touched any more. Idempotent."""
         self._forward = None
         self._host = None
+        self.memory.close()
 
     def _applied(self, batch: Batch, compute: Callable[[], T]) -> T:
         """Apply a batch and return what is computed then."""

@@ -108,6 +108,7 @@ class NativeForward:
         step.num_sampled, step.sampled = len(sampled), sampled.ctypes.data
         step.logits, step.largest = logits.data_ptr(), largest.ctypes.data
         step.seconds = None if self.part_seconds is None else self.part_seconds.ctypes.data
+        self._model.num_blocks = self.cache.num_blocks  # it may have changed since the last step
         self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
         del plan, tokens  # they lived until here: `step` points into them
         return Scores(finite, logits, largest)
@@ -131,8 +132,8 @@ class NativeForward:
         space = self._workspace
         return StepArgs(
             embed=1,
-            first_layer=self.cache.layers.first,
-            last_layer=self.cache.layers.end,
+            first_layer=self.cache.layers[0],
+            last_layer=self.cache.layers[-1] + 1,
             hidden=space.hidden.data_ptr(),
             normed=space.normed.data_ptr(),
             heads=space.heads.data_ptr(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import structlog
@@ -33,12 +34,14 @@ from services.worker.memory.budget import (
 )
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.measure import peak_bytes, release_free_memory
+from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
 from services.worker.models.checkpoint import check_against, find_tensors
 from services.worker.models.loader import load_weights
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, check_context, read_spec
 from services.worker.models.weights import ModelWeights, num_parameters, parameter_bytes
 from shared.errors import StartupError
+from shared.layers import LayerRange
 from shared.types import SamplingParams
 
 __all__ = ["ModelInfo", "ModelRunner", "Progress", "RunnerSettings", "load_runner"]
@@ -70,29 +73,47 @@ def load_runner(settings: RunnerSettings, progress: Progress) -> ModelRunner:
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
     kernels = choose_kernels(settings.kernels, spec, device, dtype, deterministic=settings.deterministic)
     _set_threads(settings, device, kernels)
-    weights = load_weights(
-        spec, tensors, dtype, device, lambda done, what: progress(done * _LOADED, what), settings.layers
-    )
-    loader = _Loader(settings, spec, weights, demand, kernels)
-    progress(_LOADED, "measuring the workspace")
-    reserve_bytes, division = loader.divide(context)
-    _log_context(settings, division.max_model_len, spec.max_positions)
-    runner = loader.open(division.num_blocks, division.max_model_len, reserve_bytes)
-    if settings.host_memory_bytes:
-        runner.open_host(_num_host_blocks(settings, demand))
-    if settings.deterministic:
-        progress(0.9, "proving that results do not depend on the batch")
-        prove_deterministic(runner, settings.max_batch_tokens)
+    memory = _open_memory(settings, ModelSizes(spec, settings.block_size, dtype, settings.layers), device)
+    with ExitStack() as on_failure:
+        on_failure.callback(memory.close)
+        weights = load_weights(
+            spec, tensors, dtype, memory, lambda done, what: progress(done * _LOADED, what), settings.layers
+        )
+        loader = _Loader(settings, spec, weights, demand, kernels, memory)
+        progress(_LOADED, "measuring the workspace")
+        reserve_bytes, division = loader.divide(context)
+        _log_context(settings, division.max_model_len, spec.max_positions)
+        cache = memory.open_kv(division.num_blocks, reserve_bytes)
+        runner = loader.open(cache, division.max_model_len, reserve_bytes)
+        if settings.host_memory_bytes:
+            runner.open_host(_num_host_blocks(settings, demand))
+        if settings.deterministic:
+            progress(0.9, "proving that results do not depend on the batch")
+            prove_deterministic(runner, settings.max_batch_tokens)
+        on_failure.pop_all()
     _log_loaded(runner.info)
     progress(1.0, "ready")
     return runner
+
+
+def _open_memory(settings: RunnerSettings, sizes: ModelSizes, device: torch.device) -> ModelMemory:
+    try:
+        return open_memory(sizes, device, settings.memory_bytes, settings.page_bytes)
+    except (ValueError, OSError, ImportError) as error:
+        raise StartupError(f"memory of which layers can be dropped cannot be had: {error}", "Do without it") from error
 
 
 class _Loader:
     """A model whose parameters are loaded, before its KV is."""
 
     def __init__(
-        self, settings: RunnerSettings, spec: ModelSpec, weights: ModelWeights, demand: Demand, kernels: Kernels
+        self,
+        settings: RunnerSettings,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        demand: Demand,
+        kernels: Kernels,
+        memory: ModelMemory,
     ) -> None:
         self._settings = settings
         self._spec = spec
@@ -101,25 +122,25 @@ class _Loader:
         self._dtype = _dtype(settings.dtype)
         self._device = weights.outer.storage.device
         self._kernels = kernels
+        self._memory = memory
         self._dry_step_s = 0.0
 
-    def open(self, num_blocks: int, max_model_len: int, reserve_bytes: int) -> ModelRunner:
-        """Return a runner with a cache of its own."""
+    def open(self, cache: KVCache, max_model_len: int, reserve_bytes: int) -> ModelRunner:
+        """Return a runner over a cache."""
         settings, spec, demand = self._settings, self._spec, self._demand
-        cache = KVCache(spec, num_blocks, settings.block_size, self._dtype, self._device, settings.layers)
         info = ModelInfo(
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             max_model_len=max_model_len,
             num_layers=spec.num_layers,
-            layers=cache.layers,
+            layers=LayerRange(cache.layers[0], cache.layers[-1] + 1),
             hidden_size=spec.hidden_size,
             num_parameters=num_parameters(spec),
             param_bytes=demand.parameter_bytes,
             kv_bytes=cache.num_bytes,
             reserve_bytes=reserve_bytes,
             bytes_per_block=demand.bytes_per_block,
-            capacity=KvCapacity(num_blocks, settings.block_size),
+            capacity=KvCapacity(cache.num_blocks, settings.block_size),
             device=str(self._device),
             dtype=settings.dtype,
             dry_step_s=self._dry_step_s,
@@ -135,7 +156,7 @@ class _Loader:
             deterministic=settings.deterministic,
         )
         max_rows = max(settings.max_rows, settings.max_batch_rows)
-        return ModelRunner(info, forward, max_rows=max_rows, deterministic=settings.deterministic)
+        return ModelRunner(info, forward, self._memory, max_rows=max_rows, deterministic=settings.deterministic)
 
     def divide(self, context: int) -> tuple[int, Division]:
         """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""
@@ -150,8 +171,9 @@ class _Loader:
         """Return the reserve: the peak of a dry step in the worst case, with a margin, and the table of angles."""
         settings, spec = self._settings, self._spec
         blocks = -(-context // settings.block_size)
-        runner = self.open(blocks, context, 0)
-        for pool in runner.cache.pools:
+        cache = KVCache(spec, blocks, settings.block_size, self._dtype, self._device, settings.layers)
+        runner = self.open(cache, context, 0)
+        for pool in runner.cache.pools():
             pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
 
         def dry_steps() -> None:
@@ -223,11 +245,13 @@ def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_lo
 def _demand(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> Demand:
     return Demand(
         memory_bytes=settings.memory_bytes,
-        parameter_bytes=parameter_bytes(spec, dtype, settings.layers),
+        parameter_bytes=parameter_bytes(spec, dtype, settings.layers, settings.page_bytes or 1),
         bytes_per_block=bytes_per_block(spec, settings.block_size, dtype, settings.layers),
         block_size=settings.block_size,
         max_positions=spec.max_positions,
         max_model_len=settings.max_model_len,
+        num_pools=2 * spec.num_layers,
+        page_bytes=settings.page_bytes or 1,
     )
 
 

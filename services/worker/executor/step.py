@@ -126,7 +126,7 @@ class TorchForward:
         angles = Angles(*self._rope.rows(inputs.positions))
         if hidden is None:
             hidden = decoder.embed(inputs.tokens, inputs.positions)
-        for layer in range(cache.layers.first, cache.layers.end):
+        for layer in cache.layers:
             queries, keys, values = decoder.pre(layer, hidden, angles)
             cache.write(layer, inputs.slots, keys, values)
             hidden = decoder.post(layer, hidden, attention.attend(plan, layer, queries))

@@ -32,6 +32,10 @@ class Demand:
     """The model's own longest context."""
     max_model_len: int | None
     """Context that was asked for; None: as long as fits."""
+    num_pools: int = 1
+    """KV is divided into so many pools, equal parts of every block."""
+    page_bytes: int = 1
+    """Each pool takes whole pages; so do the parameters, in `parameter_bytes`, and the reserve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,9 @@ def next_context(demand: Demand, reserve_bytes: int, context: int) -> int | None
 
 
 def _kv_tokens(demand: Demand, reserve_bytes: int) -> int:
-    left = demand.memory_bytes - demand.parameter_bytes - reserve_bytes
-    return max(left, 0) // demand.bytes_per_block * demand.block_size
+    left = demand.memory_bytes // demand.page_bytes * demand.page_bytes - demand.parameter_bytes - reserve_bytes
+    pool_pages = max(left, 0) // demand.page_bytes // demand.num_pools
+    return pool_pages * demand.page_bytes // (demand.bytes_per_block // demand.num_pools) * demand.block_size
 
 
 def _least(demand: Demand) -> int:

@@ -8,9 +8,18 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.worker.memory.model_memory import ModelMemory
 from services.worker.models.checkpoint import TensorEntry
 from services.worker.models.spec import ModelSpec
-from services.worker.models.weights import ModelWeights, ParameterBuffer, Source, layer_parts, stage_parts
+from services.worker.models.weights import (
+    ModelWeights,
+    ParameterBuffer,
+    Part,
+    Source,
+    buffer_bytes,
+    layer_parts,
+    stage_parts,
+)
 from shared.errors import StartupError
 from shared.layers import LayerRange
 
@@ -22,17 +31,17 @@ def load_weights(
     spec: ModelSpec,
     tensors: dict[str, TensorEntry],
     dtype: torch.dtype,
-    device: torch.device,
+    memory: ModelMemory,
     progress: Progress,
     layers: LayerRange | None = None,
 ) -> ModelWeights:
-    """Allocate the model's buffers and fill them.
+    """Fill the model's buffers.
 
     Args:
         spec: the model.
         tensors: of `find_tensors`, checked by `check_against`.
         dtype: of all parameters.
-        device: of all parameters.
+        memory: gives the buffers.
         progress: called after each tensor with the share of bytes read.
         layers: of a stage, which loads nothing else; None: the whole model.
 
@@ -40,9 +49,9 @@ def load_weights(
         StartupError: a file changed or broke since it was checked.
     """
     held = LayerRange(0, spec.num_layers) if layers is None else layers
-    outer = ParameterBuffer(stage_parts(spec, held), dtype, device)
+    outer = _buffer(stage_parts(spec, held), None, dtype, memory)
     parts = (layer_parts(spec, i) if i in held else () for i in range(spec.num_layers))
-    buffers = tuple(ParameterBuffer(each, dtype, device) for each in parts)
+    buffers = tuple(_buffer(each, i, dtype, memory) for i, each in enumerate(parts))
     targets = _targets((outer, *buffers))
     total = sum(tensors[name].num_bytes for name in targets)
     done = 0
@@ -52,6 +61,10 @@ def load_weights(
             done += tensors[name].num_bytes
             progress(done / total, f"loading {path.name}")
     return ModelWeights(outer, buffers)
+
+
+def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, memory: ModelMemory) -> ParameterBuffer:
+    return ParameterBuffer(parts, dtype, memory.parameters(layer, buffer_bytes(parts, dtype)))
 
 
 def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ from math import prod
 
 import torch
 
-from services.worker.memory.huge_pages import advise_huge_pages
 from services.worker.models.families import FAMILIES
 from services.worker.models.spec import ModelSpec
 from shared.layers import LayerRange
@@ -100,19 +99,26 @@ def _norm_parts(spec: ModelSpec, name: str, tensor: str) -> Iterator[Part]:
 
 
 def outer_parts(spec: ModelSpec) -> tuple[Part, ...]:
-    """Return the parts outside the layers: embedding, last norm, the head if it has a matrix of its own, and so on."""
+    """Return the parts outside the layers, in the order of their buffer.
+
+    What only the first layer's stage needs comes first, what only the last one's needs comes last, see `outer_split`:
+
+        | positions | project_in | embedding | norm | head | project_out |   those that the model has
+    """
     names = FAMILIES[spec.architecture].names
     hidden, width = spec.hidden_size, spec.embedding_size or spec.hidden_size
-    parts = [_part("embedding", (f"{names.embedding}.weight",), (spec.vocab_size,), width)]
-    if spec.final_norm:
-        parts.extend(_norm_parts(spec, "norm", names.last_norm))
-    if not spec.tied_embeddings:
-        parts.append(_part("head", (f"{names.head}.weight",), (spec.vocab_size,), width))
+    parts = []
     if spec.position_kind == "learned":
         rows = spec.max_positions + spec.position_offset
         parts.append(_part("positions", (f"{names.positions}.weight",), (rows,), hidden))
     if spec.embedding_size is not None:
         parts.append(_part("project_in", (f"{names.project_in}.weight",), (hidden,), width))
+    parts.append(_part("embedding", (f"{names.embedding}.weight",), (spec.vocab_size,), width))
+    if spec.final_norm:
+        parts.extend(_norm_parts(spec, "norm", names.last_norm))
+    if not spec.tied_embeddings:
+        parts.append(_part("head", (f"{names.head}.weight",), (spec.vocab_size,), width))
+    if spec.embedding_size is not None:
         parts.append(_part("project_out", (f"{names.project_out}.weight",), (width,), hidden))
     return tuple(parts)
 
@@ -126,6 +132,19 @@ def stage_parts(spec: ModelSpec, layers: LayerRange) -> tuple[Part, ...]:
     if layers.end == spec.num_layers:
         wanted.update(_LAST_STAGE, ("embedding",) if spec.tied_embeddings else ())
     return tuple(part for part in outer_parts(spec) if part.name in wanted)
+
+
+def outer_split(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """Return which bytes of the outer buffer the stages of a pipeline need.
+
+    Returns:
+        The end of what the first layer's stage needs, and the begin of what the last layer's needs. A tied embedding
+        is needed by both.
+    """
+    parts = outer_parts(spec)
+    at = [part.name for part in parts].index("embedding")
+    begin, end = buffer_bytes(parts[:at], dtype), buffer_bytes(parts[: at + 1], dtype)
+    return end, begin if spec.tied_embeddings else end
 
 
 def all_parts(spec: ModelSpec) -> Iterator[Part]:
@@ -145,11 +164,23 @@ def buffer_bytes(parts: tuple[Part, ...], dtype: torch.dtype) -> int:
     return sum(_aligned(part.numel * dtype.itemsize) for part in parts)
 
 
-def parameter_bytes(spec: ModelSpec, dtype: torch.dtype, layers: LayerRange | None = None) -> int:
-    """Return the memory that the parameters take, with alignment: of a stage with some layers; None: of the model."""
+def layer_bytes(spec: ModelSpec, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the size of each layer's buffer."""
+    return tuple(buffer_bytes(layer_parts(spec, layer), dtype) for layer in range(spec.num_layers))
+
+
+def parameter_bytes(spec: ModelSpec, dtype: torch.dtype, layers: LayerRange | None = None, page_bytes: int = 1) -> int:
+    """Return the memory that the parameters take, with alignment, if each buffer takes whole pages.
+
+    Args:
+        spec: the model.
+        dtype: of all parameters.
+        layers: of a stage; None: the whole model.
+        page_bytes: 1: buffers take no more than they need.
+    """
     held = LayerRange(0, spec.num_layers) if layers is None else layers
-    in_layers = sum(buffer_bytes(layer_parts(spec, layer), dtype) for layer in range(held.first, held.end))
-    return in_layers + buffer_bytes(stage_parts(spec, held), dtype)
+    buffers = (*layer_bytes(spec, dtype)[held.first : held.end], buffer_bytes(stage_parts(spec, held), dtype))
+    return sum(-(-size // page_bytes) * page_bytes for size in buffers)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -157,13 +188,18 @@ def _aligned(num_bytes: int) -> int:
 
 
 class ParameterBuffer:
-    """The parts of one layer, or those outside the layers, as views of one flat buffer."""
+    """The parts of one layer, or those outside the layers, as views of one flat buffer.
 
-    def __init__(self, parts: tuple[Part, ...], dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        parts: in the order of the buffer.
+        dtype: of all of them.
+        storage: [buffer_bytes(parts, dtype)] uint8; whoever owns it keeps it.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], dtype: torch.dtype, storage: torch.Tensor) -> None:
+        assert storage.numel() == buffer_bytes(parts, dtype), "a buffer holds its parts and nothing else"
         self.parts = parts
-        self.storage = torch.empty(buffer_bytes(parts, dtype), dtype=torch.uint8, device=device)
-        """[bytes] uint8; owns the memory of all views."""
-        advise_huge_pages(self.storage)
+        self.storage = storage
         self._views: dict[str, torch.Tensor] = {}
         offset = 0
         for part in parts:

@@ -1,0 +1,277 @@
+"""The memory of a worker that can drop layers: one budget of pages for parameters and KV.
+
+    outer     | 0 1 |                     | 0 1 |
+    layer 0   | 2 3 |                     | 2 3 |
+    layer 1   | 4 5 |        drop(1)      | . . |
+    keys 0    | 6 | . . . .  ───────►     | 6 | 4 5 . .       with two blocks to a page: 2 blocks ──► 6
+    values 0  | 7 | . . . .               | 7 | 8 9 . .
+    keys 1    | 8 | . . . .               | . . . . .
+    values 1  | 9 | . . . .               | . . . . .
+
+Tensors lie over the ranges and never move; only which of their slots have memory behind them changes. Nothing here
+copies a byte. Used by one thread at a time, while no step runs; see `holdings.py` for what each change does to blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from services.worker.memory import holdings
+from services.worker.memory.change import MemoryLostError, apply, plan_change
+from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.layout import OUTER, Holding, Kind, MemoryFacts, MemoryLayout, Region, ceil_div
+from services.worker.memory.pool import NOTHING, PagePool
+from services.worker.memory.ranges import VirtualMemory, VirtualRange
+from services.worker.memory.spans import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What a block's keys (and its values) are, in one layer."""
+
+    block_size: int
+    """Tokens."""
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of them."""
+        return self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class ElasticMemory:
+    """Parameters and KV of one model in one budget.
+
+    When it opens, all parameters have their pages and KV has none (`open_kv`).
+
+    Args:
+        facts: sizes; `num_pages` and `page_bytes` are the memory's.
+        kv: of which the facts' `block_bytes` follow.
+        memory: whose pages nobody else uses; closed with this.
+        device: of the memory.
+
+    Raises:
+        NotEnoughPagesError: the budget does not hold the parameters.
+        ValueError: facts, shape and memory do not fit together.
+        OSError, MemoryError: the system refuses.
+    """
+
+    def __init__(self, facts: MemoryFacts, kv: KvShape, memory: VirtualMemory, device: torch.device) -> None:
+        if (facts.page_bytes, facts.num_pages) != (memory.page_bytes, memory.num_pages):
+            raise ValueError("the facts are not those of the memory")
+        if facts.block_bytes != kv.block_bytes:
+            raise ValueError(f"blocks of {kv.block_bytes} bytes are not of {facts.block_bytes}")
+        self.device = device
+        self._layout = MemoryLayout(facts)
+        self._kv = kv
+        self._memory = memory
+        self._holding = Holding((), Spans())
+        self._caches: list[KVCache] = []
+        self._is_sound = True
+        regions = {region: self._layout.reserved_pages(region) for region in self._layout.regions}
+        self._pool = PagePool(facts.num_pages, regions)
+        self._ranges: dict[Region, VirtualRange] = {
+            region: memory.reserve(count * facts.page_bytes) for region, count in regions.items()
+        }
+        self._change(holdings.whole(self._layout, 0))
+
+    @property
+    def layout(self) -> MemoryLayout:
+        """Arithmetic of pages and blocks."""
+        return self._layout
+
+    @property
+    def holding(self) -> Holding:
+        """What the pages are for now."""
+        return self._holding
+
+    @property
+    def held_layers(self) -> tuple[int, ...]:
+        """Layers whose parameters are there, ascending."""
+        return self._holding.layers
+
+    @property
+    def usable(self) -> Spans:
+        """Ids of the blocks whose keys and values are backed in every layer that is held."""
+        return self._layout.usable(self._holding)
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks are usable."""
+        return self.usable.total
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that are nowhere."""
+        return self._pool.num_free
+
+    def parameters(self, layer: int | None, num_bytes: int) -> torch.Tensor:
+        """Return [num_bytes] uint8 for the parameters of a layer, or (None) for those outside the layers.
+
+        It lies at one address for good. While the layer is dropped it must not be touched; what it holds when the layer
+        comes back is arbitrary.
+        """
+        if not num_bytes:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
+        facts = self._layout.facts
+        expected = facts.outer_bytes if layer is None else facts.layer_bytes[layer]
+        if num_bytes != expected:
+            raise ValueError(f"{num_bytes} bytes are not the {expected} of these parameters")
+        region = OUTER if layer is None else Region(Kind.PARAMETERS, layer)
+        return self._ranges[region].tensor()[:num_bytes]
+
+    def open_kv(self, num_blocks: int, reserve_bytes: int) -> KVCache:
+        """Return a cache over the KV ranges, with blocks [0, num_blocks) backed, and more if their pages hold more.
+
+        Every change of this memory changes the cache: its layers are those that are held, its `num_blocks` is one more
+        than the last usable id.
+
+        Args:
+            num_blocks: to be backed.
+            reserve_bytes: not for pages: taken from the budget for good.
+
+        Raises:
+            NotEnoughPagesError: the budget does not hold them.
+        """
+        facts = self._layout.facts
+        self._limit(facts.num_pages - ceil_div(reserve_bytes, facts.page_bytes))
+        self._change(holdings.backed(self._layout, self._holding, Spans.of((0, num_blocks))))
+        keys, values = zip(*(self.kv(layer) for layer in range(facts.num_layers)), strict=True)
+        cache = KVCache.over(keys, values, self.usable.end)
+        self._caches.append(cache)
+        return cache
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of any layer, held or not: [max_blocks, block_size, num_kv_heads, head_dim] each.
+
+        Only blocks that are backed may be touched: `usable` ones of a layer that is held, `holding.left` ones of a
+        layer that was dropped.
+        """
+        return self._kv_tensor(Region(Kind.KEYS, layer)), self._kv_tensor(Region(Kind.VALUES, layer))
+
+    def drop(
+        self,
+        layers: Iterable[int],
+        *,
+        in_use: Spans | None = None,
+        base: int = 0,
+        first_block: int | None = None,
+        max_blocks: int | None = None,
+    ) -> None:
+        """Give up the parameters of some layers for more blocks in the others, as one change.
+
+        Args:
+            layers: held now.
+            in_use: blocks that somebody still reads in these layers, and which stay there under their ids until they
+                are `release`d; None: all.
+            base: added to every block id of the layers that stay, whose KV moves there by mapping: a multiple of
+                `layout.unit_blocks`, as `layout.group_bases` gives.
+            first_block: id at which the new blocks begin; None: they follow the last.
+            max_blocks: how many new blocks at most; None: as many as fit.
+
+        Raises:
+            ValueError: as in `holdings.dropped`, `rebased` and `grown`; nothing was changed.
+        """
+        layout, usable = self._layout, self.usable
+        after = holdings.dropped(layout, self._holding, layers, usable if in_use is None else in_use)
+        after = holdings.rebased(layout, after, base)
+        after = holdings.grown(layout, after, first_block=first_block, max_blocks=max_blocks)
+        self._change(after, holdings.page_shift(layout, base))
+
+    def release(self, layers: Iterable[int], blocks: Spans) -> None:
+        """Give back KV of dropped layers: these blocks have arrived where their layers are held. Idempotent.
+
+        The pages become free; `grow` or `back` uses them.
+        """
+        self._change(holdings.released(self._holding, layers, blocks))
+
+    def grow(self, *, first_block: int | None = None, max_blocks: int | None = None) -> None:
+        """Back more blocks at the tail with free pages; see `holdings.grown`."""
+        self._change(holdings.grown(self._layout, self._holding, first_block=first_block, max_blocks=max_blocks))
+
+    def back(self, blocks: Spans) -> None:
+        """Back some more blocks, by their ids; see `holdings.backed`."""
+        self._change(holdings.backed(self._layout, self._holding, blocks))
+
+    def shrink(self, num_blocks: int) -> None:
+        """Give back the pages behind the first blocks; see `holdings.shrunk`. Their contents are lost."""
+        self._change(holdings.shrunk(self._layout, self._holding, num_blocks))
+
+    def blocks_with(self, layers: Iterable[int]) -> int:
+        """Return how many blocks, those with the lowest ids, can stay if some layers come back; below 0: none can."""
+        return holdings.blocks_with(self._layout, self._holding, layers)
+
+    def restore(self, layers: Iterable[int], min_blocks: int) -> Spans:
+        """Take some layers back: room for their parameters and KV comes from blocks at the tail.
+
+        What is in their parameters is arbitrary until somebody loads them; their KV holds what was left of it, if
+        that was not released, and is arbitrary elsewhere.
+
+        Args:
+            layers: not held now.
+            min_blocks: that have to stay; all others with higher ids are free, see `blocks_with`.
+
+        Returns:
+            Bytes of the outer parameters that have to be loaded too.
+
+        Raises:
+            ValueError, NotEnoughPagesError: as in `holdings.restored`; nothing was changed.
+        """
+        facts, held = self._layout.facts, self._holding.layers
+        self._change(holdings.restored(self._layout, self._holding, layers, min_blocks))
+        new = self._layout.outer_pages(self._holding.layers) - self._layout.outer_pages(held)
+        page = facts.page_bytes
+        return Spans.of(*((first * page, min(end * page, facts.outer_bytes)) for first, end in new.ranges))
+
+    def rebase(self, by_blocks: int) -> None:
+        """Move the KV of the layers that are held to other ids, by mapping; see `holdings.rebased`."""
+        after = holdings.rebased(self._layout, self._holding, by_blocks)
+        self._change(after, holdings.page_shift(self._layout, by_blocks))
+
+    def close(self) -> None:
+        """Give back everything; tensors must not be touched any more. Idempotent."""
+        self._memory.close()
+
+    def check_invariants(self) -> None:
+        """Check that holding, ledger and mappings say the same, and that every page is at exactly one place."""
+        self._pool.check_invariants()
+        mapped, page_bytes = self._layout.mapped(self._holding), self._layout.facts.page_bytes
+        assert self._pool.budget == self._layout.facts.num_pages, "ledger and layout have different budgets"
+        for region, reserved in self._ranges.items():
+            assert self._pool.places(region) == mapped.get(region, Spans()), f"{region} holds what nobody wants"
+            for place, page in enumerate(self._pool.pages(region).tolist()):
+                found = reserved.page_at(place * page_bytes)
+                assert found == (None if page == NOTHING else page), f"{region}: {found} is mapped at {place}"
+        for cache in self._caches:
+            assert cache.num_blocks == self.usable.end, "a cache has another size than the memory"
+            assert cache.layers == self.held_layers, "a cache has other layers than the memory"
+
+    def _limit(self, num_pages: int) -> None:
+        if num_pages < (needed := self._layout.num_pages(self._holding)):
+            raise holdings.NotEnoughPagesError(needed, num_pages)
+        self._pool.set_budget(num_pages)
+        self._layout = MemoryLayout(replace(self._layout.facts, num_pages=num_pages))
+
+    def _kv_tensor(self, region: Region) -> torch.Tensor:
+        """Return [max_blocks, block_size, num_kv_heads, head_dim] over a whole range."""
+        facts, kv = self._layout.facts, self._kv
+        flat = self._ranges[region].tensor()[: facts.max_blocks * facts.block_bytes].view(kv.dtype)
+        return flat.view(facts.max_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
+
+    def _change(self, after: Holding, shift: int = 0) -> None:
+        assert self._is_sound, "an earlier change of memory could not be undone; the worker must start anew"
+        layout = self._layout
+        change = plan_change(layout, self._holding, after, shift)
+        try:
+            apply(change, self._pool, self._ranges, layout.facts.page_bytes)
+        except MemoryLostError:
+            self._is_sound = False
+            raise
+        self._holding = after
+        for cache in self._caches:
+            cache.resize(self.usable.end, self.held_layers)

@@ -1,0 +1,225 @@
+"""What a worker's memory is to hold next: one pure function for each thing that can happen to it.
+
+    drop      parameters of some layers go, and KV of theirs that nobody reads; the pages back more blocks of the others
+    release   KV of dropped layers goes, block range by block range, as it has arrived elsewhere
+    grow      free pages back more blocks at the tail;   back: they back the ids that are named
+    shrink    the tail's pages become free
+    restore   the tail's pages become parameters and KV of layers that come back
+    rebase    the same KV under other block ids
+
+Each returns a `Holding`, and never one that the budget does not allow. `change.py` says how to get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.worker.memory.layout import Holding, MemoryLayout
+from services.worker.memory.spans import Spans
+
+
+class NotEnoughPagesError(Exception):
+    """The budget does not allow it; nothing was changed.
+
+    Args:
+        needed: pages that it would take in all.
+        budget: pages that there are.
+    """
+
+    def __init__(self, needed: int, budget: int) -> None:
+        super().__init__(f"{needed} pages are needed, the budget is {budget}")
+        self.needed = needed
+        self.budget = budget
+
+
+def whole(layout: MemoryLayout, num_blocks: int) -> Holding:
+    """Return the whole model with blocks [0, num_blocks).
+
+    Raises:
+        ValueError: more blocks than could ever be.
+        NotEnoughPagesError: the budget does not hold them.
+    """
+    holding = Holding(tuple(range(layout.facts.num_layers)), Spans())
+    return backed(layout, holding, Spans.of((0, num_blocks)))
+
+
+def dropped(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_use: Spans) -> Holding:
+    """Return the holding without some layers; their KV stays where blocks are in use.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        layers: held now; not all of them.
+        in_use: blocks that somebody still reads in these layers; others are not kept.
+
+    Raises:
+        ValueError: a layer is not held, or none would be left.
+    """
+    gone = tuple(sorted(set(layers)))
+    kept = tuple(layer for layer in holding.layers if layer not in gone)
+    if len(kept) + len(gone) != len(holding.layers):
+        raise ValueError(f"of layers {gone} some are not among those held, {holding.layers}")
+    if not kept:
+        raise ValueError("a worker has to keep a layer")
+    left = layout.usable(holding) & in_use
+    leaving = (*holding.leaving, *((layer, left) for layer in gone if left))
+    return Holding(kept, holding.kv, tuple(sorted(leaving, key=lambda entry: entry[0])))
+
+
+def released(holding: Holding, layers: Iterable[int], blocks: Spans) -> Holding:
+    """Return the holding without some blocks of dropped layers. What is gone already does not matter."""
+    named = set(layers)
+    leaving = ((layer, left - blocks if layer in named else left) for layer, left in holding.leaving)
+    return replace(holding, leaving=tuple((layer, left) for layer, left in leaving if left))
+
+
+def grown(
+    layout: MemoryLayout, holding: Holding, *, first_block: int | None = None, max_blocks: int | None = None
+) -> Holding:
+    """Return the holding with as many more blocks at the tail as free pages allow.
+
+    The pages are spread evenly over keys and values of all layers that are held, which makes the least of them as large
+    as it can be; pages that would not complete a block in all of them stay free.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        first_block: id at which the new blocks begin, a multiple of `layout.unit_blocks` and beyond all that are
+            backed; None: they follow the last.
+        max_blocks: how many more at most; None: as many as fit.
+
+    Raises:
+        ValueError: the first block is not possible.
+    """
+    first_page = _first_page(layout, holding, first_block)
+    room = max(layout.pool_pages(holding) - holding.kv.total, 0)
+    end_page = min(first_page + room, layout.max_pages)
+    with_all = holding.kv | Spans.of((first_page, max(end_page, first_page)))
+    new = (layout.within(with_all) - layout.usable(holding)).head(
+        layout.facts.max_blocks if max_blocks is None else max_blocks
+    )
+    return replace(holding, kv=holding.kv | layout.covering(new))
+
+
+def _first_page(layout: MemoryLayout, holding: Holding, first_block: int | None) -> int:
+    if first_block is None:
+        return holding.kv.end
+    page, rest = divmod(first_block * layout.facts.block_bytes, layout.facts.page_bytes)
+    if first_block % layout.unit_blocks or rest:
+        raise ValueError(f"block {first_block} does not begin a page: give a multiple of {layout.unit_blocks}")
+    if page < holding.kv.end or first_block > layout.facts.max_blocks:
+        raise ValueError(f"block {first_block} does not lie behind all blocks that are backed")
+    return page
+
+
+def backed(layout: MemoryLayout, holding: Holding, blocks: Spans) -> Holding:
+    """Return the holding with some more blocks, by their ids.
+
+    Raises:
+        ValueError: there are no such ids.
+        NotEnoughPagesError: the budget does not hold them.
+    """
+    if blocks.end > layout.facts.max_blocks:
+        raise ValueError(f"block {blocks.end - 1} is beyond the {layout.facts.max_blocks} that could ever be")
+    return _checked(layout, replace(holding, kv=holding.kv | layout.covering(blocks)))
+
+
+def shrunk(layout: MemoryLayout, holding: Holding, num_blocks: int) -> Holding:
+    """Return the holding with only the pages that its first blocks need.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        num_blocks: to be kept, of those with the lowest ids; the pages may hold some more.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    usable = layout.usable(holding)
+    if not 0 <= num_blocks <= usable.total:
+        raise ValueError(f"of {usable.total} blocks {num_blocks} cannot be kept")
+    return replace(holding, kv=layout.covering(usable.head(num_blocks)))
+
+
+def blocks_with(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> int:
+    """Return how many blocks, those with the lowest ids, could stay if some layers came back; below 0: they cannot."""
+    return _with_layers(layout, holding, layers)[1]
+
+
+def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_blocks: int) -> Holding:
+    """Return the holding with some more layers; blocks at the tail make room for their parameters and KV.
+
+    What is left of the KV of these layers stays where it is.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        layers: of the model, not held now.
+        min_blocks: that have to stay, of those with the lowest ids; as many as fit do.
+
+    Raises:
+        ValueError: a layer is held, or there is none of that number; or fewer blocks are there now.
+        NotEnoughPagesError: so many blocks do not fit beside them.
+    """
+    more, fitting = _with_layers(layout, holding, layers)
+    if not 0 <= min_blocks <= (usable := layout.usable(holding)).total:
+        raise ValueError(f"of {usable.total} blocks {min_blocks} cannot be kept")
+    if fitting < min_blocks:
+        needed = replace(more, kv=layout.covering(usable.head(min_blocks)))
+        raise NotEnoughPagesError(layout.num_pages(needed), layout.facts.num_pages)
+    if fitting == usable.total:
+        return more
+    return replace(more, kv=layout.covering(usable.head(fitting)))
+
+
+def _with_layers(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> tuple[Holding, int]:
+    """Return the holding with more layers, whether it fits or not, and how many of its first blocks would fit."""
+    new = set(layers)
+    if not new or new & set(holding.layers) or not new <= set(range(layout.facts.num_layers)):
+        raise ValueError(f"layers {sorted(new)} cannot come back to {holding.layers}")
+    leaving = tuple((layer, left) for layer, left in holding.leaving if layer not in new)
+    more = Holding(tuple(sorted((*holding.layers, *new))), holding.kv, leaving)
+    room = layout.pool_pages(more)
+    if room < 0:
+        return more, -1
+    return more, layout.within(holding.kv.head(room)).total
+
+
+def rebased(layout: MemoryLayout, holding: Holding, by_blocks: int) -> Holding:
+    """Return the holding with the KV of the layers that are held under other ids; that of dropped layers keeps its own.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        by_blocks: added to every id; a multiple of `layout.unit_blocks`.
+
+    Raises:
+        ValueError: not such a multiple, or an id would be negative or beyond those that could ever be.
+    """
+    shift = page_shift(layout, by_blocks)
+    if not holding.kv:
+        return holding
+    if holding.kv.ranges[0][0] + shift < 0:
+        raise ValueError(f"ids cannot be moved by {by_blocks}: some would be negative")
+    if layout.usable(holding).end + by_blocks > layout.facts.max_blocks:
+        raise ValueError(f"ids cannot be moved by {by_blocks}: there are {layout.facts.max_blocks}")
+    return replace(holding, kv=holding.kv.shifted(shift))
+
+
+def page_shift(layout: MemoryLayout, by_blocks: int) -> int:
+    """Return by how many pages KV moves when its ids change by so many.
+
+    Raises:
+        ValueError: not a multiple of `layout.unit_blocks`.
+    """
+    if by_blocks % layout.unit_blocks:
+        raise ValueError(f"ids can change by multiples of {layout.unit_blocks}, not by {by_blocks}")
+    return by_blocks * layout.facts.block_bytes // layout.facts.page_bytes
+
+
+def _checked(layout: MemoryLayout, holding: Holding) -> Holding:
+    needed = layout.num_pages(holding)
+    if needed > layout.facts.num_pages:
+        raise NotEnoughPagesError(needed, layout.facts.num_pages)
+    return holding

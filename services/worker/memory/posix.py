@@ -1,0 +1,211 @@
+"""Pages of main memory: a sealed memory file is the budget, and its pages are mapped into reserved addresses.
+
+    file     | p0 | p1 | p2 | p3 |        memfd, sealed against growing and shrinking
+    range    | p0 | .  | p2 | .  |        reserved: no access, no memory; mapped: MAP_SHARED | MAP_FIXED over it
+
+The system gives a page its memory when it is first touched (with huge pages, when it is first mapped), and keeps it
+then, wherever the page is mapped. A process that is forked shares the pages, it gets no copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from services.worker.memory.page_rules import CheckedRange, PageBook, runs
+from services.worker.memory.ranges import MappingError, PageHandle, PageId
+
+HUGE_PAGE_BYTES = 2 * 2**20
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MADV_COLLAPSE = 0, 0x10, 0x4000, 25
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class PosixMemory:
+    """A `VirtualMemory` of the CPU, on Linux.
+
+    Args:
+        page_bytes: a multiple of the system's pages (4 KiB).
+        num_pages: the budget.
+        huge: ask for huge pages of the system, for pages of a multiple of 2 MiB; all memory is taken when it is mapped.
+            Where the system gives none, nothing is lost.
+
+    Raises:
+        ValueError: sizes that are not possible.
+        OSError: the system refuses.
+    """
+
+    def __init__(self, page_bytes: int, num_pages: int, *, huge: bool = False) -> None:
+        self._book = PageBook(page_bytes, num_pages)
+        unit = HUGE_PAGE_BYTES if huge else mmap.PAGESIZE
+        if page_bytes % unit:
+            raise ValueError(f"pages of {page_bytes} bytes are not a multiple of the system's {unit}")
+        self._huge = huge
+        self._taken: set[int] = set()
+        """Own pages that were mapped once."""
+        self._ranges: list[_PosixRange] = []
+        self._adopted: dict[PageId, PageHandle] = {}
+        self._file = os.memfd_create("sluice-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._file, page_bytes * num_pages)
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    @property
+    def page_bytes(self) -> int:
+        """Size of a page."""
+        return self._book.page_bytes
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of its own."""
+        return self._book.num_pages
+
+    def reserve(self, num_bytes: int) -> CheckedRange:
+        """Reserve addresses, aligned to a page; see `VirtualMemory`."""
+        self._book.check_open()
+        if num_bytes < 1:
+            raise MappingError(f"a range of {num_bytes} bytes cannot be reserved")
+        page_bytes = self.page_bytes
+        num_bytes = -(-num_bytes // page_bytes) * page_bytes
+        begin = _mmap(None, num_bytes + page_bytes, _PROT_NONE, _RESERVED)
+        address = -(-begin // page_bytes) * page_bytes
+        _munmap(begin, address - begin)
+        _munmap(address + num_bytes, begin + page_bytes - address)
+        self._ranges.append(_PosixRange(address, num_bytes, self._book, self))
+        return self._ranges[-1]
+
+    def export(self, page: PageId) -> PageHandle:
+        """Return a new descriptor of the file that holds a page; see `VirtualMemory`."""
+        self._book.check_known(page)
+        held = self._held(page)
+        return PageHandle(os.dup(held.descriptor), held.offset)
+
+    def adopt(self, handle: PageHandle) -> PageId:
+        """Take in an exported page; see `VirtualMemory`.
+
+        Raises:
+            MappingError: the file ends before the page does, or the page does not begin on a border of pages.
+        """
+        self._book.check_open()
+        if handle.offset % self.page_bytes or handle.offset + self.page_bytes > os.fstat(handle.descriptor).st_size:
+            raise MappingError(f"the file has no page of {self.page_bytes} bytes at {handle.offset}")
+        kept = PageHandle(os.dup(handle.descriptor), handle.offset)
+        page = self._book.adopt()
+        self._adopted[page] = kept
+        return page
+
+    def disown(self, page: PageId) -> None:
+        """Forget an adopted page; see `VirtualMemory`."""
+        self._book.disown(page)
+        os.close(self._adopted.pop(page).descriptor)
+
+    def close(self) -> None:
+        """Give everything back; see `VirtualMemory`."""
+        if not self._book.is_open:
+            return
+        self._book.is_open = False
+        for reserved in self._ranges:
+            _munmap(reserved.address, reserved.num_bytes)
+        for descriptor in (self._file, *(handle.descriptor for handle in self._adopted.values())):
+            os.close(descriptor)
+
+    def put(self, address: int, pages: Sequence[PageId]) -> None:
+        """Map pages that are known to be free at an address that is known to be reserved: all or none."""
+        done = 0
+        try:
+            for first, count in self._runs(pages):
+                self._put_run(address + done * self.page_bytes, first, count)
+                done += count
+        except OSError:
+            self.clear(address, len(pages))  # also where the system failed half-way
+            raise
+
+    def clear(self, address: int, num_pages: int) -> None:
+        """Make addresses reserved ones again."""
+        if num_pages:
+            _mmap(address, num_pages * self.page_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED)
+
+    def _runs(self, pages: Sequence[PageId]) -> list[tuple[PageId, int]]:
+        """Return the parts that lie side by side in one file: each is one call of the system, not one per page."""
+        if self._adopted:
+            return [(page, 1) for page in pages]
+        return [(PageId(first), count) for first, count in runs(pages)]
+
+    def _put_run(self, address: int, first: PageId, count: int) -> None:
+        held, num_bytes = self._held(first), count * self.page_bytes
+        _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, held.descriptor, held.offset)
+        if self._huge:
+            self._take_huge(address, range(first, first + count))
+
+    def _take_huge(self, address: int, pages: range) -> None:
+        """Ask for huge pages for those of a run that are mapped for the first time; wherever they go, they stay huge.
+
+        It is advice: without huge pages to give, nothing changes.
+        """
+        for first, count in runs([page for page in pages if page not in self._taken]):
+            begin = address + (first - pages[0]) * self.page_bytes
+            for place in range(begin, begin + count * self.page_bytes, HUGE_PAGE_BYTES):
+                ctypes.c_uint8.from_address(place).value  # noqa: B018  an empty page would not be made huge
+            _libc.madvise(begin, count * self.page_bytes, _MADV_COLLAPSE)
+        self._taken.update(pages)
+
+    def _held(self, page: PageId) -> PageHandle:
+        """Return where a page lies; the descriptor stays ours."""
+        return self._adopted.get(page) or PageHandle(self._file, page * self.page_bytes)
+
+
+class _PosixRange(CheckedRange):
+    """Addresses of a `PosixMemory`."""
+
+    def __init__(self, address: int, num_bytes: int, book: PageBook, memory: PosixMemory) -> None:
+        super().__init__(address, num_bytes, book, torch.device("cpu"))
+        self._memory = memory
+
+    def _map(self, address: int, pages: Sequence[PageId]) -> None:
+        self._memory.put(address, pages)
+
+    def _unmap(self, address: int, pages: Sequence[PageId]) -> None:
+        self._memory.clear(address, len(pages))
+
+
+def _mmap(
+    address: int | None, num_bytes: int, protection: int, flags: int, descriptor: int = -1, offset: int = 0
+) -> int:
+    """Call mmap.
+
+    Raises:
+        OSError: it refuses; ENOMEM also when a process has too many mappings (vm.max_map_count).
+    """
+    found: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, offset)
+    if found == _FAILED or found is None:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {num_bytes} bytes: {os.strerror(number)}")
+    return found
+
+
+def _munmap(address: int, num_bytes: int) -> None:
+    if num_bytes and _libc.munmap(address, num_bytes):
+        number = ctypes.get_errno()
+        raise OSError(number, f"munmap of {num_bytes} bytes: {os.strerror(number)}")

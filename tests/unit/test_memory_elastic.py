@@ -1,0 +1,268 @@
+"""Memory that drops and restores layers: nothing is lost, nothing is counted twice, and faults change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.memory.change import MemoryLostError
+from services.worker.memory.cuda import CudaMemory
+from services.worker.memory.elastic import ElasticMemory, KvShape
+from services.worker.memory.holdings import NotEnoughPagesError
+from services.worker.memory.layout import MemoryFacts
+from services.worker.memory.posix import PosixMemory
+from services.worker.memory.spans import Spans
+from tests.support.elastic_cases import (
+    CPU,
+    SHAPES,
+    Contents,
+    MadeUpError,
+    open_elastic,
+    snapshot,
+)
+from tests.support.elastic_story import Story
+from tests.support.fake_cuda_driver import GRANULARITY, FakeDriver
+
+PAGE = 4096
+Act = Callable[[], object]
+
+
+def facts_of(
+    kv: KvShape = SHAPES[0], num_pages: int = 40, layers: tuple[int, ...] = (5000, 8192, 3000), max_blocks: int = 400
+) -> MemoryFacts:
+    return MemoryFacts(layers, 3 * PAGE, PAGE, PAGE, kv.block_bytes, PAGE, num_pages, max_blocks)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nothing_is_lost_whatever_happens(seed: int) -> None:
+    story = Story(seed)
+    for _ in range(25):
+        story.step()
+    story.memory.close()
+
+
+@pytest.mark.parametrize("seed", range(1000, 1008))
+def test_nothing_is_lost_behind_the_calls_of_a_gpus_driver(seed: int) -> None:
+    story = Story(seed, GRANULARITY, lambda count: CudaMemory(GRANULARITY, count, CPU, FakeDriver(2**30)))
+    for _ in range(12):
+        story.step()
+    story.memory.close()
+
+
+def test_random_lives_meet_faults_and_every_kind_of_change() -> None:
+    """The two tests above would say little otherwise."""
+    names, faults, most_layers = set(), 0, 0
+    for seed in range(5):
+        story = Story(seed)
+        for _ in range(25):
+            before = story.memory.holding
+            name = story.step()
+            if story.memory.holding != before:
+                names.add(name)
+            most_layers = max(most_layers, len(story.memory.holding.leaving))
+        faults += story.num_faults
+        story.memory.close()
+    assert names == {"drop", "release", "grow", "back", "shrink", "restore", "rebase"}
+    assert faults > 10
+    assert most_layers >= 2
+
+
+def dropping(memory: ElasticMemory) -> None:
+    memory.drop([1], in_use=Spans.of((0, 3)), base=2)
+
+
+def restoring(memory: ElasticMemory) -> None:
+    memory.restore([1], 2)
+
+
+@pytest.mark.parametrize("act", [dropping, restoring])
+def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> None:
+    facts = facts_of()
+    memory, faulty = open_elastic(facts, SHAPES[0])
+    contents = Contents(memory, memory.open_kv(6, 0), np.random.default_rng(0))
+    if act is restoring:
+        memory.drop([1], in_use=memory.usable)
+        contents.drop([1], memory.usable, 0)
+        contents.fill()
+    before, step = snapshot(memory), 0
+    while True:
+        faulty.calls_left, faulty.num_faults = step, 1
+        try:
+            act(memory)
+        except MadeUpError:
+            assert snapshot(memory) == before
+            contents.check()
+            step += 1
+        else:
+            break
+    assert step >= 7  # so many calls there are at least
+    assert snapshot(memory) != before
+    memory.close()
+
+
+def test_a_memory_whose_change_could_not_be_undone_is_not_used_again() -> None:
+    memory, faulty = open_elastic(facts_of(), SHAPES[0])
+    memory.open_kv(6, 0)
+    faulty.calls_left, faulty.num_faults = 5, 2
+    with pytest.raises(MemoryLostError, match="MadeUpError"):
+        memory.drop([1])
+    with pytest.raises(AssertionError, match="must start anew"):
+        memory.grow()
+    memory.close()
+
+
+def test_dropped_parameters_back_blocks_of_the_layers_that_stay() -> None:
+    """40 pages of 4 KiB, blocks of 2 KiB on each side.
+
+    Parameters: 3 pages outside, 2 + 2 + 1 for the layers; 4 blocks take 2 pages on each of 6 sides, 12. 20 are free.
+    Without layer 1 its 2 pages and all 4 of its KV go to 4 sides: 26 / 4 = 6 pages more, 8 in all, 16 blocks; 2 are
+    left. With its KV of 3 blocks still being read (2 pages on each side) it is 22 / 4: 5 more, 14 blocks.
+    """
+    for in_use, expected in ((Spans(), 16), (Spans.of((0, 3)), 14)):
+        memory, _ = open_elastic(facts_of(), SHAPES[0])
+        cache = memory.open_kv(4, 0)
+        assert (memory.num_blocks, memory.num_free_pages, memory.held_layers) == (4, 20, (0, 1, 2))
+        memory.drop([1], in_use=in_use)
+        assert (memory.num_blocks, memory.num_free_pages, memory.held_layers) == (expected, 2, (0, 2))
+        assert (cache.num_blocks, cache.keys[0].shape) == (expected, (expected, 16, 2, 16))
+        memory.release([1], Spans.of((0, 1)))  # block 1 is in the same page
+        assert memory.num_free_pages == 2
+        memory.release([1], Spans.of((1, 4)))
+        memory.grow()
+        assert (memory.num_blocks, memory.num_free_pages) == (16, 2)
+        memory.close()
+
+
+def test_embedding_and_head_go_with_the_first_and_the_last_layer() -> None:
+    """Outside of the layers: 1 page for the first stage, 2 for the last."""
+    memory, _ = open_elastic(facts_of(), SHAPES[0])
+    memory.open_kv(0, 0)
+    outer = memory.parameters(None, 3 * PAGE)
+    outer[:] = torch.arange(3 * PAGE, dtype=torch.uint8)
+    free = memory.num_free_pages
+    memory.drop([2], max_blocks=0)
+    assert memory.num_free_pages == free + 1 + 2
+    assert memory.restore([2], 0) == Spans.of((PAGE, 3 * PAGE))
+    assert outer[PAGE - 1] == (PAGE - 1) % 256
+    memory.drop([0, 2], max_blocks=0)
+    assert memory.num_free_pages == free + 3 + 1 + 2
+    assert memory.restore([0], 0) == Spans.of((0, PAGE))
+    memory.close()
+
+
+def test_a_groups_ids_are_made_by_mapping() -> None:
+    """Two members with 5 and 7 blocks of 2 KiB: the second's begin at 6, since a page holds two."""
+    memory, _ = open_elastic(facts_of(), SHAPES[0])
+    assert memory.layout.group_bases([5, 7]) == (0, 6, 14)
+    contents = Contents(memory, memory.open_kv(7, 0), np.random.default_rng(0))
+    assert memory.usable == Spans.of((0, 8))
+    memory.drop([0], in_use=Spans.of((0, 7)), base=6, first_block=14, max_blocks=3)
+    contents.drop([0], Spans.of((0, 7)), 6)
+    assert memory.usable == Spans.of((6, 18))
+    contents.fill()
+    contents.check()
+    with pytest.raises(NotEnoughPagesError):
+        memory.back(Spans.of((0, 2)))  # of the first member, but its own dropped layer still takes the pages
+    memory.release([0], Spans.of((0, 2)))
+    contents.release([0], Spans.of((0, 2)))
+    memory.back(Spans.of((0, 2)))
+    assert memory.usable == Spans.of((0, 2), (6, 18))
+    contents.fill()
+    contents.check()
+    memory.close()
+
+
+def test_a_drop_that_is_taken_back_finds_all_as_it_was() -> None:
+    """Nothing had been released: the KV of the dropped layers is still there when they come back."""
+    memory, _ = open_elastic(facts_of(SHAPES[1], num_pages=90), SHAPES[1])
+    contents = Contents(memory, memory.open_kv(2, 0), np.random.default_rng(3))
+    usable, unit = memory.usable, memory.layout.unit_blocks
+    memory.drop([0, 2], base=unit)
+    contents.drop([0, 2], usable, unit)
+    memory.rebase(-unit)
+    contents.rebase(-unit)
+    contents.restore([0, 2], memory.restore([0, 2], usable.total))
+    contents.check()
+    assert all(len(contents.kv[layer]) >= usable.total for layer in range(3))
+    memory.close()
+
+
+def test_what_is_not_possible_is_refused_and_changes_nothing() -> None:
+    memory, _ = open_elastic(facts_of(), SHAPES[0])
+    memory.open_kv(6, 0)
+    memory.drop([1], in_use=Spans())
+    before = snapshot(memory)
+    refusals: list[tuple[type[Exception], str, Act]] = [
+        (ValueError, "not among those held", lambda: memory.drop([1])),
+        (ValueError, "not among those held", lambda: memory.drop([7])),
+        (ValueError, "has to keep a layer", lambda: memory.drop([0, 2])),
+        (ValueError, "multiples of 2, not by 3", lambda: memory.drop([0], base=3)),
+        (ValueError, "give a multiple of 2", lambda: memory.grow(first_block=51)),
+        (ValueError, "does not lie behind", lambda: memory.grow(first_block=2)),
+        (ValueError, "does not lie behind", lambda: memory.grow(first_block=402)),
+        (ValueError, "beyond the 400 that could", lambda: memory.back(Spans.of((399, 401)))),
+        (NotEnoughPagesError, "the budget is 40", lambda: memory.back(Spans.of((0, 100)))),
+        (ValueError, "cannot be kept", lambda: memory.shrink(memory.num_blocks + 1)),
+        (ValueError, "cannot be kept", lambda: memory.shrink(-1)),
+        (ValueError, "cannot come back", lambda: memory.restore([0], 0)),
+        (ValueError, "cannot come back", lambda: memory.restore([3], 0)),
+        (ValueError, "cannot come back", lambda: memory.restore([], 0)),
+        (NotEnoughPagesError, "the budget is 40", lambda: memory.restore([1], memory.num_blocks)),
+        (ValueError, "some would be negative", lambda: memory.rebase(-2)),
+        (ValueError, "there are 400", lambda: memory.rebase(390)),
+    ]
+    for kind, message, act in refusals:
+        with pytest.raises(kind, match=message):
+            act()
+        assert snapshot(memory) == before
+    memory.close()
+
+
+def test_a_budget_that_does_not_hold_the_model_is_refused() -> None:
+    with pytest.raises(NotEnoughPagesError, match="8 pages are needed, the budget is 7"):
+        open_elastic(facts_of(num_pages=7), SHAPES[0])
+    memory, _ = open_elastic(facts_of(num_pages=20), SHAPES[0])
+    with pytest.raises(NotEnoughPagesError, match="8 pages are needed, the budget is 7"):
+        memory.open_kv(1, 12 * PAGE + 1)
+    with pytest.raises(NotEnoughPagesError):
+        memory.open_kv(5, 0)
+    cache = memory.open_kv(4, 0)
+    assert cache.num_blocks == 4
+    memory.close()
+
+
+def test_facts_that_contradict_each_other_are_refused() -> None:
+    backend = PosixMemory(PAGE, 40)
+    with pytest.raises(ValueError, match="not those of the memory"):
+        ElasticMemory(facts_of(num_pages=41), SHAPES[0], backend, CPU)
+    with pytest.raises(ValueError, match="are not of 2048"):
+        ElasticMemory(facts_of(), SHAPES[1], backend, CPU)
+    memory = ElasticMemory(facts_of(), SHAPES[0], backend, CPU)
+    with pytest.raises(ValueError, match="are not the 5000 of these"):
+        memory.parameters(0, 4999)
+    memory.close()
+
+
+def test_a_large_drop_is_few_calls() -> None:
+    """What was mapped side by side moves as runs, not page by page: calls depend on layers, not on memory."""
+    counts = []
+    for scale in (1, 8):
+        layers = (64 * PAGE * scale,) * 8
+        facts = MemoryFacts(layers, PAGE, PAGE, 0, 2048, PAGE, 1 + 512 * scale + 256 * scale, 4096 * scale)
+        memory, faulty = open_elastic(facts, SHAPES[0])
+        memory.open_kv(32 * scale, 0)
+        calls = 0
+
+        def count() -> None:
+            nonlocal calls
+            calls += 1
+
+        faulty.on_call = count
+        memory.drop(range(4))
+        counts.append(calls)
+        memory.close()
+    assert counts[1] <= counts[0] + 2
+    assert counts[0] < 60

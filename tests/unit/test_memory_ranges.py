@@ -1,0 +1,302 @@
+"""What every backend of virtual memory promises, on main memory and on a stand-in of the CUDA driver."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import resource
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.worker.memory import posix
+from services.worker.memory.cuda import CudaError, CudaMemory
+from services.worker.memory.posix import PosixMemory
+from services.worker.memory.ranges import MappingError, PageHandle, PageId, VirtualMemory
+from tests.support.fake_cuda_driver import GRANULARITY, FakeDriver
+
+PAGE = GRANULARITY
+CPU = torch.device("cpu")
+
+
+def cuda_memory(num_pages: int, driver: FakeDriver | None = None) -> CudaMemory:
+    return CudaMemory(PAGE, num_pages, CPU, driver or FakeDriver())
+
+
+MAKERS: dict[str, Callable[[int], VirtualMemory]] = {
+    "posix": lambda num_pages: PosixMemory(PAGE, num_pages),
+    "cuda": cuda_memory,
+}
+
+
+@pytest.fixture(params=list(MAKERS))
+def memory(request: pytest.FixtureRequest) -> Iterator[VirtualMemory]:
+    opened = MAKERS[request.param](8)
+    yield opened
+    opened.close()
+
+
+def pages(*numbers: int) -> list[PageId]:
+    return [PageId(number) for number in numbers]
+
+
+def test_what_a_page_holds_goes_with_it(memory: VirtualMemory) -> None:
+    one, other = memory.reserve(4 * PAGE), memory.reserve(PAGE + 1)
+    assert (one.num_bytes, other.num_bytes) == (4 * PAGE, 2 * PAGE)
+    one.map_run(PAGE, pages(5, 2, 3))
+    seen = one.tensor()
+    assert (seen.shape, seen.dtype, seen.data_ptr()) == ((4 * PAGE,), torch.uint8, one.address)
+    for place in (1, 2, 3):
+        seen[place * PAGE : (place + 1) * PAGE] = 10 * place
+    assert one.unmap(2 * PAGE) == 2
+    other.map(0, PageId(2))
+    assert one.page_at(2 * PAGE) is None
+    assert other.page_at(0) == 2
+    assert (other.tensor()[:PAGE] == 20).all()
+    one.map_run(0, pages(6))
+    assert one.unmap_run(0, 2) == [6, 5]
+    one.map_run(0, pages(5))
+    assert seen[:PAGE].tolist() == [10] * PAGE
+    assert seen[3 * PAGE :].tolist() == [30] * PAGE
+    assert (one.address, seen.data_ptr()) == (one.tensor().data_ptr(), one.address)
+
+
+def test_the_rules_of_mapping_are_kept(memory: VirtualMemory) -> None:
+    one, other = memory.reserve(4 * PAGE), memory.reserve(4 * PAGE)
+    one.map_run(0, pages(0, 1))
+    broken: list[tuple[str, Callable[[], object]]] = [
+        ("page 1 is mapped at offset", lambda: one.map(PAGE, PageId(7))),
+        ("page 1 is mapped at offset", lambda: one.map_run(PAGE, pages(6, 7))),
+        ("page 0 is mapped already", lambda: other.map(0, PageId(0))),
+        ("page 0 is mapped already", lambda: other.map_run(0, pages(4, 0))),
+        ("two places", lambda: other.map_run(0, pages(4, 4))),
+        ("page 8 is not one of", lambda: other.map(0, PageId(8))),
+        ("page -1 is not one of", lambda: other.map(0, PageId(-1))),
+        ("offset 4096 is not a multiple", lambda: other.map(4096, PageId(4))),
+        ("offset 4096 is not a multiple", lambda: one.unmap(4096)),
+        ("not in a range of", lambda: other.map(4 * PAGE, PageId(4))),
+        ("not in a range of", lambda: other.map_run(3 * PAGE, pages(4, 5))),
+        ("not in a range of", lambda: other.map(-PAGE, PageId(4))),
+        ("0 pages", lambda: other.map_run(0, [])),
+        ("not in a range of", lambda: one.unmap_run(0, 5)),
+        ("nothing is mapped at offset", lambda: one.unmap_run(PAGE, 2)),
+        ("nothing is mapped at offset", lambda: other.unmap(0)),
+        ("cannot be reserved", lambda: memory.reserve(0)),
+        ("was not adopted", lambda: memory.disown(PageId(7))),
+    ]
+    for message, act in broken:
+        with pytest.raises(MappingError, match=message):
+            act()
+        assert [one.page_at(place * PAGE) for place in range(4)] == [0, 1, None, None]
+        assert [other.page_at(place * PAGE) for place in range(4)] == [None] * 4
+    other.map_run(0, pages(4, 6, 7, 5))
+
+
+def test_nothing_works_after_the_end(memory: VirtualMemory) -> None:
+    reserved = memory.reserve(PAGE)
+    reserved.map(0, PageId(0))
+    memory.close()
+    memory.close()
+    acts: list[Callable[[], object]] = [
+        lambda: reserved.unmap(0),
+        lambda: reserved.map(0, PageId(1)),
+        reserved.tensor,
+        lambda: memory.reserve(PAGE),
+        lambda: memory.export(PageId(1)),
+    ]
+    for act in acts:
+        with pytest.raises(MappingError, match="the memory is closed"):
+            act()
+
+
+@pytest.mark.parametrize("kind", list(MAKERS))
+def test_a_page_can_be_handed_to_another_memory(kind: str) -> None:
+    giver, taker = MAKERS[kind](4), MAKERS[kind](2)
+    here, there = giver.reserve(PAGE), taker.reserve(2 * PAGE)
+    here.map(0, PageId(3))
+    here.tensor()[:] = 7
+    handle = giver.export(PageId(3))
+    page = taker.adopt(handle)
+    os.close(handle.descriptor)
+    there.map_run(0, [PageId(1), page])
+    there.tensor()[PAGE + 5] = 9
+    assert here.tensor()[4:7].tolist() == [7, 9, 7]
+    with pytest.raises(MappingError, match="mapped already"):
+        taker.disown(page)
+    giver.close()
+    assert there.tensor()[PAGE + 4 : PAGE + 7].tolist() == [7, 9, 7]  # the page lives as long as it is mapped
+    there.unmap(PAGE)
+    taker.disown(page)
+    with pytest.raises(MappingError, match="not one of"):
+        there.map(PAGE, page)
+    again = taker.export(PageId(1))
+    with pytest.raises(MappingError, match=r"no page|fills"):
+        taker.adopt(PageHandle(again.descriptor, again.offset + PAGE // 2))
+    os.close(again.descriptor)
+    taker.close()
+
+
+def descriptors() -> list[str]:
+    return sorted(entry.name for entry in Path("/proc/self/fd").iterdir())
+
+
+def mappings() -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "sluice-memory" in line]
+
+
+def test_nothing_is_left_behind() -> None:
+    def extent() -> int:
+        fields = Path("/proc/self/statm").read_text().split()
+        return int(fields[0])
+
+    before, files = mappings(), descriptors()
+    reserved_before = extent()
+    opened = PosixMemory(PAGE, 8)
+    reserved = opened.reserve(2**40)
+    reserved.map_run(2**30, pages(3, 4, 1))
+    page = opened.adopt(handle := opened.export(PageId(0)))
+    os.close(handle.descriptor)
+    reserved.map(0, page)
+    assert len(mappings()) == len(before) + 3  # two neighbours of the file, one, the adopted one
+    assert extent() >= reserved_before + 2**40 // 4096
+    opened.close()
+    assert mappings() == before
+    assert descriptors() == files
+    assert extent() < reserved_before + 2**39 // 4096
+
+
+def test_the_budget_is_hard() -> None:
+    opened = PosixMemory(PAGE, 8)
+    handle = opened.export(PageId(0))
+    for size in (9 * PAGE, 7 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(handle.descriptor, size)
+    os.close(handle.descriptor)
+    opened.close()
+
+
+def test_whoever_touches_what_is_not_mapped_dies() -> None:
+    opened = PosixMemory(PAGE, 8)
+    reserved = opened.reserve(4 * PAGE)
+    reserved.map_run(0, pages(0, 1))
+    seen = reserved.tensor()
+    seen[: 2 * PAGE] = 1
+    reserved.unmap(PAGE)
+    assert dies_by(lambda: seen[PAGE - 1].item()) is None
+    assert dies_by(lambda: seen[PAGE].item()) == signal.SIGSEGV  # was mapped before
+    assert dies_by(lambda: seen[3 * PAGE].fill_(1)) == signal.SIGSEGV  # never was
+    opened.close()
+
+
+def dies_by(act: Callable[[], object]) -> int | None:
+    """Return the signal that ends a forked child which acts, if one does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child starts none and waits for none
+        child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        act()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def test_a_run_of_which_a_part_cannot_be_mapped_is_not_mapped_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages 6, 7 | 2 | 4, 5 are three calls of the system; the third is refused."""
+    opened = PosixMemory(PAGE, 8)
+    reserved = opened.reserve(8 * PAGE)
+    real, calls = posix._mmap, 0
+
+    def refuse_third(*arguments: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError(12, "no more mappings")
+        return real(*arguments)
+
+    monkeypatch.setattr(posix, "_mmap", refuse_third)
+    with pytest.raises(OSError, match="no more mappings"):
+        reserved.map_run(0, pages(6, 7, 2, 4, 5))
+    assert calls == 4  # and one that takes away what had been mapped
+    assert dies_by(lambda: ctypes.string_at(reserved.address, 1)) == signal.SIGSEGV
+    reserved.map_run(0, pages(6, 7, 2, 4, 5))
+    assert calls == 7
+    opened.close()
+
+
+@pytest.mark.parametrize(("function", "after"), [("cuMemCreate", 2), ("cuMemMap", 2), ("cuMemSetAccess", 0)])
+def test_a_run_that_the_driver_refuses_is_not_mapped_at_all(function: str, after: int) -> None:
+    driver = FakeDriver()
+    opened = cuda_memory(8, driver)
+    reserved = opened.reserve(8 * PAGE)
+    driver.fail(function, after)
+    with pytest.raises(CudaError, match=f"{function}: CUDA_ERROR_OUT_OF_MEMORY") as error:
+        reserved.map_run(PAGE, pages(6, 7, 2, 4))
+    assert error.value.is_memory_short
+    assert driver.mapped == {}
+    reserved.map_run(PAGE, pages(6, 7, 2, 4))
+    assert len(driver.accessible) == 4
+    opened.close()
+    assert (driver.handles, driver.mapped, driver.reserved, driver.num_contexts) == ({}, {}, {}, 0)
+
+
+def test_pages_that_the_driver_does_not_unmap_stay_as_they_are() -> None:
+    driver = FakeDriver()
+    opened = cuda_memory(8, driver)
+    reserved = opened.reserve(8 * PAGE)
+    reserved.map_run(0, pages(6, 7, 2))
+    reserved.tensor()[: 3 * PAGE] = 5
+    driver.fail("cuMemUnmap", 2)
+    with pytest.raises(CudaError, match="cuMemUnmap"):
+        reserved.unmap_run(0, 3)
+    assert len(driver.accessible) == 3
+    assert (reserved.tensor()[: 3 * PAGE] == 5).all()
+    assert reserved.unmap_run(0, 3) == [6, 7, 2]
+    opened.close()
+
+
+def test_a_page_of_a_gpu_is_taken_when_it_is_first_mapped() -> None:
+    driver = FakeDriver(num_bytes=3 * PAGE)
+    opened = cuda_memory(8, driver)
+    reserved = opened.reserve(8 * PAGE)
+    reserved.map_run(0, pages(0, 1))
+    reserved.unmap_run(0, 2)
+    reserved.map_run(2 * PAGE, pages(1, 0))
+    assert driver.calls.count("cuMemCreate") == 2
+    with pytest.raises(CudaError, match="cuMemCreate"):
+        reserved.map_run(4 * PAGE, pages(2, 3))
+    opened.close()
+
+
+def test_sizes_that_are_not_possible_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"not a multiple of the system's 4096"):
+        PosixMemory(5000, 4)
+    with pytest.raises(ValueError, match=r"not a multiple of the system's 2097152"):
+        PosixMemory(PAGE, 4, huge=True)
+    driver = FakeDriver()
+    with pytest.raises(ValueError, match=r"not a multiple of the device's 16384"):
+        CudaMemory(4096, 4, CPU, driver)
+    assert driver.num_contexts == 0
+    for make in (lambda: PosixMemory(PAGE, 0), lambda: CudaMemory(0, 4, CPU, driver)):
+        with pytest.raises(ValueError, match="are no memory"):
+            make()
+
+
+def test_huge_pages_hold_the_same() -> None:
+    """Whether the system gives huge pages or not."""
+    opened = PosixMemory(posix.HUGE_PAGE_BYTES, 2, huge=True)
+    reserved = opened.reserve(2 * posix.HUGE_PAGE_BYTES)
+    assert reserved.address % posix.HUGE_PAGE_BYTES == 0
+    reserved.map_run(0, pages(1, 0))
+    reserved.tensor()[:] = 3
+    reserved.unmap(0)
+    reserved.unmap(posix.HUGE_PAGE_BYTES)
+    reserved.map_run(0, pages(0, 1))
+    assert (reserved.tensor() == 3).all()
+    opened.close()
