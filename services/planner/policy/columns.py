@@ -1,0 +1,142 @@
+"""The instances of a cluster as columns, and the groups that they are in: a plan for thousands computes with these.
+
+    instances   i0 i1 i2 i3 i4          sorted by id; a column per field
+    groups      0  1  1  -  2           a number per group that holds a copy; -1: its group lost a member
+
+Groups are numbered in the order in which they are taken: those with throttled members first, then by the host and the
+place of their first member.
+
+Pure; arrays are read-only for those who get them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from services.planner.policy.capacity import UNLIMITED_BLOCKS, CapacityRule
+from services.planner.policy.drop_facts import InstanceFacts, ModelFacts, missing_layers
+
+I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+_FIELDS = (
+    "num_pages",
+    "used_tokens",
+    "demanded_tokens",
+    "growth_tokens",
+    "num_running",
+    "num_queued",
+    "throttled",
+    "layers.start",
+    "layers.stop",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InstanceColumns:
+    """[n] each: the fields of `InstanceFacts` by their names, in the order of the instances."""
+
+    num_pages: I64
+    used_tokens: I64
+    demanded_tokens: I64
+    growth_tokens: I64
+    num_running: I64
+    num_queued: I64
+    throttled: I64
+    """0 or 1"""
+    start: I64
+    """First layer held."""
+    stop: I64
+    """First layer behind those held."""
+    max_blocks: I64
+    """`UNLIMITED_BLOCKS` where there is no limit."""
+    host: I64
+    """Number of the host, in the order of the hosts' names."""
+    link_bytes_per_s: F64
+
+
+def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
+    """Return the columns of these instances."""
+    table = np.array(list(map(attrgetter(*_FIELDS), instances)), dtype=np.int64).reshape(-1, len(_FIELDS)).T
+    hosts = [instance.host for instance in instances]
+    host_numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+    limits = [instance.max_blocks for instance in instances]
+    return InstanceColumns(
+        *np.ascontiguousarray(table),
+        max_blocks=np.array([UNLIMITED_BLOCKS if limit is None else limit for limit in limits], dtype=np.int64),
+        host=np.array([host_numbers[host] for host in hosts], dtype=np.int64),
+        link_bytes_per_s=np.array([instance.link_bytes_per_s for instance in instances], dtype=np.float64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupColumns:
+    """The groups as they are now."""
+
+    of_instance: I64
+    """[n] number of each instance's group; -1: the group lacks layers, and no plan counts on it."""
+    size: I64
+    """[g] instances"""
+    num_blocks: I64
+    """[g] capacity"""
+    throttled: Bool
+    """[g] one of its members is"""
+    host: I64
+    """[g] of its first member"""
+    first: I64
+    """[g] its first instance"""
+
+    def name(self, number: int, instances: Sequence[InstanceFacts]) -> str:
+        """Return the id of a group."""
+        return instances[int(self.first[number])].group
+
+
+def group_columns(
+    model: ModelFacts, rule: CapacityRule, instances: Sequence[InstanceFacts], columns: InstanceColumns
+) -> GroupColumns:
+    """Return the groups of these instances, numbered in the order in which a plan takes them."""
+    label = _labels(model, instances, columns)
+    valid = label >= 0
+    # a group goes by its first instance until it gets its number
+    first, inverse = np.unique(label[valid], return_inverse=True)
+    throttled = np.zeros(len(first), dtype=np.int64)
+    np.maximum.at(throttled, inverse, columns.throttled[valid])
+    num_blocks = np.full(len(first), UNLIMITED_BLOCKS, dtype=np.int64)
+    backed = rule.blocks_of(
+        columns.start[valid], columns.stop[valid], columns.num_pages[valid], columns.max_blocks[valid]
+    )
+    np.minimum.at(num_blocks, inverse, backed)
+    size = np.bincount(inverse, minlength=len(first))
+    order = np.lexsort((first, columns.host[first], 1 - throttled))
+    number = np.empty(len(first), dtype=np.int64)
+    number[order] = np.arange(len(first))
+    of_instance = np.full(len(label), -1, dtype=np.int64)
+    of_instance[valid] = number[inverse]
+    return GroupColumns(
+        of_instance=of_instance,
+        size=size[order],
+        num_blocks=num_blocks[order],
+        throttled=throttled[order] > 0,
+        host=columns.host[first][order],
+        first=first[order],
+    )
+
+
+def _labels(model: ModelFacts, instances: Sequence[InstanceFacts], columns: InstanceColumns) -> I64:
+    """Return the first instance of each one's group, or -1 where the group lacks layers."""
+    is_whole = (columns.start == 0) & (columns.stop == model.num_layers)
+    label = np.where(is_whole, np.arange(len(instances)), -1)
+    groups: dict[str, list[int]] = {}
+    for index, instance in enumerate(instances):
+        if instance.group_id:
+            groups.setdefault(instance.group_id, []).append(index)
+    for indices in groups.values():
+        lacks = missing_layers(model, [instances[index] for index in indices])
+        label[indices] = indices[0] if lacks is None else -1
+    return label
