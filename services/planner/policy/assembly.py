@@ -34,9 +34,9 @@ class _Batch:
 
 
 def assemble(merger: Merger, params: DropParams, required_tokens: int) -> DropPlan:
-    """Return the plan that carries the merges out; its reason is still empty, and it may have no groups left.
+    """Return the plan that carries the merges out, of which there are some; its reason is still empty.
 
-    A group that gains nothing with the real budgets is left out.
+    A group that gains nothing with the real budgets is left out, so that it may have no groups.
     """
     rows: list[tuple[int, NewGroup]] = []
     price = np.zeros(3)
@@ -116,9 +116,9 @@ class _GroupFacts:
     def batch(self, nodes: I64, members: I64, union: Union) -> _Batch:
         """Return the batch of these nodes, less those that gain nothing with the real budgets."""
         rule, columns = self._merger.rule, self._merger.columns
-        start = np.array([layers.start for layers in union.tiling.layers], dtype=np.int64)
-        stop = np.array([layers.stop for layers in union.tiling.layers], dtype=np.int64)
-        backed = rule.blocks_of(start, stop, columns.num_pages[members], columns.max_blocks[members])
+        first = np.array([layers.first for layers in union.tiling.layers], dtype=np.int64)
+        end = np.array([layers.end for layers in union.tiling.layers], dtype=np.int64)
+        backed = rule.blocks_of(first, end, columns.num_pages[members], columns.max_blocks[members])
         before, after = self._before_blocks[members].sum(axis=1), backed.min(axis=1)
         gains = after > before
         nodes, members, before, after = nodes[gains], members[gains], before[gains], after[gains]
@@ -129,8 +129,8 @@ class _GroupFacts:
             throughput_after=np.full(len(nodes), self._throughput[members.shape[1] - 1]),
             own_tokens=self._own_tokens[members],
             all_tokens=columns.used_tokens[members].sum(axis=1),
-            held=columns.stop[members] - columns.start[members],
-            kept=np.broadcast_to(stop - start, members.shape),
+            held=columns.end[members] - columns.first[members],
+            kept=np.broadcast_to(end - first, members.shape),
             link_bytes_per_s=columns.link_bytes_per_s[members],
         )
         block_size = rule.model.block_size

@@ -2,7 +2,7 @@
 
 Stated so that a worker can be held to it. A stage that serves the layers [a, b) with a budget of B pages:
 
-    parameters  p = Σ over its layers ⌈bytes of the layer / page⌉ + Σ over the outer parts that it needs ⌈bytes / page⌉
+    parameters  p = Σ over its layers ⌈bytes of the layer / page⌉ + pages that the outer bytes it needs touch
     pages for K of one layer, and as many for V:   q = ⌊(B - p) / (2 (b - a))⌋     the remainder is spare
     blocks backed in every one of its ranges:      n = ⌊q · page / block_bytes⌋    at most max_blocks
 
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.planner.policy.drop_facts import InstanceFacts, ModelFacts
-from shared.layer_range import LayerRange
+from shared.layers import LayerRange
 
 Table = npt.NDArray[np.int64]
 
@@ -41,43 +41,42 @@ class CapacityRule:
     def __init__(self, model: ModelFacts) -> None:
         self.model = model
         self._layer_pages = (0, *accumulate(self._pages(size) for size in model.layer_bytes))
-        outer = model.outer
-        self._first_pages = self._pages(outer.first_bytes)
-        self._last_pages = self._pages(outer.last_bytes)
-        self._ends_pages = self._pages(outer.ends_bytes)
-        self._resident_pages = self._pages(outer.resident_bytes)
+        self._first_pages = self._pages(model.first_stage_end)
+        self._last_pages, self._end_pages = 0, self._first_pages
+        if model.last_stage_begin < model.outer_bytes:
+            begin, end = model.last_stage_begin // model.page_bytes, self._pages(model.outer_bytes)
+            self._last_pages = end - begin
+            self._end_pages = self._first_pages + self._last_pages - max(self._first_pages - begin, 0)
 
     def _pages(self, num_bytes: int) -> int:
         return -(-num_bytes // self.model.page_bytes)
 
     def parameter_pages(self, layers: LayerRange) -> int:
         """Return the pages that the parameters of a stage of these layers take."""
-        first, last = layers.start == 0, layers.stop == self.model.num_layers
-        pages = self._layer_pages[layers.stop] - self._layer_pages[layers.start] + self._resident_pages
-        if first:
-            pages += self._first_pages
-        if last:
-            pages += self._last_pages
-        return pages + self._ends_pages if first or last else pages
+        pages = self._layer_pages[layers.end] - self._layer_pages[layers.first]
+        if layers.end < self.model.num_layers:
+            return pages + self._first_pages if layers.first == 0 else pages
+        return pages + (self._end_pages if layers.first == 0 else self._last_pages)
 
     def blocks(self, layers: LayerRange, num_pages: int, max_blocks: int | None = None) -> int:
         """Return the blocks that a stage of these layers backs; 0 if its parameters alone exceed the budget."""
         free_pages = max(num_pages - self.parameter_pages(layers), 0)
-        num_blocks = free_pages // (2 * layers.num_layers) * self.model.page_bytes // self.model.block_bytes
+        num_blocks = free_pages // (2 * len(layers)) * self.model.page_bytes // self.model.block_bytes
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
-    def blocks_of(self, start: Table, stop: Table, num_pages: Table, max_blocks: Table) -> Table:
+    def blocks_of(self, first: Table, end: Table, num_pages: Table, max_blocks: Table) -> Table:
         """Return `blocks` element by element; the arrays are broadcast against each other, and no range is empty."""
-        free_pages = np.maximum(num_pages - self._all_parameter_pages[start, stop], 0)
-        num_blocks = free_pages // (2 * (stop - start)) * self.model.page_bytes // self.model.block_bytes
-        return np.minimum(num_blocks, max_blocks)
+        free_pages = np.maximum(num_pages - self._all_parameter_pages[first, end], 0)
+        num_blocks = free_pages // (2 * (end - first)) * self.model.page_bytes // self.model.block_bytes
+        backed: Table = np.minimum(num_blocks, max_blocks)
+        return backed
 
     @cached_property
     def _all_parameter_pages(self) -> Table:
-        """[start, stop]; 0 where there is no such range."""
+        """[first, end]; 0 where there is no such range."""
         edges = range(self.model.num_layers + 1)
         rows = [
-            [self.parameter_pages(LayerRange(start, stop)) if start < stop else 0 for stop in edges] for start in edges
+            [self.parameter_pages(LayerRange(first, end)) if first < end else 0 for end in edges] for first in edges
         ]
         return np.array(rows, dtype=np.int64)
 

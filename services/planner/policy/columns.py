@@ -33,8 +33,8 @@ _FIELDS = (
     "num_running",
     "num_queued",
     "throttled",
-    "layers.start",
-    "layers.stop",
+    "layers.first",
+    "layers.end",
 )
 
 
@@ -50,9 +50,9 @@ class InstanceColumns:
     num_queued: I64
     throttled: I64
     """0 or 1"""
-    start: I64
+    first: I64
     """First layer held."""
-    stop: I64
+    end: I64
     """First layer behind those held."""
     max_blocks: I64
     """`UNLIMITED_BLOCKS` where there is no limit."""
@@ -63,12 +63,21 @@ class InstanceColumns:
 
 def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
     """Return the columns of these instances."""
-    table = np.array(list(map(attrgetter(*_FIELDS), instances)), dtype=np.int64).reshape(-1, len(_FIELDS)).T
+    table = np.array(list(map(attrgetter(*_FIELDS), instances)), dtype=np.int64).reshape(-1, len(_FIELDS))
+    num_pages, used, demanded, growth, running, queued, throttled, first, end = np.ascontiguousarray(table.T)
     hosts = [instance.host for instance in instances]
     host_numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
     limits = [instance.max_blocks for instance in instances]
     return InstanceColumns(
-        *np.ascontiguousarray(table),
+        num_pages=num_pages,
+        used_tokens=used,
+        demanded_tokens=demanded,
+        growth_tokens=growth,
+        num_running=running,
+        num_queued=queued,
+        throttled=throttled,
+        first=first,
+        end=end,
         max_blocks=np.array([UNLIMITED_BLOCKS if limit is None else limit for limit in limits], dtype=np.int64),
         host=np.array([host_numbers[host] for host in hosts], dtype=np.int64),
         link_bytes_per_s=np.array([instance.link_bytes_per_s for instance in instances], dtype=np.float64),
@@ -109,7 +118,7 @@ def group_columns(
     np.maximum.at(throttled, inverse, columns.throttled[valid])
     num_blocks = np.full(len(first), UNLIMITED_BLOCKS, dtype=np.int64)
     backed = rule.blocks_of(
-        columns.start[valid], columns.stop[valid], columns.num_pages[valid], columns.max_blocks[valid]
+        columns.first[valid], columns.end[valid], columns.num_pages[valid], columns.max_blocks[valid]
     )
     np.minimum.at(num_blocks, inverse, backed)
     size = np.bincount(inverse, minlength=len(first))
@@ -130,7 +139,7 @@ def group_columns(
 
 def _labels(model: ModelFacts, instances: Sequence[InstanceFacts], columns: InstanceColumns) -> I64:
     """Return the first instance of each one's group, or -1 where the group lacks layers."""
-    is_whole = (columns.start == 0) & (columns.stop == model.num_layers)
+    is_whole = (columns.first == 0) & (columns.end == model.num_layers)
     label = np.where(is_whole, np.arange(len(instances)), -1)
     groups: dict[str, list[int]] = {}
     for index, instance in enumerate(instances):

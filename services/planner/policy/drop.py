@@ -84,8 +84,8 @@ def plan_drop(
         return DropRefusal(RefusalKind.NOT_NEEDED, required_tokens, "there is room for all that is asked for")
     merger = Merger(facts, params, required_tokens)
     _STRATEGIES[strategy](merger)
-    plan = assemble(merger, params, required_tokens)
-    if not plan.groups:
+    plan = assemble(merger, params, required_tokens) if merger.unions else None
+    if plan is None or not plan.groups:
         return _refusal(merger, required_tokens)
     plan = replace(plan, reason=_reason(merger, plan))
     if worth_s is not None and plan.price.total_s > worth_s:

@@ -2,8 +2,8 @@
 
 An *instance* has one budget of pages; the parameters that it holds take some, KV the rest:
 
-    pages:  | outer parts | layer 0 | layer 1 | ... | K of layer 0 | V of layer 0 | K of layer 1 | ... | spare |
-            '---- each part, and each layer, in whole pages ----'  '- as many pages for K as for V, in every layer -'
+    pages:  | outer | layer 0 | layer 1 | ... | K of layer 0 | V of layer 0 | K of layer 1 | ... | spare |
+            '---- each in whole pages -------'  '- as many for K as for V, in every layer ------'
 
 A *group* is the instances that together hold one copy. Each serves one range of layers, as a stage of a pipeline; with
 nothing dropped every instance is its own group.
@@ -18,25 +18,7 @@ from dataclasses import dataclass
 from operator import lt
 
 from shared.ids import WorkerId
-from shared.layer_range import LayerRange
-
-
-@dataclass(frozen=True, slots=True)
-class OuterBytes:
-    """Sizes of the parameters outside the layers, by who needs them. Each of the four lies in pages of its own."""
-
-    first_bytes: int = 0
-    """Needed by the first stage alone: the embedding if the head has a matrix of its own, learned positions."""
-    last_bytes: int = 0
-    """Needed by the last stage alone: the last norm, the head's matrix if it is not the embedding."""
-    ends_bytes: int = 0
-    """Needed by both: a tied embedding. A stage that is first and last has it once."""
-    resident_bytes: int = 0
-    """Never dropped, whatever the stage: what a worker keeps in one buffer with something that it needs."""
-
-    def __post_init__(self) -> None:
-        if min(self.first_bytes, self.last_bytes, self.ends_bytes, self.resident_bytes) < 0:
-            raise ValueError("sizes of outer parts are not negative")
+from shared.layers import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +27,13 @@ class ModelFacts:
 
     layer_bytes: tuple[int, ...]
     """Parameters of each layer, as its buffer takes them."""
-    outer: OuterBytes
+    outer_bytes: int
+    """Parameters outside the layers: one range of their own."""
+    first_stage_end: int
+    """The stage that has the first layer needs the outer bytes [0, first_stage_end): embedding, learned positions."""
+    last_stage_begin: int
+    """The stage that has the last layer needs the outer bytes [last_stage_begin, outer_bytes): last norm, head. A tied
+    embedding is needed by both."""
     block_bytes: int
     """Keys (and as much again: values) of one block in one layer."""
     block_size: int
@@ -62,6 +50,8 @@ class ModelFacts:
             raise ValueError("a model has layers, each of at least one byte")
         if min(self.block_bytes, self.block_size, self.page_bytes) < 1:
             raise ValueError("block_bytes, block_size and page_bytes are positive")
+        if not 0 <= self.first_stage_end <= self.outer_bytes or not 0 <= self.last_stage_begin <= self.outer_bytes:
+            raise ValueError("the outer parameters of the first and the last stage lie outside of them")
         if not (0 <= self.first_cost_layers < float("inf") and 0 <= self.last_cost_layers < float("inf")):
             raise ValueError("costs of the ends are finite and not negative")
 
@@ -139,9 +129,9 @@ class ClusterFacts:
             raise ValueError("instances are sorted by id, and each occurs once")
         if not self.throughput or min(self.throughput) <= 0:
             raise ValueError("the throughput of a group is positive, and known for groups of one")
-        stop = max((instance.layers.stop for instance in self.instances), default=0)
-        if stop > self.model.num_layers:
-            raise ValueError(f"an instance holds layers up to {stop}, the model has {self.model.num_layers}")
+        end = max((instance.layers.end for instance in self.instances), default=0)
+        if end > self.model.num_layers:
+            raise ValueError(f"an instance holds layers up to {end}, the model has {self.model.num_layers}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +164,7 @@ def missing_layers(model: ModelFacts, members: Sequence[InstanceFacts]) -> Layer
     """Return the first run of layers that none of the members holds, or None if together they hold a copy."""
     reached = 0
     for layers in sorted(member.layers for member in members):
-        if layers.start > reached:
-            return LayerRange(reached, layers.start)
-        reached = max(reached, layers.stop)
+        if layers.first > reached:
+            return LayerRange(reached, layers.first)
+        reached = max(reached, layers.end)
     return LayerRange(reached, model.num_layers) if reached < model.num_layers else None

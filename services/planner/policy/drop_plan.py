@@ -12,7 +12,7 @@ from typing import NamedTuple
 from services.planner.policy.drop_facts import ClusterFacts
 from services.planner.policy.price import Price
 from shared.ids import WorkerId
-from shared.layer_range import LayerRange
+from shared.layers import LayerRange
 
 
 class Stage(NamedTuple):
@@ -68,8 +68,8 @@ class DropPlan:
             for stage in group.stages:
                 assert held[stage.instance_id] == stage.held, f"{stage.instance_id} holds {held[stage.instance_id]}"
                 assert stage.held.covers(stage.layers), f"{stage.instance_id} would have to load layers"
-                assert stage.layers.start == reached, f"behind layer {reached} comes {stage.layers}"
-                reached = stage.layers.stop
+                assert stage.layers.first == reached, f"behind layer {reached} comes {stage.layers}"
+                reached = stage.layers.end
             assert reached == facts.model.num_layers, f"nobody serves the layers from {reached} on"
             assert group.after_tokens > group.before_tokens, "a group gains nothing"
         gained = sum(group.after_tokens - group.before_tokens for group in self.groups)

@@ -48,14 +48,25 @@ def merge_largest(merger: Merger) -> None:
     """Grow one group after the other until the room gained exceeds the KV that the cluster had."""
     sizes, blocks = merger.groups.size, merger.groups.num_blocks
     merger.target_tokens = merger.rule.tokens(int(blocks.sum())) + 1
-    waiting = np.lexsort((np.arange(len(sizes)), -sizes)).tolist()
-    while waiting and not merger.is_done:
-        node = waiting.pop(0)
-        for partner in sorted(waiting, key=lambda other: (merger.size[other], other)):
-            union = None if merger.is_done else merger.union((node, partner))
-            if union is not None:
-                node = merger.adopt(union, (node, partner))
-                waiting.remove(partner)
+    numbers = np.arange(len(sizes))
+    waiting = dict.fromkeys(np.lexsort((numbers, sizes)).tolist())
+    for node in np.lexsort((numbers, -sizes)).tolist():
+        if merger.is_done:
+            break
+        if node in waiting:
+            del waiting[node]
+            _grow(merger, node, waiting)
+
+
+def _grow(merger: Merger, node: int, waiting: dict[int, None]) -> None:
+    """Merge the smallest groups that wait into this one, while that gains."""
+    for partner in list(waiting):
+        if merger.is_done or merger.size[node] >= merger.max_size:
+            break
+        union = merger.union((node, partner))
+        if union is not None:
+            node = merger.adopt(union, (node, partner))
+            del waiting[partner]
 
 
 class _Queue:

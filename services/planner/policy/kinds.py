@@ -18,7 +18,7 @@ from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.columns import I64, InstanceColumns
 from services.planner.policy.drop_facts import DropParams
 from services.planner.policy.tiling import Holding, Tiling, TilingSearch
-from shared.layer_range import LayerRange
+from shared.layers import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class KindIndex:
         self._unions: dict[tuple[int, int], Union | None] = {}
         self._bags: list[tuple[int, ...]] = []
         self._numbers: dict[tuple[int, ...], int] = {}
-        rows, inverse = _distinct(np.stack((columns.start, columns.stop, columns.num_pages, columns.max_blocks)))
+        rows, inverse = _distinct(np.stack((columns.first, columns.end, columns.num_pages, columns.max_blocks)))
         self.of_instance: I64 = inverse
         """[n] kind of each instance; kinds are sorted by what they hold, then by budget."""
         self._holdings = [
-            Holding(LayerRange(int(start), int(stop)), int(pages), int(limit)) for start, stop, pages, limit in rows.T
+            Holding(LayerRange(int(first), int(end)), int(pages), int(limit)) for first, end, pages, limit in rows.T
         ]
 
     @property

@@ -199,6 +199,6 @@ def fewest_host_copies(facts: ClusterFacts) -> int:
     hosts: list[dict[str, None]] = [{} for _ in facts.model.layer_bytes]
     copies = {(each.host, each.host_copy): None for each in facts.instances if each.host_copy is not None}
     for host, copy in copies:
-        for layer in range(copy.start, min(copy.stop, len(hosts))):
+        for layer in range(copy.first, min(copy.end, len(hosts))):
             hosts[layer][host] = None
     return min(len(names) for names in hosts)

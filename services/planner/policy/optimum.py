@@ -53,7 +53,7 @@ def _nodes(mask: int, count: int) -> list[int]:
 
 
 def _unions(merger: Merger) -> dict[int, Union | None]:
-    """Return what each set of groups would be, by its mask; None: one stays alone. Sets that cannot be have no entry."""
+    """Return what each set of groups would be, by its mask; None: one stays alone. Sets that cannot be are left out."""
     count = merger.num_groups
     unions: dict[int, Union | None] = {1 << node: None for node in range(count)}
     for mask in range(1, 1 << count):

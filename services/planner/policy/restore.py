@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts, missing_layers
 from shared.ids import WorkerId
-from shared.layer_range import LayerRange
+from shared.layers import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,11 @@ def plan_restore(
         return loads
     groups = tuple(_restored(rule, name, members) for name, members in chosen.items())
     load_s = _load_s(facts, loads)
+    num_bytes = sum(load.num_bytes for load in loads)
+    before, after = sum(group.before_tokens for group in groups), sum(group.after_tokens for group in groups)
     reason = (
         f"{', '.join(chosen)}: {sum(len(group.members) for group in groups)} instances become whole; "
-        f"{sum(load.num_bytes for load in loads) / 2**30:.2f} GiB of parameters are loaded, in {load_s:.2f} s; "
-        f"room for {sum(group.after_tokens for group in groups)} tokens, now {sum(group.before_tokens for group in groups)}"
+        f"{num_bytes / 2**30:.2f} GiB of parameters are loaded in {load_s:.2f} s; room for {after} tokens, now {before}"
     )
     return RestorePlan(groups, loads, load_s, reason)
 
@@ -157,7 +158,7 @@ class _Sources:
         self._sent_bytes: dict[WorkerId, int] = {}
         self._holders: list[list[InstanceFacts]] = [[] for _ in facts.model.layer_bytes]
         for instance in facts.instances:
-            for layer in range(instance.layers.start, instance.layers.stop):
+            for layer in range(instance.layers.first, instance.layers.end):
                 self._holders[layer].append(instance)
 
     def loads(self, instances: Sequence[InstanceFacts]) -> tuple[Load, ...] | RestoreRefusal:
@@ -165,7 +166,7 @@ class _Sources:
         loads: list[Load] = []
         for instance in sorted(instances, key=lambda each: each.instance_id):
             for layer in range(self._facts.model.num_layers):
-                if instance.layers.start <= layer < instance.layers.stop:
+                if layer in instance.layers:
                     continue
                 load = self._load(instance, layer)
                 if load is None:
@@ -192,13 +193,14 @@ class _Sources:
 
 
 def _bytes(model: ModelFacts, instance: InstanceFacts, layer: int) -> int:
-    """Return what the instance must load with this layer; a tied embedding comes with layer 0, unless it is there."""
+    """Return what the instance must load with this layer; outer parts that both ends need come once, with layer 0."""
     num_bytes = model.layer_bytes[layer]
+    shared_bytes = max(model.first_stage_end - model.last_stage_begin, 0)
     if layer == 0:
-        has_end = instance.layers.stop == model.num_layers
-        num_bytes += model.outer.first_bytes + (0 if has_end else model.outer.ends_bytes)
+        has_last = instance.layers.end == model.num_layers
+        num_bytes += model.first_stage_end - (shared_bytes if has_last else 0)
     if layer == model.num_layers - 1:
-        num_bytes += model.outer.last_bytes
+        num_bytes += model.outer_bytes - model.last_stage_begin - shared_bytes
     return num_bytes
 
 
@@ -206,9 +208,9 @@ def _append(loads: list[Load], load: Load) -> None:
     """Add a load of one layer, to the last one if it goes on there."""
     if loads:
         last = loads[-1]
-        follows = last.layers.stop == load.layers.start
+        follows = last.layers.end == load.layers.first
         if (last.instance_id, last.source_id) == (load.instance_id, load.source_id) and follows:
-            layers = LayerRange(last.layers.start, load.layers.stop)
+            layers = LayerRange(last.layers.first, load.layers.end)
             loads[-1] = Load(last.instance_id, layers, last.source_id, last.num_bytes + load.num_bytes)
             return
     loads.append(load)

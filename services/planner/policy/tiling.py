@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.planner.policy.capacity import CapacityRule
-from shared.layer_range import LayerRange
+from shared.layers import LayerRange
 
 Table = npt.NDArray[np.float64]
 """[layers covered before, after]: what a stage from the one to the other costs; infinite: not allowed."""
@@ -97,7 +97,7 @@ class TilingSearch:
         order, edges = _trace(counts, squares, _tables(counts, squares, np.add), np.add)
         return Tiling(
             order=tuple(order),
-            layers=tuple(LayerRange(start, stop) for start, stop in pairwise(edges)),
+            layers=tuple(LayerRange(first, end) for first, end in pairwise(edges)),
             num_blocks=int(num_blocks),
             slowest_layers=max(float(self._times[i, j]) for i, j in pairwise(edges)),
         )
@@ -108,10 +108,10 @@ class TilingSearch:
         if table is None:
             held = holding.layers
             starts, stops = np.nonzero(self._allowed)
-            inside = (held.start <= starts) & (stops <= held.stop)
+            inside = (held.first <= starts) & (stops <= held.end)
             starts, stops = starts[inside], stops[inside]
             table = np.zeros(self._times.shape)
-            budget, limit = np.int64(holding.num_pages), np.int64(holding.max_blocks)
+            budget, limit = np.array(holding.num_pages), np.array(holding.max_blocks)
             table[starts, stops] = self._rule.blocks_of(starts, stops, budget, limit)
             self._blocks[holding] = table
         return table
