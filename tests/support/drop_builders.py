@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +31,13 @@ def make_model(num_layers: int = 8, **fields: object) -> ModelFacts:
     return ModelFacts(**(common | fields))  # type: ignore[arg-type]
 
 
-def make_instance(number: int, first: int = 0, end: int = 8, *, pages: int = 64, **fields: object) -> InstanceFacts:
+def make_instance(number: int, first: int = 0, end: int = 8, *, pages: int = 64, **fields: Any) -> InstanceFacts:
     """An instance `w<number>` that holds these layers."""
     instance = InstanceFacts(WorkerId(f"w{number:05d}"), LayerRange(first, end), pages)
-    return replace(instance, **fields)  # type: ignore[arg-type]
+    return replace(instance, **fields)
 
 
-def make_group(first_number: int, ends: Sequence[int], **fields: object) -> list[InstanceFacts]:
+def make_group(first_number: int, ends: Sequence[int], **fields: Any) -> list[InstanceFacts]:
     """A group whose stages end at these layers."""
     firsts = [0, *ends[:-1]]
     name = f"w{first_number:05d}"

@@ -43,7 +43,7 @@ def assemble(merger: Merger, params: DropParams, required_tokens: int) -> DropPl
     throughput = np.array(merger.facts.throughput)
     sizes = merger.groups.size
     speed = float(throughput[sizes - 1].sum())
-    for batch in _batches(merger, throughput):
+    for batch in _batches(merger, params, throughput):
         exchange_s = exchange_times_s(merger.facts.model, batch.merges)
         prices = prices_s(params, batch.merges, exchange_s)
         price += prices.sum(axis=1)
@@ -77,7 +77,7 @@ def _new_groups(merger: Merger, batch: _Batch, exchange_s: F64, price_s: F64) ->
         yield order, NewGroup(tuple(stages), before, after, seconds, price)
 
 
-def _batches(merger: Merger, throughput: F64) -> Iterator[_Batch]:
+def _batches(merger: Merger, params: DropParams, throughput: F64) -> Iterator[_Batch]:
     node = merger.roots()
     members = np.flatnonzero(node >= len(merger.groups.size))
     nodes = np.unique(node[members])
@@ -88,7 +88,7 @@ def _batches(merger: Merger, throughput: F64) -> Iterator[_Batch]:
     place_of = place[np.searchsorted(nodes, node[members])]
     by_place = np.lexsort((members, merger.kinds.of_instance[members], node[members], place_of))
     members, place_of = members[by_place], place_of[by_place]
-    facts = _GroupFacts(merger, throughput)
+    facts = _GroupFacts(merger, params, throughput)
     for number, union in enumerate(unions.values()):
         matrix = members[place_of == number].reshape(-1, len(union.tiling.layers))
         yield facts.batch(nodes[place == number], matrix[:, merger.kinds.columns_by_stage(union)], union)
@@ -97,12 +97,14 @@ def _batches(merger: Merger, throughput: F64) -> Iterator[_Batch]:
 class _GroupFacts:
     """What a batch needs to know of the groups as they are, by instance."""
 
-    def __init__(self, merger: Merger, throughput: F64) -> None:
+    def __init__(self, merger: Merger, params: DropParams, throughput: F64) -> None:
         self._merger = merger
         self._throughput = throughput
         columns, rule, facts = merger.columns, merger.rule, merger.facts
         group = merger.groups.of_instance
-        exact = group_columns(facts.model, rule, facts.instances, columns)
+        exact = merger.groups
+        if params.page_quantum > 1:
+            exact = group_columns(facts.model, rule, facts.instances, columns)
         in_group = np.flatnonzero(group >= 0)
         used = np.zeros(len(exact.size), dtype=np.int64)
         np.add.at(used, group[in_group], columns.used_tokens[in_group])

@@ -25,18 +25,6 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
-_FIELDS = (
-    "num_pages",
-    "used_tokens",
-    "demanded_tokens",
-    "growth_tokens",
-    "num_running",
-    "num_queued",
-    "throttled",
-    "layers.first",
-    "layers.end",
-)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InstanceColumns:
@@ -63,23 +51,25 @@ class InstanceColumns:
 
 def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
     """Return the columns of these instances."""
-    table = np.array(list(map(attrgetter(*_FIELDS), instances)), dtype=np.int64).reshape(-1, len(_FIELDS))
-    num_pages, used, demanded, growth, running, queued, throttled, first, end = np.ascontiguousarray(table.T)
+
+    def column(name: str) -> I64:
+        return np.fromiter(map(attrgetter(name), instances), np.int64, len(instances))
+
     hosts = [instance.host for instance in instances]
-    host_numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
-    limits = [instance.max_blocks for instance in instances]
+    numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+    limits = [UNLIMITED_BLOCKS if each.max_blocks is None else each.max_blocks for each in instances]
     return InstanceColumns(
-        num_pages=num_pages,
-        used_tokens=used,
-        demanded_tokens=demanded,
-        growth_tokens=growth,
-        num_running=running,
-        num_queued=queued,
-        throttled=throttled,
-        first=first,
-        end=end,
-        max_blocks=np.array([UNLIMITED_BLOCKS if limit is None else limit for limit in limits], dtype=np.int64),
-        host=np.array([host_numbers[host] for host in hosts], dtype=np.int64),
+        num_pages=column("num_pages"),
+        used_tokens=column("used_tokens"),
+        demanded_tokens=column("demanded_tokens"),
+        growth_tokens=column("growth_tokens"),
+        num_running=column("num_running"),
+        num_queued=column("num_queued"),
+        throttled=column("throttled"),
+        first=column("layers.first"),
+        end=column("layers.end"),
+        max_blocks=np.array(limits, dtype=np.int64),
+        host=np.fromiter(map(numbers.__getitem__, hosts), np.int64, len(hosts)),
         link_bytes_per_s=np.array([instance.link_bytes_per_s for instance in instances], dtype=np.float64),
     )
 
@@ -142,9 +132,9 @@ def _labels(model: ModelFacts, instances: Sequence[InstanceFacts], columns: Inst
     is_whole = (columns.first == 0) & (columns.end == model.num_layers)
     label = np.where(is_whole, np.arange(len(instances)), -1)
     groups: dict[str, list[int]] = {}
-    for index, instance in enumerate(instances):
-        if instance.group_id:
-            groups.setdefault(instance.group_id, []).append(index)
+    for index, name in enumerate([instance.group_id for instance in instances]):
+        if name:
+            groups.setdefault(name, []).append(index)
     for indices in groups.values():
         lacks = missing_layers(model, [instances[index] for index in indices])
         label[indices] = indices[0] if lacks is None else -1

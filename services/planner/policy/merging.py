@@ -47,6 +47,7 @@ class Merger:
         self.columns = instance_columns(facts.instances)
         rounded = replace(self.columns, num_pages=self.columns.num_pages // params.page_quantum * params.page_quantum)
         self.groups = group_columns(facts.model, self.rule, facts.instances, rounded)
+        """As they are now, with rounded budgets."""
         self.kinds = KindIndex(self.rule, params, rounded)
         self.max_size = min(params.max_group_size, len(facts.throughput))
         self.min_groups = max(1, NUM_COPIES - fewest_host_copies(facts))

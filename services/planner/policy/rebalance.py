@@ -3,9 +3,9 @@
 A group has room for KV then, but computes only so many requests at a time well; beyond that they would still queue. How
 many is profiled per size of group. What is over that limit, or over the group's free KV, *overflows*:
 
-    A  max 4:  running 3 | queue: a b c        keeps a, overflows b and c
-    B  max 8:  running 5 | queue: d            keeps d, has 2 places left  ─► b and c go there
-    C  max 4:  running 4 | queue: e            overflows e, which stays: nobody has a place for it
+    A  max 4:  running 3 | queue: a b c        keeps a; b and c overflow
+    B  max 8:  running 5 | queue: d            keeps d, and has 2 places left
+    C  max 4:  running 4 | queue: e            e overflows      ─► B gets the two most urgent of b, c and e
 
 A group keeps its most urgent requests; overflowing ones are placed by priority, then by age, each on the group that is
 the least full then. No running request moves, and nobody is pushed out of a place.
