@@ -267,6 +267,13 @@ def test_where_ranges_do_not_exist_another_pair_is_tried() -> None:
     assert [[str(stage.layers) for stage in group.stages] for group in plan.groups] == [["[0, 2)", "[2, 4)", "[4, 7)"]]
 
 
+def test_instances_of_different_budgets_merge_where_equal_ones_are_not_to_be_had() -> None:
+    """(64 - 16) / 16 = 3 blocks, (66 - 16) / 16 = 3 and (80 - 16) / 16 = 4; the pair of the first two has 7."""
+    different = [make_instance(number, pages=pages) for number, pages in enumerate((64, 66, 80))]
+    plan = plan_of(make_facts(different), 1)
+    assert [sorted(stage.instance_id for stage in group.stages) for group in plan.groups] == [["w00000", "w00001"]]
+
+
 def test_the_last_two_copies_are_kept_unless_host_memory_has_one() -> None:
     pair = [make_instance(0), make_instance(1)]
     refusal = refusal_of(make_facts(pair))
@@ -298,6 +305,7 @@ def test_a_group_that_lost_a_member_is_left_alone() -> None:
     refusal = refusal_of(make_facts(broken))
     assert refusal.kind is RefusalKind.NO_PARTNER
     assert tokens_short(make_facts([replace(each, demanded_tokens=99) for each in broken])) == 0
+    assert refusal_of(make_facts([])).kind is RefusalKind.NO_PARTNER
 
 
 def test_nothing_is_planned_where_nothing_is_short() -> None:
@@ -329,9 +337,10 @@ def test_the_price_is_stalls_of_the_exchange_and_of_slower_steps() -> None:
 
 def test_kv_of_a_group_is_exchanged_from_where_its_stages_have_it() -> None:
     """A pair with 70 tokens and a single with 30 become three stages of 4 of 12 layers: (96 - 8) / 8 = 11 blocks, more
-    than 7 + 3. The single sends 30 · 8 and gets 70 · 4 tokens' layers of 8 bytes: 280 · 8 bytes at 100 bytes/s."""
+    than 7 + 3. The single sends 30 · 8 and gets 70 · 4 tokens' layers of 8 bytes: 280 · 8 bytes at 100 bytes/s. Of the
+    pair's links nothing is known, so they cost nothing."""
     copy = LayerRange(0, 12)
-    pair = make_group(0, (6, 12), pages=96, link_bytes_per_s=100.0, host_copy=copy)
+    pair = make_group(0, (6, 12), pages=96, host_copy=copy)
     pair[0] = replace(pair[0], used_tokens=70)
     single = make_instance(5, end=12, pages=96, used_tokens=30, link_bytes_per_s=100.0)
     plan = plan_of(make_facts([*pair, single], make_model(12)), 1)

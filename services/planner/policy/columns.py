@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.planner.policy.capacity import UNLIMITED_BLOCKS, CapacityRule
-from services.planner.policy.drop_facts import InstanceFacts, ModelFacts, missing_layers
+from services.planner.policy.drop_facts import InstanceFacts, ModelFacts
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -129,13 +129,27 @@ def group_columns(
 
 def _labels(model: ModelFacts, instances: Sequence[InstanceFacts], columns: InstanceColumns) -> I64:
     """Return the first instance of each one's group, or -1 where the group lacks layers."""
-    is_whole = (columns.first == 0) & (columns.end == model.num_layers)
-    label = np.where(is_whole, np.arange(len(instances)), -1)
-    groups: dict[str, list[int]] = {}
-    for index, name in enumerate([instance.group_id for instance in instances]):
-        if name:
-            groups.setdefault(name, []).append(index)
-    for indices in groups.values():
-        lacks = missing_layers(model, [instances[index] for index in indices])
-        label[indices] = indices[0] if lacks is None else -1
+    seen: dict[str, int] = {}
+    names = [instance.group_id or instance.instance_id for instance in instances]
+    label = np.array([seen.setdefault(name, index) for index, name in enumerate(names)], dtype=np.int64)
+    label[np.isin(label, _lacking(model, label, columns))] = -1
     return label
+
+
+def _lacking(model: ModelFacts, label: I64, columns: InstanceColumns) -> I64:
+    """Return the labels of groups whose members do not hold every layer.
+
+    Members are looked at by group, in order of their first layers: each must begin where those before it have got to.
+    """
+    order = np.lexsort((columns.first, label))
+    of_group = label[order]
+    begins = np.ones(len(order), dtype=np.bool_)
+    begins[1:] = of_group[1:] != of_group[:-1]
+    # one running maximum for all groups: each group's layers lie above those of the groups before it
+    above = np.cumsum(begins) * (model.num_layers + 1)
+    reached = np.maximum.accumulate(columns.end[order] + above) - above
+    before = np.where(begins, 0, np.roll(reached, 1))
+    ends = np.roll(begins, -1)
+    lacks = (columns.first[order] > before) | (ends & (reached < model.num_layers))
+    lacking: I64 = of_group[lacks]
+    return lacking

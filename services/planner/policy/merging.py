@@ -78,8 +78,11 @@ class Merger:
         groups, kinds = self.groups, self.kinds.of_instance
         bag_of_kind = np.array([self.kinds.bag((kind,)) for kind in range(int(kinds.max(initial=-1)) + 1)], np.int64)
         bags: I64 = bag_of_kind[kinds[groups.first]]
+        # the groups' members one after the other, behind those that are in none
+        by_group = kinds[np.argsort(groups.of_instance, kind="stable")].tolist()
+        ends = (len(by_group) - groups.size.sum() + np.cumsum(groups.size)).tolist()
         for number in np.flatnonzero(groups.size > 1).tolist():
-            bags[number] = self.kinds.bag(kinds[groups.of_instance == number].tolist())
+            bags[number] = self.kinds.bag(by_group[ends[number] - int(groups.size[number]) : ends[number]])
         return bags
 
     @property
