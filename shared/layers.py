@@ -1,4 +1,4 @@
-"""Ranges of a model's layers: what a stage of a pipeline computes, and what an instance holds.
+"""Ranges of a model's layers: what a stage of a pipeline computes, what an instance holds, what a transfer moves.
 
 layers 0 … L - 1      [0, 16)  stage 0: embeds      [16, 32)  stage 1      [32, 48)  stage 2: samples
 """
@@ -33,6 +33,10 @@ class LayerRange:
 
     def __str__(self) -> str:
         return f"[{self.first}, {self.end})"
+
+    def covers(self, other: LayerRange) -> bool:
+        """Whether every layer of the other range is in this one."""
+        return self.first <= other.first and other.end <= self.end
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[LayerRange, ...]:

@@ -24,6 +24,8 @@ _COUNTS = (
     "num_blocks",
     "num_used_blocks",
     "num_demanded_blocks",
+    "num_head_blocks",
+    "num_queued_for_memory",
     "num_running",
     "num_waiting",
     "num_preempted",

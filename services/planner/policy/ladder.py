@@ -1,7 +1,7 @@
 """The planner's one policy against memory pressure: of the levers that help, the cheapest.
 
-Pure: snapshot in, decision out. The ladder of this release is empty, so the decision is always `none`; it still says
-what it sees, and why it does nothing.
+Pure: snapshot in, decision out. With an empty ladder the decision is always `none`; it still says what it sees, and why
+it does nothing.
 
 Source: the project's own design (the ladder joins Andes, BROS, Mell and KunServe); no paper has it.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from services.planner.policy.drop_facts import InstanceFacts
+from services.planner.policy.drop_plan import DropPlan
 from shared.ids import WorkerId
 
 NO_LEVER = "none"
@@ -39,6 +41,8 @@ class ClusterSnapshot:
     """Sorted by id; only those that can take work."""
     num_unavailable: int = 0
     """Workers in the view that are suspect, dead, loading or draining."""
+    instances: tuple[InstanceFacts, ...] = ()
+    """Sorted by id; those whose parameters can be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,15 @@ class Offer:
     cost_s: float
     """Seconds of readers' stalls, expected; the common currency of all levers."""
     reason: str
+    plan: DropPlan | None = None
+    """What is to be done if it is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Why a lever does nothing now."""
+
+    reason: str
 
 
 class Lever(Protocol):
@@ -77,8 +90,8 @@ class Lever(Protocol):
         """Name in plans and events."""
         ...
 
-    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
-        """Return what this lever would do about the pressure, or None if it cannot help now."""
+    def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined | None:
+        """Return what this lever would do about the pressure; if it cannot help now, why, or None."""
         ...
 
 
@@ -89,10 +102,18 @@ class Decision:
     lever: str
     situation: Situation
     reason: str
+    plan: DropPlan | None = None
+    """What the lever that is pulled does."""
 
     def differs_from(self, other: Decision | None) -> bool:
-        """Whether this is another decision; the same one with newer figures in its reason is not."""
-        return other is None or (self.lever, self.situation) != (other.lever, other.situation)
+        """Whether this is another decision; the same one with newer figures in its reason or plan is not."""
+        return other is None or self.essence != other.essence
+
+    @property
+    def essence(self) -> tuple[object, ...]:
+        """What makes two decisions the same."""
+        stages = None if self.plan is None else tuple(group.stages for group in self.plan.groups)
+        return self.lever, self.situation, stages
 
 
 def decide(params: LadderParams, levers: Sequence[Lever], snapshot: ClusterSnapshot) -> Decision:
@@ -108,15 +129,16 @@ def decide(params: LadderParams, levers: Sequence[Lever], snapshot: ClusterSnaps
         return Decision(NO_LEVER, situation, what)
     if not levers:
         return Decision(NO_LEVER, situation, f"{what}; the ladder has no lever yet, so requests wait")
-    offers = [(lever.name, offer) for lever in levers if (offer := lever.offer(snapshot)) is not None]
+    answers = [(lever.name, lever.offer(snapshot)) for lever in levers]
+    offers = [(name, answer) for name, answer in answers if isinstance(answer, Offer)]
     if not offers:
-        return Decision(
-            NO_LEVER, situation, f"{what}; none of {', '.join(lever.name for lever in levers)} can help now"
-        )
+        names = ", ".join(name for name, _ in answers)
+        why = "".join(f"; {name}: {answer.reason}" for name, answer in answers if isinstance(answer, Declined))
+        return Decision(NO_LEVER, situation, f"{what}; none of {names} can help now{why}")
     name, best = min(offers, key=lambda priced: priced[1].cost_s)
     others = ", ".join(f"{other} {offer.cost_s:.2f} s" for other, offer in offers if other != name)
     against = f", against {others}" if others else ""
-    return Decision(name, situation, f"{what}; {best.reason}, at {best.cost_s:.2f} s{against}")
+    return Decision(name, situation, f"{what}; {best.reason}, at {best.cost_s:.2f} s{against}", best.plan)
 
 
 def _look(params: LadderParams, snapshot: ClusterSnapshot) -> tuple[Situation, str]:

@@ -1,0 +1,155 @@
+"""When workers run short of KV memory: now, or within the next second.
+
+Either of two rules, by worker, in blocks:
+
+    rate      demand + r_demand · h > capacity + r_capacity · h      h = 1 s: earlier drops bring little, and err more
+    queued    a request has been queued for lack of KV memory
+
+Demand is what is in process and the head of the queue, not the whole queue. The rates are averages over past reports,
+in which a change counts less the longer ago it was.
+
+    demand ──────╱ capacity + r · h
+            ╱╱╱╱   │ raised │ (silent) │ new epoch: raised again │ (silent) │ calm: may be raised again
+
+Of a worker there is one event per plan epoch: the planner heard it, and its plan takes time. When its demand has fallen
+below `release_ratio` of its capacity, the next event may come in the same epoch. A false event costs a line in the log.
+
+Pure reducer: reports in, events out; time is an argument. Source: KunServe v1, section 4.3 ("Online monitor and drop
+trigger") and 2.2 (demand); v2, section 4.1 and 2.2. Deviations: hysteresis, and averages of the rates, of which the
+paper says nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.ids import Incarnation, WorkerId
+from shared.messages.report import WorkerPhase, WorkerReport
+
+
+@dataclass(frozen=True, slots=True)
+class ThrottlingParams:
+    """When the rules hold."""
+
+    horizon_s: float = 1.0
+    """h: how far ahead the rates are followed (v1, section 4.3); higher acts earlier, and errs more."""
+    half_life_s: float = 1.0
+    """Age at which a change counts half in the rates; higher is steadier, and sees a burst later."""
+    release_ratio: float = 0.9
+    """Demand over capacity below which a worker is calm again; higher repeats events sooner."""
+
+    def __post_init__(self) -> None:
+        if self.horizon_s < 0 or self.half_life_s <= 0 or not 0 <= self.release_ratio <= 1:
+            raise ValueError("horizon_s >= 0, half_life_s > 0 and 0 <= release_ratio <= 1 must hold")
+
+
+class ThrottlingRule(StrEnum):
+    """Which rule holds."""
+
+    RATE = "rate"
+    QUEUED = "queued"
+
+
+@dataclass(frozen=True, slots=True)
+class Throttling:
+    """A worker runs short."""
+
+    worker_id: WorkerId
+    epoch: int
+    """Of the plan that was in force."""
+    rule: ThrottlingRule
+    demand_blocks: int
+    capacity_blocks: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What is remembered of a worker."""
+
+    incarnation: Incarnation
+    sequence_number: int
+    at_s: float
+    demand: int
+    capacity: int
+    has_rates: bool = False
+    demand_rate: float = 0.0
+    capacity_rate: float = 0.0
+    is_throttled: bool = False
+    raised_epoch: int | None = None
+
+
+class ThrottlingDetector:
+    """Follows the demand of every worker."""
+
+    def __init__(self, params: ThrottlingParams) -> None:
+        self._params = params
+        self._watches: dict[WorkerId, _Watch] = {}
+
+    @property
+    def throttled(self) -> tuple[WorkerId, ...]:
+        """Workers that a rule holds for, by their last reports; sorted."""
+        return tuple(sorted(worker_id for worker_id, watch in self._watches.items() if watch.is_throttled))
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Remember nothing of a worker that is gone."""
+        self._watches.pop(worker_id, None)
+
+    def apply(self, report: WorkerReport, now_s: float, epoch: int) -> Throttling | None:
+        """Take a report; return an event if the worker runs short and has not said so in this epoch.
+
+        Args:
+            report: one that the monitor accepts; a number that does not grow means another process.
+            now_s: when it came.
+            epoch: of the plan in force.
+        """
+        if report.phase is not WorkerPhase.READY or report.num_blocks == 0:
+            self.forget(report.worker_id)
+            return None
+        watch = self._watches.get(report.worker_id)
+        is_same = watch is not None and watch.incarnation == report.incarnation
+        if watch is None or not is_same or report.sequence_number <= watch.sequence_number:
+            watch = _Watch(report.incarnation, report.sequence_number, now_s, _demand(report), report.num_blocks)
+            self._watches[report.worker_id] = watch
+        else:
+            self._follow(watch, report, now_s)
+        return self._judge(watch, report, epoch)
+
+    def _follow(self, watch: _Watch, report: WorkerReport, now_s: float) -> None:
+        elapsed_s = now_s - watch.at_s
+        watch.sequence_number = report.sequence_number
+        if elapsed_s <= 0:  # a second report at the same instant: its change counts with the next one
+            return
+        demand, capacity = _demand(report), report.num_blocks
+        weight = 1 - 0.5 ** (elapsed_s / self._params.half_life_s) if watch.has_rates else 1.0
+        watch.has_rates = True
+        watch.demand_rate += weight * ((demand - watch.demand) / elapsed_s - watch.demand_rate)
+        watch.capacity_rate += weight * ((capacity - watch.capacity) / elapsed_s - watch.capacity_rate)
+        watch.at_s, watch.demand, watch.capacity = now_s, demand, capacity
+
+    def _judge(self, watch: _Watch, report: WorkerReport, epoch: int) -> Throttling | None:
+        demand, capacity, horizon_s = _demand(report), report.num_blocks, self._params.horizon_s
+        ahead = demand + watch.demand_rate * horizon_s
+        room = capacity + watch.capacity_rate * horizon_s
+        is_queued = report.num_queued_for_memory > 0
+        watch.is_throttled = is_queued or ahead > room
+        if not watch.is_throttled:
+            if demand <= self._params.release_ratio * capacity:
+                watch.raised_epoch = None
+            return None
+        if watch.raised_epoch == epoch:
+            return None
+        watch.raised_epoch = epoch
+        rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
+        what = f"{demand} of {capacity} KV blocks wanted"
+        if is_queued:
+            reason = f"{what}, and {report.num_queued_for_memory} requests are queued for lack of them"
+        else:
+            reason = f"{what}; in {horizon_s:g} s it would be {ahead:.0f} of {room:.0f}"
+        return Throttling(report.worker_id, epoch, rule, demand, capacity, reason)
+
+
+def _demand(report: WorkerReport) -> int:
+    """Return what is in process and the head of the queue, in blocks."""
+    return report.num_used_blocks + report.num_head_blocks

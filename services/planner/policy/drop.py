@@ -1,0 +1,125 @@
+"""Which instances give up which layers, so that queued requests find room.
+
+    facts ─► groups merge (greedy, or the optimum) ─► ranges by stage ─► room and price ─► DropPlan
+                                                                                       └─► DropRefusal, and why
+
+A plan that gains less than was asked for is still a plan, and says so: then more instances are needed. Refused is a
+plan that gains nothing, that would leave a layer without a second copy, or that costs more than it is worth.
+
+Pure and deterministic. Source: KunServe v1, section 4.1; v2, section 4.1. Deviations: room is counted by the smallest
+stage in whole pages (`capacity`), ranges are parts of what is held now (`tiling`), and there is always a second copy of
+every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from enum import StrEnum
+
+from services.planner.policy.assembly import assemble
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.columns import group_columns, instance_columns
+from services.planner.policy.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.drop_plan import DropPlan, DropRefusal, RefusalKind
+from services.planner.policy.greedy import merge_largest, merge_smallest
+from services.planner.policy.merging import Merger, Obstacle
+from services.planner.policy.optimum import merge_best
+
+
+class DropStrategy(StrEnum):
+    """How groups are chosen."""
+
+    THROUGHPUT_GREEDY = "throughput-greedy"
+    MEMORY_GREEDY = "memory-greedy"
+    OPTIMUM = "optimum"
+
+
+_STRATEGIES: dict[DropStrategy, Callable[[Merger], None]] = {
+    DropStrategy.THROUGHPUT_GREEDY: merge_smallest,
+    DropStrategy.MEMORY_GREEDY: merge_largest,
+    DropStrategy.OPTIMUM: merge_best,
+}
+_KINDS = {
+    Obstacle.COPIES: RefusalKind.NO_SECOND_COPY,
+    Obstacle.GAIN: RefusalKind.NO_GAIN,
+    Obstacle.RANGES: RefusalKind.NO_RANGES,
+    Obstacle.SIZE: RefusalKind.NO_PARTNER,
+}
+"""The first one that was met names the refusal."""
+
+
+def tokens_short(facts: ClusterFacts) -> int:
+    """Return R: the tokens of KV for which there is no room, now and over the horizon; 0 if there is enough.
+
+    All that is queued, and the growth of what runs, less what is free in the groups that can serve.
+    """
+    columns = instance_columns(facts.instances)
+    groups = group_columns(facts.model, CapacityRule(facts.model), facts.instances, columns)
+    serves = groups.of_instance >= 0
+    wanted = columns.used_tokens + columns.demanded_tokens + columns.growth_tokens
+    return max(int(wanted[serves].sum()) - int(groups.num_blocks.sum()) * facts.model.block_size, 0)
+
+
+def plan_drop(
+    facts: ClusterFacts,
+    params: DropParams,
+    required_tokens: int,
+    strategy: DropStrategy = DropStrategy.THROUGHPUT_GREEDY,
+    worth_s: float | None = None,
+) -> DropPlan | DropRefusal:
+    """Choose the groups that form, and the layers that each member keeps.
+
+    Args:
+        facts: of the cluster, now.
+        params: limits, and what the price is made of.
+        required_tokens: R, room for KV besides what there is (see `tokens_short`).
+        strategy: how groups are chosen.
+        worth_s: seconds of stalls that the room would save; a plan that costs more is refused. None: any price is paid.
+
+    Raises:
+        ValueError: the optimum is asked for in a cluster that is too large for it.
+    """
+    if required_tokens <= 0:
+        return DropRefusal(RefusalKind.NOT_NEEDED, required_tokens, "there is room for all that is asked for")
+    merger = Merger(facts, params, required_tokens)
+    _STRATEGIES[strategy](merger)
+    plan = assemble(merger, params, required_tokens) if merger.unions else None
+    if plan is None or not plan.groups:
+        return _refusal(merger, required_tokens)
+    plan = replace(plan, reason=_reason(merger, plan))
+    if worth_s is not None and plan.price.total_s > worth_s:
+        reason = f"{plan.reason}; the room would save {worth_s:.2f} s"
+        return DropRefusal(RefusalKind.NOT_WORTH_IT, required_tokens, reason)
+    return plan
+
+
+def _reason(merger: Merger, plan: DropPlan) -> str:
+    num_members = sum(len(group.stages) for group in plan.groups)
+    largest = max(len(group.stages) for group in plan.groups)
+    text = (
+        f"{num_members} of {len(merger.facts.instances)} instances form {_count(len(plan.groups), 'group')} of up to "
+        f"{largest}, with room for {plan.gained_tokens} more tokens; throughput falls by {1 - 1 / plan.slowdown:.1%}, "
+        f"readers wait {plan.price.total_s:.2f} s"
+    )
+    if plan.is_satisfied:
+        return f"{text}; {plan.required_tokens} are required"
+    return f"{text}; not satisfiable, gained {plan.gained_tokens} of {plan.required_tokens}{_because(merger)}"
+
+
+def _refusal(merger: Merger, required_tokens: int) -> DropRefusal:
+    required = f"room for {required_tokens} tokens is required"
+    num_groups = len(merger.groups.size)
+    if num_groups < 2:
+        reason = f"{required}; {_count(num_groups, 'group')} can serve, and none has a partner"
+        return DropRefusal(RefusalKind.NO_PARTNER, required_tokens, reason)
+    kind = next((_KINDS[obstacle] for obstacle in _KINDS if obstacle in merger.obstacles), RefusalKind.NO_GAIN)
+    return DropRefusal(kind, required_tokens, f"{required}{_because(merger)}")
+
+
+def _because(merger: Merger) -> str:
+    return "".join(f"; {obstacle}" for obstacle in merger.obstacles)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

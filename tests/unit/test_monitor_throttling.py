@@ -1,0 +1,170 @@
+"""Throttling: seen when a rule holds, said once per epoch, forgotten when it is over."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.monitor.policy.throttling import Throttling, ThrottlingDetector, ThrottlingParams, ThrottlingRule
+from shared.ids import Incarnation, WorkerId
+from shared.messages.report import WorkerPhase, WorkerReport
+
+PARAMS = ThrottlingParams(horizon_s=1.0, half_life_s=1.0, release_ratio=0.9)
+
+
+class Source:
+    """Reports of one worker to one detector."""
+
+    def __init__(self, params: ThrottlingParams = PARAMS, worker: str = "w") -> None:
+        self.detector = ThrottlingDetector(params)
+        self.worker = WorkerId(worker)
+        self.number = -1
+
+    def say(
+        self, at_s: float, used: int, head: int = 0, *, blocks: int = 100, epoch: int = 1, **fields: object
+    ) -> Throttling | None:
+        self.number += 1
+        report = WorkerReport(
+            worker_id=self.worker,
+            sequence_number=self.number,
+            phase=WorkerPhase.READY,
+            num_blocks=blocks,
+            num_used_blocks=used,
+            num_head_blocks=head,
+            incarnation=Incarnation(7),
+        )
+        return self.detector.apply(report.model_copy(update=fields), at_s, epoch)
+
+
+def test_a_full_worker_with_nobody_in_line_is_not_throttled() -> None:
+    source = Source()
+    assert source.say(0.0, 100) is None
+    assert source.say(0.5, 100) is None
+
+
+def test_a_head_of_line_that_does_not_fit_is_throttling() -> None:
+    event = Source().say(0.0, 90, 11)
+    assert event is not None
+    assert (event.rule, event.epoch, event.demand_blocks, event.capacity_blocks) == (ThrottlingRule.RATE, 1, 101, 100)
+    assert event.reason == "101 of 100 KV blocks wanted; in 1 s it would be 101 of 100"
+
+
+def test_a_request_queued_for_memory_is_throttling_whatever_the_rates() -> None:
+    event = Source().say(0.0, 60, num_queued_for_memory=2)
+    assert event is not None
+    assert event.rule is ThrottlingRule.QUEUED
+    assert event.reason == "60 of 100 KV blocks wanted, and 2 requests are queued for lack of them"
+
+
+@given(
+    start=st.integers(0, 60),
+    slope=st.integers(-40, 60),
+    loss=st.integers(-20, 30),
+    horizon_s=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+)
+def test_steady_rates_are_seen_at_the_first_report_from_which_a_second_would_not_suffice(
+    start: int, slope: int, loss: int, horizon_s: float
+) -> None:
+    """On straight lines an average of slopes is the slope: the rule holds exactly when it does on paper."""
+    source = Source(ThrottlingParams(horizon_s=horizon_s))
+    for tick in range(12):
+        demand, capacity = start * 4 + slope * tick, 400 - loss * tick
+        if demand < 0 or capacity <= 0:
+            return
+        event = source.say(tick * 0.25, min(demand, capacity), max(demand - capacity, 0), blocks=capacity)
+        rates = tick > 0
+        expected = demand + 4 * slope * horizon_s * rates > capacity - 4 * loss * horizon_s * rates
+        assert bool(source.detector.throttled) == expected
+        if event is not None or expected:
+            assert expected
+            assert event is not None
+            return
+
+
+def test_falling_capacity_is_as_good_a_reason_as_rising_demand() -> None:
+    source = Source()
+    assert source.say(0.0, 80) is None
+    event = source.say(0.5, 80, blocks=95)  # 10 blocks a second less: 85 then
+    assert event is None
+    assert source.say(1.0, 80, blocks=85) is not None  # by now about 13 a second
+
+
+def test_there_is_one_event_per_epoch_while_it_lasts() -> None:
+    source = Source()
+    events = [source.say(0.5 * i, 100, 20, epoch=1 + i // 4) for i in range(12)]
+    assert [event.epoch if event is not None else None for event in events] == [
+        1, None, None, None, 2, None, None, None, 3, None, None, None,
+    ]  # fmt: skip
+
+
+def test_flapping_at_the_limit_is_silent_and_calm_arms_it_again() -> None:
+    source = Source(ThrottlingParams(horizon_s=0.0))
+    heads = [1, 0, 1, 0, 1]
+    events = [source.say(0.5 * i, 100, head) for i, head in enumerate(heads)]
+    assert [event is not None for event in events] == [True, False, False, False, False]
+    assert source.say(3.0, 90) is None  # at the release ratio
+    assert source.say(3.5, 100, 1) is not None
+
+
+def test_another_process_begins_without_rates() -> None:
+    source = Source()
+    source.say(0.0, 10)
+    source.say(0.5, 60)  # 100 a second: in a second 160
+    assert list(source.detector.throttled) == ["w"]
+    assert source.say(1.0, 70, incarnation=Incarnation(8)) is None
+    assert not source.detector.throttled
+    source.number = -1
+    assert source.say(1.2, 99) is None  # a number that does not grow: again another
+
+
+def test_workers_that_do_not_serve_are_forgotten() -> None:
+    source = Source()
+    assert source.say(0.0, 100, 5) is not None
+    for fields in ({"phase": WorkerPhase.DRAINING}, {"num_blocks": 0}):
+        assert source.say(0.5, 0, 5, **fields) is None
+        assert not source.detector.throttled
+    assert source.say(1.0, 100, 5) is not None
+    source.detector.forget(WorkerId("w"))
+    assert not source.detector.throttled
+
+
+def test_two_reports_of_one_instant_make_no_rate() -> None:
+    source = Source()
+    source.say(0.0, 50)
+    assert source.say(0.0, 60) is None
+    event = source.say(1.0, 70)  # 20 in a second, from the first of the two
+    assert event is None
+    assert source.say(1.5, 85) is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_event_is_raised_only_where_a_rule_holds_and_once_per_worker_and_epoch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sources = [Source(worker=f"w{i}") for i in range(3)]
+    raised: dict[tuple[str, int], int] = {}
+    calm_since: dict[str, bool] = {}
+    epoch = 1
+    for tick in range(80):
+        epoch += int(rng.integers(12) == 0)
+        source = sources[int(rng.integers(3))]
+        used, head, queued = int(rng.integers(60, 101)), int(rng.integers(0, 15)), int(rng.integers(8) == 0)
+        event = source.say(tick * 0.2, used, head, epoch=epoch, num_queued_for_memory=queued)
+        is_throttled = source.detector.throttled == (source.worker,)
+        assert is_throttled or not (queued or event)
+        key = (source.worker, epoch)
+        if event is not None:
+            assert key not in raised or calm_since.get(source.worker, False)
+            raised[key] = tick
+            calm_since[source.worker] = False
+        elif not is_throttled and used + head <= 90:
+            calm_since[source.worker] = True
+        else:
+            assert not is_throttled or key in raised
+
+
+@pytest.mark.parametrize("fields", [{"horizon_s": -1.0}, {"half_life_s": 0.0}, {"release_ratio": 1.1}])
+def test_parameters_that_cannot_be_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must hold"):
+        ThrottlingParams(**fields)
