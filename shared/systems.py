@@ -40,6 +40,8 @@ class System:
     """How sequences give way (worker)."""
     memory: Memory = Memory.BOUNDED
     """Where it is unlimited, the system runs in the simulator only."""
+    num_stages: int = 1
+    """Instances that serve one copy of the model as a pipeline, for good; more than one runs in the simulator only."""
 
 
 SYSTEMS: dict[str, System] = {
@@ -47,6 +49,8 @@ SYSTEMS: dict[str, System] = {
     for system in (
         System("fcfs", scheduler="fcfs", placement="least-loaded"),
         System("fcfs-chunked", scheduler="chunked", placement="least-loaded"),
+        # vLLM with pipeline parallelism, the second baseline of KunServe: half of the parameters in each instance.
+        System("fcfs-pp", scheduler="fcfs", placement="least-loaded", num_stages=2),
         System("round-robin", scheduler="round-robin", placement="least-loaded"),
         # The scheduler is the one that KunServe gave its InferCept baseline, and its own system: chunked prefill.
         System("swap", scheduler="chunked", placement="least-loaded", preemption=Preemption.SWAP),
@@ -58,7 +62,6 @@ SYSTEMS: dict[str, System] = {
 }
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
-    "fcfs-pp",
     "migrate",
     "kunserve",
     "kunserve-v1",
@@ -102,9 +105,12 @@ def find_live_system(name: str) -> System:
         UnknownSystemError: as `find_system`, or the system exists in the simulator only.
     """
     system = find_system(name)
-    if system.memory is Memory.UNLIMITED:
-        live = ", ".join(each.name for each in SYSTEMS.values() if each.memory is not Memory.UNLIMITED)
-        raise UnknownSystemError(
-            f"system '{name}' has unlimited KV memory, so it runs in the simulator only; live there are: {live}"
-        )
+    if not _is_live(system):
+        live = ", ".join(each.name for each in SYSTEMS.values() if _is_live(each))
+        what = "has unlimited KV memory" if system.memory is Memory.UNLIMITED else "joins instances to a pipeline"
+        raise UnknownSystemError(f"system '{name}' {what}, so it runs in the simulator only; live there are: {live}")
     return system
+
+
+def _is_live(system: System) -> bool:
+    return system.memory is not Memory.UNLIMITED and system.num_stages == 1

@@ -11,14 +11,18 @@ from services.worker.build import ModelFacts, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import HostMemory
+from services.worker.engine.types import Executor, HostMemory
+from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector, ModelledExecutor
+from services.worker.executor.modelled_pipeline import PipelineParams, modelled_stages
+from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
 from services.worker.policy.view import Scheduler
 from services.worker.service import WorkerService
 from shared.bus import Bus
 from shared.cost import CostModel
 from shared.ids import Incarnation
+from shared.layers import LayerRange
 from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
 from shared.tasks import TaskOwner
 from sim.oracle import UnlimitedEngine
@@ -26,6 +30,18 @@ from sim.oracle import UnlimitedEngine
 NO_FOLDER = Path("modelled")
 MODEL_NAME = "modelled"
 """Name under which simulated workers serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """Devices that hold one copy of the model together."""
+
+    num_layers: int
+    """Of the model."""
+    ranges: tuple[LayerRange, ...]
+    """Layers of each stage, in order."""
+    link: ModelledLink
+    """From each stage to the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,8 @@ class SimWorkerParams:
     """Of the process: another number after each restart."""
     orphan_s: float = 60.0
     """See `WorkerSettings.orphan_s`."""
+    pipeline: Pipeline | None = None
+    """None: the whole model on one device. Else this worker leads a group, and `num_blocks` are those of each stage."""
 
     def host_memory(self) -> HostMemory | None:
         """Return the memory to which the system swaps, None if it does not."""
@@ -120,16 +138,19 @@ class SimWorker:
         )
         draw = TokenDraw.of_vocabulary(params.vocab_size, params.eos_token_ids, params.first_token_id)
         self.draw = draw
-        host = params.host_memory()
-        num_host_blocks = 0 if host is None else host.num_blocks
-        self.kv = ShadowKv(params.num_blocks, params.block_size, draw, num_host_blocks=num_host_blocks)
-        self.executor = StickyExecutor(params.cost, self.kv, host=host, failure=params.failure)
+        self.device: StickyExecutor | None = None
+        """The device, if it holds the whole model."""
+        self.kv: ShadowKv | None = None
+        """Its memory."""
+        self.pipeline: PipelineExecutor | None = None
+        """The group's stages, if this worker leads one."""
+        executor = self._open_device() if params.pipeline is None else self._open_pipeline(params.pipeline)
         self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
         self.reporter.pid, self.reporter.host = 1, params.worker_id  # as in a container, before and after a restart
         self.service: WorkerService = build_worker(
             self._settings,
             bus,
-            self.executor,
+            executor,
             ModelFacts(
                 params.vocab_size,
                 params.eos_token_ids,
@@ -142,7 +163,33 @@ class SimWorker:
             make_engine=self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else None,
         )
 
+    def _open_device(self) -> Executor:
+        params, host = self.params, self.params.host_memory()
+        num_host_blocks = 0 if host is None else host.num_blocks
+        self.kv = ShadowKv(params.num_blocks, params.block_size, self.draw, num_host_blocks=num_host_blocks)
+        self.device = StickyExecutor(params.cost, self.kv, host=host, failure=params.failure)
+        return self.device
+
+    def _open_pipeline(self, pipeline: Pipeline) -> Executor:
+        params = self.params
+        stages = modelled_stages(
+            PipelineParams(
+                cost=params.cost,
+                num_layers=pipeline.num_layers,
+                ranges=pipeline.ranges,
+                num_blocks=params.num_blocks,
+                block_size=params.block_size,
+                draw=self.draw,
+                link=pipeline.link,
+                host=params.host_memory(),
+            ),
+            [params.failure],
+        )
+        self.pipeline = PipelineExecutor(stages, asyncio.get_running_loop().time)
+        return self.pipeline
+
     def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> Engine:
+        assert self.kv is not None, "a pipeline's memory is bounded"
         return UnlimitedEngine(config, scheduler, num_blocks, on_grow=self.kv.grow)
 
     def _fail(self, name: str, error: BaseException) -> None:

@@ -128,7 +128,8 @@ def _plan(experiment: Experiment, system: str, console: Console) -> InstancePlan
             console.line(f"{_instances(count)}: {100 * share:.2f} % in time")
         return share
 
-    return plan_instances(probe, experiment.target_share, experiment.max_instances)
+    step = find_system(system).num_stages
+    return plan_instances(probe, experiment.target_share, max(experiment.max_instances, step), step)
 
 
 def _with_planned_instances(experiment: Experiment, system: str, console: Console) -> Experiment:

@@ -23,6 +23,7 @@ class ModelFacts(Value):
     title: str
     num_parameters: _Count
     num_layers: _Count
+    hidden_size: _Count
     num_kv_heads: _Count
     head_dim: _Count
     bytes_per_parameter: _Count = 2

@@ -43,12 +43,23 @@ class InstanceFacts:
     memory_bytes: int
     """Device memory."""
     num_layers: int
+    activation_bytes_per_token: int
+    """Hidden state of one token between two layers."""
     host_link_bytes_per_s: float
     """To host memory, one direction."""
     network_bytes_per_s: float
     """To another machine, one direction."""
     provenance: str
     """Where cost and sizes come from, and what was scaled."""
+
+    def stage_kv_tokens(self, num_layers: int) -> int:
+        """Return the token slots of an instance that holds only so many layers: of their KV.
+
+        Embedding and head count as spread evenly over the layers.
+        """
+        share = num_layers / self.num_layers
+        free_bytes = self.kv_tokens * self.kv_bytes_per_token + self.parameter_bytes * (1 - share)
+        return int(free_bytes / (self.kv_bytes_per_token * share))
 
 
 def find_instance(model: str, gpu: str, *, tp: int | None = None) -> InstanceFacts:
@@ -101,6 +112,7 @@ def _instance(model: str, gpu: str, tp: int, profile: Profile) -> InstanceFacts:
         kv_tokens=num_kv_tokens(model_facts, gpu_facts, tp),
         memory_bytes=gpu_facts.memory_bytes * tp,
         num_layers=model_facts.num_layers,
+        activation_bytes_per_token=model_facts.hidden_size * model_facts.bytes_per_parameter,
         host_link_bytes_per_s=gpu_facts.host_link_gb_per_s * 1e9 * tp,
         network_bytes_per_s=gpu_facts.network_gb_per_s * 1e9 * tp,
         provenance=f"{provenance}; model: {model_facts.source}; GPU: {gpu_facts.source}",

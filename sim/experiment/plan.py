@@ -14,6 +14,8 @@ class InstancePlan:
     """The least number that suffices; None if not even the limit does."""
     shares: dict[int, float]
     """Share of the requests in time, by number of instances."""
+    step: int = 1
+    """Instances that come and go together."""
 
     @property
     def share(self) -> float | None:
@@ -22,36 +24,39 @@ class InstancePlan:
 
     @property
     def share_below(self) -> float | None:
-        """Share in time with one instance less; None if there is none."""
-        return None if self.num_instances is None else self.shares.get(self.num_instances - 1)
+        """Share in time with the next smaller number; None if there is none."""
+        return None if self.num_instances is None else self.shares.get(self.num_instances - self.step)
 
 
-def plan_instances(probe: Callable[[int], float], target_share: float, max_instances: int) -> InstancePlan:
+def plan_instances(
+    probe: Callable[[int], float], target_share: float, max_instances: int, step: int = 1
+) -> InstancePlan:
     """Return the least number of instances with which enough requests are in time.
 
-    It is the least if more instances never make it worse: that is assumed between the numbers that are tried. One less
-    than the answer was always tried, and did not suffice.
+    It is the least if more instances never make it worse: that is assumed between the numbers that are tried. The next
+    smaller number was always tried, and did not suffice.
 
     Args:
         probe: returns the share of requests in time with so many instances; called once for each number.
         target_share: what suffices.
-        max_instances: the largest number to try.
+        max_instances: the largest number to try, at least `step`.
+        step: only multiples of it are tried.
     """
     shares: dict[int, float] = {}
 
     def suffices(count: int) -> bool:
-        shares[count] = probe(count)
-        return shares[count] >= target_share
+        share = shares[count * step] = probe(count * step)
+        return share >= target_share
 
-    too_few, count = 0, 1
+    most, too_few, count = max_instances // step, 0, 1
     while not suffices(count):
-        if count == max_instances:
-            return InstancePlan(None, shares)
-        too_few, count = count, min(2 * count, max_instances)
+        if count == most:
+            return InstancePlan(None, shares, step)
+        too_few, count = count, min(2 * count, most)
     while count - too_few > 1:
         middle = (too_few + count) // 2
         if suffices(middle):
             count = middle
         else:
             too_few = middle
-    return InstancePlan(count, shares)
+    return InstancePlan(count * step, shares, step)

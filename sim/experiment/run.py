@@ -85,7 +85,7 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
         on_progress(Progress(at_s, end_s, recorder.num_done, len(workload)))
 
     async with SimCluster(built.params) as cluster:
-        sampler = Sampler(cluster, built.tp)
+        sampler = Sampler(cluster, built.gpus_per_worker)
         sampling = asyncio.create_task(sampler.run(report), name="sampler")
         feeding = asyncio.create_task(feed(cluster, workload, recorder), name="feeder")
         try:

@@ -25,12 +25,12 @@ class Sampler:
 
     Args:
         cluster: entered.
-        tp: GPUs of one instance.
+        gpus_per_worker: of an instance, or of a pipeline of them.
     """
 
-    def __init__(self, cluster: SimCluster, tp: int) -> None:
+    def __init__(self, cluster: SimCluster, gpus_per_worker: int) -> None:
         self._cluster = cluster
-        self._tp = tp
+        self._gpus_per_worker = gpus_per_worker
         self._loop = asyncio.get_running_loop()
         self._begin_s = self._loop.time()
         self._rows: list[tuple[float, ...]] = []
@@ -66,7 +66,7 @@ class Sampler:
                 sum(each.num_blocks for each in stats),
                 sum(each.num_running for each in stats),
                 parked + sessions.num_queued,
-                sessions.cluster.num_ready * self._tp,
+                sessions.cluster.num_ready * self._gpus_per_worker,
             )
         )
 
@@ -82,13 +82,19 @@ class Sampler:
             kv_peak_ratio=float((samples.used_blocks / samples.num_blocks).max()),
             demand_over_capacity_peak=float((samples.demanded_blocks / samples.num_blocks).max()),
             preemptions=sum(each.num_preemptions for each in stats),
-            bubble_ratio=0.0,  # every instance holds the whole model: there is no pipeline that could stand idle
+            bubble_ratio=self._bubble_ratio(),
             drops=self._events["plan_drop"],
             restores=self._events["plan_restore"],
             migrations=self._events["plan_migrate"],
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
         )
+
+    def _bubble_ratio(self) -> float:
+        """Return the idle time of pipelines' stages over all their time while their groups had work; 0 without any."""
+        stats = [worker.pipeline.stats for worker in self._cluster.workers if worker.pipeline is not None]
+        whole_s = sum(len(each.busy_s) * each.span_s for each in stats)
+        return 1 - sum(sum(each.busy_s) for each in stats) / whole_s if whole_s else 0.0
 
     def _queued_blocks(self) -> int:
         """Return the blocks that requests need which no worker has."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.worker.executor.channel import ModelledLink
+from shared.errors import StartupError
+from shared.layers import even_split
+from shared.systems import find_system
 from sim.cluster import ClusterParams
 from sim.scenarios.scenario import Scenario
-from sim.worker import SimWorkerParams
+from sim.worker import Pipeline, SimWorkerParams
 from sim.workload.workload import Workload
 
 BLOCK_SIZE = 16
 """Token slots of a KV block, as vLLM's default."""
+LINK_LATENCY_S = 50e-6
+"""Of a message between the stages of a pipeline on two machines."""
 MAX_SEQUENCES = 4096
 """Taken by an instance, running and waiting: requests wait where they were sent on arrival, as in the papers' systems.
 Only an overload beyond repair makes them wait in the dispatcher."""
@@ -21,26 +27,34 @@ class ExperimentCluster:
     """A cluster to simulate."""
 
     params: ClusterParams
-    tp: int = 1
-    """GPUs of one instance."""
+    gpus_per_worker: int = 1
+    """GPUs of one instance, or of all the instances that a worker leads as a pipeline."""
 
 
 def build_cluster(scenario: Scenario, system: str, workload: Workload) -> ExperimentCluster:
-    """Return the cluster: so many equal instances, each a worker.
+    """Return the cluster: so many equal instances, each a worker, or joined to pipelines of the system's length.
 
     The KV of a finished request is not kept for others: prompts are random, and the papers' baselines have no prefix
     cache. A preempted request computes all of its KV again.
 
     Raises:
-        StartupError: the catalogue has no such model or GPU, or they do not fit.
+        StartupError: the catalogue has no such model or GPU, they do not fit, or the pipelines do not come out even.
     """
-    instance = scenario.instance()
+    instance, num_stages = scenario.instance(), find_system(system).num_stages
+    if scenario.instances % num_stages:
+        raise StartupError(
+            f"system {system} joins {num_stages} instances to a pipeline: {scenario.instances} do not come out even",
+            f"Give a multiple of {num_stages} as --instances",
+        )
+    ranges = even_split(instance.num_layers, num_stages)
+    kv_tokens = min(instance.stage_kv_tokens(len(layers)) for layers in ranges)
+    link = ModelledLink(LINK_LATENCY_S, instance.network_bytes_per_s, instance.activation_bytes_per_token)
     longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
             f"worker-{i}",
             instance.cost,
-            num_blocks=instance.kv_tokens // BLOCK_SIZE,
+            num_blocks=kv_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             system=system,
             max_model_len=longest,
@@ -50,7 +64,8 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             max_batch_tokens=scenario.max_batch_tokens,
             kv_bytes_per_token=instance.kv_bytes_per_token,
             host_link_bytes_per_s=instance.host_link_bytes_per_s,
+            pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
         )
-        for i in range(scenario.instances)
+        for i in range(scenario.instances // num_stages)
     )
-    return ExperimentCluster(ClusterParams(workers, system=system), instance.tp)
+    return ExperimentCluster(ClusterParams(workers, system=system), instance.tp * num_stages)

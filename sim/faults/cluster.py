@@ -210,8 +210,8 @@ class FaultCluster:
         if fault.kind is FaultKind.FAILING_STEP:
             node.failing_ratio = fault.ratio
             self._later(fault, partial(setattr, node, "failing_ratio", 0.0))
-        elif node.worker is not None:
-            node.worker.executor.stuck_until_s = self._loop.time() + fault.duration_s
+        elif node.worker is not None and node.worker.device is not None:
+            node.worker.device.stuck_until_s = self._loop.time() + fault.duration_s
 
     def _deliver(self, delivery: Delivery) -> Sequence[float]:
         if delivery.receiver == SPY:

@@ -1,0 +1,50 @@
+"""What the planner claims a stage has room for is what a worker's memory has after the drop, to the block."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ModelFacts
+from services.worker.memory.layout import MemoryFacts
+from services.worker.memory.spans import Spans
+from shared.layers import LayerRange
+from tests.support.elastic_cases import open_elastic, random_facts
+
+PAGE_BYTES = 4096
+
+
+def model_of(facts: MemoryFacts, block_size: int) -> ModelFacts:
+    """Return the same sizes as the planner has them."""
+    return ModelFacts(
+        layer_bytes=facts.layer_bytes,
+        outer_bytes=facts.outer_bytes,
+        first_stage_end=facts.first_stage_end,
+        last_stage_begin=facts.last_stage_begin,
+        block_bytes=facts.block_bytes,
+        block_size=block_size,
+        page_bytes=facts.page_bytes,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_range_of_layers_gets_the_blocks_that_were_claimed(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    facts, kv = random_facts(rng, PAGE_BYTES)
+    rule = CapacityRule(model_of(facts, kv.block_size))
+    ranges = [LayerRange(a, b) for a in range(facts.num_layers) for b in range(a + 1, facts.num_layers + 1)]
+    for kept in ranges:
+        memory, _ = open_elastic(facts, kv)
+        try:
+            memory.open_kv(0, 0)
+            dropped = [layer for layer in range(facts.num_layers) if layer not in kept]
+            if dropped:
+                memory.drop(dropped, in_use=Spans())
+            else:
+                memory.grow()
+            claimed = rule.blocks(kept, facts.num_pages, facts.max_blocks)
+            assert memory.num_blocks == claimed, f"layers {kept} of {facts}"
+            memory.check_invariants()
+        finally:
+            memory.close()
