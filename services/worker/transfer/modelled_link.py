@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +88,7 @@ class ModelledWire:
         if not self.is_cut:
             self.is_cut = True
             self._cut = next(self._cuts)
-            self.at(self.model.notice_s, partial(self._give_up, self._cut))
+            self.at(self.loop.time() + self.model.notice_s, partial(self._give_up, self._cut))
 
     def heal(self) -> None:
         """Carry everything again, and what has waited first; a link that was given up stays broken."""
@@ -104,15 +105,16 @@ class ModelledWire:
             host: its machine has, too; then nobody tells the other end, which notices in its own time.
         """
         self.ends[index].vanish()
-        self.at(self.model.notice_s if host else self.model.latency_s, self.ends[1 - index].lose_peer)
+        noticed_s = self.loop.time() + (self.model.notice_s if host else self.model.latency_s)
+        self.at(noticed_s, self.ends[1 - index].lose_peer)
 
     def damage(self, index: int) -> None:
         """Turn a bit in the next frame with bytes that this end sends."""
         self.ends[index].damage_next = True
 
-    def at(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Call the action after the delay, in no process's context: a wire goes on when processes do not."""
-        self.loop.call_at(self.loop.time() + delay_s, action, context=contextvars.Context())
+    def at(self, when_s: float, action: Callable[[], None]) -> None:
+        """Call the action at this time, in no process's context: a wire goes on when processes do not."""
+        self.loop.call_at(when_s, action, context=contextvars.Context())
 
     def _give_up(self, cut: int) -> None:
         if self.is_cut and self._cut == cut:
@@ -139,7 +141,8 @@ class ModelledLink:
         self._is_sending = False
         self._arrives_s = 0.0
         """When the last frame that left arrives: none overtakes another."""
-        self._held: list[Callable[[], None]] = []
+        self._flying: deque[tuple[float, Callable[[], None]]] = deque()
+        """What has left and not arrived: when it does, and what that does."""
         self.damage_next = False
 
     def join(self, peer: ModelledLink) -> None:
@@ -220,9 +223,8 @@ class ModelledLink:
 
     def go_on(self) -> None:
         """The wire carries again: what has waited first."""
-        held, self._held = self._held, []
-        for action in held:
-            self._carry(action)
+        wire = self._wire
+        wire.at(wire.loop.time() + wire.model.latency_s, self._arrive)
         self._pump()
 
     def _end(self, error: LinkError) -> None:
@@ -253,7 +255,7 @@ class ModelledLink:
             self.damage_next = False
             data[len(data) // 2] ^= 1
         duration_s = (HEADER_BYTES + len(data)) / self._wire.model.rate_bytes_per_s
-        self._wire.at(duration_s, partial(self._left, frame, data))
+        self._wire.at(self._wire.loop.time() + duration_s, partial(self._left, frame, data))
 
     def _left(self, frame: Frame, data: bytearray) -> None:
         """The frame's last byte is on the wire."""
@@ -270,15 +272,15 @@ class ModelledLink:
     def _carry(self, action: Callable[[], None]) -> None:
         """Do it at the other end when it has got there."""
         wire = self._wire
-        now_s = wire.loop.time()
-        self._arrives_s = max(self._arrives_s, now_s + wire.model.latency_s + wire.extra_latency_s)
-        wire.at(self._arrives_s - now_s, partial(self._arrive, action))
+        latency_s = wire.model.latency_s + wire.extra_latency_s
+        self._arrives_s = max(self._arrives_s, wire.loop.time() + latency_s)
+        self._flying.append((self._arrives_s, action))
+        wire.at(self._arrives_s, self._arrive)
 
-    def _arrive(self, action: Callable[[], None]) -> None:
-        if self._wire.is_cut or self._held:
-            self._held.append(action)
-        else:
-            action()
+    def _arrive(self) -> None:
+        """Let arrive what is due, in order; while the wire is cut it waits."""
+        while self._flying and not self._wire.is_cut and self._flying[0][0] <= self._wire.loop.time():
+            self._flying.popleft()[1]()
 
     def receive(self, header: Header, data: bytearray) -> None:
         """Take in a frame from the other end."""
