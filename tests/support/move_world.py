@@ -85,7 +85,8 @@ class World:
         self.wire: list[tuple[int, int, Blocks]] = []
         self.link = 0
         """Grows with each link; odd: there is none."""
-        self.sent_checksums: dict[int, int] = {}
+        self.left: set[int] = set()
+        """Chunks that are on the wire, and the source has not heard so."""
         self.died = False
         self.refuses = False
         self.room = 1000
@@ -220,16 +221,25 @@ class World:
             self.deliver_to_target(message)
 
     def end_read(self) -> None:
-        """A chunk has left, or cannot."""
+        """A chunk leaves, or the source hears that it has left, or that it cannot."""
         if not self.ledger.reading:
             return
         chunk = int(self.random.choice(sorted(self.ledger.reading)))
-        blocks = self.ledger.reading.pop(chunk)
-        if not self.is_linked or (chunk in self.ledger.revoked and self.random.random() < 0.7):
-            self.do_source(self.source.chunk_unsent(chunk))
-        else:
+        blocks = self.ledger.reading[chunk]
+        if (
+            chunk not in self.left
+            and self.is_linked
+            and not (chunk in self.ledger.revoked and self.random.random() < 0.7)
+        ):
             self.wire.append((self.link, chunk, blocks))
+            self.left.add(chunk)
+            return
+        del self.ledger.reading[chunk]
+        if chunk in self.left:
+            self.left.remove(chunk)
             self.do_source(self.source.chunk_sent(chunk, hash(blocks) % 2**32, self.now_s))
+        else:
+            self.do_source(self.source.chunk_unsent(chunk))
 
     def carry_chunk(self) -> None:
         if not self.wire:

@@ -202,6 +202,24 @@ def test_the_last_chunk_goes_only_when_nothing_can_be_added_to_it() -> None:
     assert effects == [SendChunk(1, (4, 5))]
 
 
+def test_over_a_new_link_chunks_wait_for_the_targets_zones() -> None:
+    source = MoveSource(make_spec(chunk_blocks=1), MoveParams(window_chunks=1))
+    source.start((1, 2))
+    source.open(0.0)
+    reserved = MoveReserved(session_id=SESSION, num_blocks=2, is_whole=True)
+    assert source.on_message(reserved, 0.0) == [SendChunk(0, (1,))]
+    source.chunk_sent(0, 9, 0.0)
+    source.link_down()
+    assert [type(effect) for effect in source.link_up(1.0)] == [Send]
+    assert source.on_message(reserved, 1.0) == [SendChunk(0, (1,))]
+    target = MoveTarget(make_spec(chunk_blocks=1), PARAMS, 0.0)
+    target.on_message(offer(num_blocks=2), 0.0)
+    target.reserved((10, 11))
+    target.chunk_arrived(0, 9, landed=True, now_s=0.0)
+    target.chunk_written(0)
+    assert target.link_up(1.0) == [Post(1, (11,))]
+
+
 def offer(**changes: object) -> MoveOffer:
     spec = make_spec(by_chunk=bool(changes.get("by_chunk", False)))
     fields: dict[str, object] = {

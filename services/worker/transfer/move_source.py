@@ -288,10 +288,8 @@ class MoveSource:
 
     def _committed(self) -> list[Effect]:
         closed = Send(MoveClosed(session_id=self.spec.session_id))
-        if self.state is MoveState.COMMITTED:
-            return [closed]
-        if self.state is not MoveState.FINAL:  # it was declared dead, and comes back
-            return []
+        if self.state is not MoveState.FINAL:  # heard twice, or of a target that was declared dead
+            return [closed] if self.state.is_over else []
         self.state = MoveState.COMMITTED
         return [*self._let_go(list(self._pinned), free=True), closed, *self._close()]
 
