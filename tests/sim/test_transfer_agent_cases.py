@@ -55,7 +55,7 @@ class Two:
         self.params = params or LinkParams(rate_bytes_per_s=MODEL.rate_bytes_per_s, frame_s=0.5)
         self.memories = [FakeMemory(np.random.default_rng(i), num_blocks=num_blocks) for i in range(2)]
         self.agents = [
-            MoveAgent(name, Incarnation(1), memory, memory, PARAMS, max_active=max_active)
+            MoveAgent(name, Incarnation(1), memory, memory, replace(PARAMS, max_active=max_active))
             for name, memory in zip((A, B), self.memories, strict=True)
         ]
         self.others: list[Arrival] = []

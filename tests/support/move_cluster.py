@@ -19,7 +19,7 @@ from sim.faults.process import SimProcess
 from sim.virtual_time import VirtualTimeLoop
 from tests.support.fake_memory import FakeMemory
 
-PARAMS = MoveParams(retry_s=0.5, silent_s=5.0, limit_s=120.0)
+PARAMS = MoveParams(retry_s=0.5, silent_s=5.0, limit_s=120.0, max_active=3)
 MODEL = WireModel(rate_bytes_per_s=20_000, latency_s=0.002, notice_s=3.0)
 """Slow: a chunk of some blocks takes tens of milliseconds."""
 
@@ -80,7 +80,7 @@ class FakeWorker:
         self.worker_id = WorkerId(worker_id)
         self.process = SimProcess(worker_id, loop)
         self.memory = FakeMemory(random, is_staged=is_staged, num_blocks=num_blocks)
-        self.agent = MoveAgent(self.worker_id, Incarnation(1), self.memory, self.memory, PARAMS, max_active=3)
+        self.agent = MoveAgent(self.worker_id, Incarnation(1), self.memory, self.memory, PARAMS)
         self.is_dead = False
 
     async def act(self, action: Callable[[], None]) -> None:

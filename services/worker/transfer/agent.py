@@ -105,7 +105,7 @@ class MoveAgent:
         kv: its memory.
         blocks: its bookkeeping.
         params: limits of moves.
-        max_active: moves to one peer that run at a time.
+        on_failure: called if a port raised anything but a `KvPortError`: the process cannot be trusted any more.
     """
 
     def __init__(
@@ -116,18 +116,17 @@ class MoveAgent:
         blocks: BlockPort,
         params: MoveParams | None = None,
         *,
-        max_active: int = 4,
+        on_failure: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.kv = kv
         self.blocks = blocks
-        self.tasks = TaskOwner()
+        self.tasks = TaskOwner(on_failure)
         self.epoch = 0
         """Of the newest plan that this worker knows; see `raise_epoch`."""
         self.num_bad_messages = 0
         self._incarnation = incarnation
         self._params = params or MoveParams()
-        self._max_active = max_active
         self._links: dict[WorkerId, Link] = {}
         self._peers: dict[WorkerId, Incarnation] = {}
         self._sources: dict[SessionId, SourceRun] = {}
@@ -372,7 +371,7 @@ class MoveAgent:
         waiting = [run for run in self._pending if run.peer_id == peer_id]
         active = sum(run.peer_id == peer_id for run in self._sources.values()) - len(waiting)
         waiting.sort(key=lambda run: run.spec.slack_s)  # of equal ones the older first
-        for run in waiting[: max(self._max_active - active, 0)]:
+        for run in waiting[: max(self._params.max_active - active, 0)]:
             self._pending.remove(run)
             run.do(run.end.open(asyncio.get_running_loop().time()))
 

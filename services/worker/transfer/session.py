@@ -115,8 +115,11 @@ class MoveParams:
     limit_s: float = 120.0
     """Longest time of a move; the source gives up what takes longer and has not got as far as FINAL."""
 
+    max_active: int = 4
+    """Moves from one worker to another that run at a time."""
+
     def __post_init__(self) -> None:
-        if self.window_chunks < 1 or not 0 < self.retry_s < self.silent_s <= self.limit_s:
+        if min(self.window_chunks, self.max_active) < 1 or not 0 < self.retry_s < self.silent_s <= self.limit_s:
             raise ValueError(f"limits of a move that do not fit together: {self}")
 
 
