@@ -65,7 +65,7 @@ class Exchange:
         arriving = [0, 0]
         for source, count, move in self.moves:
             target = self.cluster.workers[1 - source]
-            known = target.agent._targets.get(move.spec.session_id)
+            known = target.agent._incoming.runs.get(move.spec.session_id)
             reserved = known.end.num_reserved if known is not None else 0
             arriving[1 - source] += 0 if move.done.done() else count - reserved
         return [

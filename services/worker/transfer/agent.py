@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from services.worker.transfer.exchange import Waiting, grants
+from services.worker.transfer.incoming import IncomingMoves
 from services.worker.transfer.link import Arrival, Link, LinkError, TrafficClass
 from services.worker.transfer.move_messages import (
     MoveAbort,
@@ -37,7 +37,6 @@ from services.worker.transfer.move_messages import (
 )
 from services.worker.transfer.move_run import SourceRun, TargetRun
 from services.worker.transfer.move_source import MoveSource
-from services.worker.transfer.move_target import MoveTarget
 from services.worker.transfer.ports import BlockPort, KvPort
 from services.worker.transfer.session import Blocks, MoveParams, MoveSpec, Outcome
 from shared.errors import WireError
@@ -48,10 +47,6 @@ from shared.tasks import TaskOwner
 
 MOVES_STREAM: Final = 0
 """Stream of the control messages."""
-MAX_REMEMBERED: Final = 4096
-"""Moves to this worker that are over, and that a late offer must not begin again."""
-MAX_INCOMING: Final = 4096
-"""Most moves to this worker at a time; more are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +125,11 @@ class MoveAgent:
         self._links: dict[WorkerId, Link] = {}
         self._peers: dict[WorkerId, Incarnation] = {}
         self._sources: dict[SessionId, SourceRun] = {}
-        self._targets: dict[SessionId, TargetRun] = {}
-        self._by_stream: dict[tuple[WorkerId, int], TargetRun] = {}
-        self._over: dict[SessionId, None] = {}
+        self._incoming = IncomingMoves(self, worker_id, self._params)
         self._pending: list[SourceRun] = []
         self._numbers = itertools.count(1)
         self._is_closing = False
-        self._one_ended = asyncio.Event()
-        self._is_granting = False
-        self._grant_again = False
+        self._one_ended = self._incoming.one_ended
 
     # For the owner
 
@@ -186,22 +177,12 @@ class MoveAgent:
         """A worker is gone for good, as the cluster has decided: no move waits for it."""
         for run in self._runs(worker_id):
             run.do(run.end.peer_died())
-        for target in [run for run in self._targets.values() if run.peer_id == worker_id]:
-            self._forget(target)
+        for target in self._incoming.of_peer(worker_id):
+            self._incoming.forget(target)
 
     def room_changed(self) -> None:
         """Blocks may have become free: give them to the moves that wait for room."""
-        if self._is_granting:
-            self._grant_again = True
-            return
-        self._is_granting = True
-        try:
-            self._grant_again = True
-            while self._grant_again:
-                self._grant_again = False
-                self._grant()
-        finally:
-            self._is_granting = False
+        self._incoming.share_room()
 
     def attach(self, link: Link, on_other: Callable[[Arrival], None] | None = None) -> None:
         """Use a link, and start it; an older one to the same worker is closed.
@@ -214,7 +195,7 @@ class MoveAgent:
         peer_id = link.peer_id
         old = self._links.pop(peer_id, None)
         if old is not None:
-            for target in [run for run in self._targets.values() if run.peer_id == peer_id]:
+            for target in self._incoming.of_peer(peer_id):
                 old.withdraw(target.spec.stream)
             self._link_down(peer_id)
             self.tasks.start(old.close(), name=f"close the old link to {peer_id}")
@@ -243,15 +224,14 @@ class MoveAgent:
     @property
     def num_moves(self) -> int:
         """Moves that have not ended, or of which the other end has not heard."""
-        return len(self._sources) + len(self._targets)
+        return len(self._sources) + len(self._incoming.runs)
 
     def check_invariants(self) -> None:
         """Check every move; raises AssertionError naming the law that is broken."""
-        for run in self._runs():
+        for run in self._sources.values():
             run.end.check_invariants()
+        self._incoming.check_invariants()
         assert all(run.spec.session_id in self._sources for run in self._pending), "a move waits that is over"
-        streams = {(run.peer_id, run.spec.stream): run for run in self._targets.values()}
-        assert streams == self._by_stream, "streams and moves differ"
 
     # For the runs
 
@@ -273,9 +253,7 @@ class MoveAgent:
 
     def _on_arrival(self, link: Link, on_other: Callable[[Arrival], None] | None, arrival: Arrival) -> None:
         if arrival.traffic is TrafficClass.KV:
-            run = self._by_stream.get((link.peer_id, arrival.stream))
-            if run is not None and self._links.get(link.peer_id) is link:
-                run.on_chunk(link, arrival)
+            if self._incoming.take_chunk(link, arrival):
                 return
         elif arrival.traffic is TrafficClass.CONTROL and arrival.stream == MOVES_STREAM:
             assert arrival.body is not None, "control messages have a body"
@@ -307,7 +285,7 @@ class MoveAgent:
             return
         now_s = asyncio.get_running_loop().time()
         source = self._sources.get(message.session_id)
-        target = self._targets.get(message.session_id)
+        target = self._incoming.runs.get(message.session_id)
         if (run := source or target) is not None and run.peer_id != peer_id:
             self.num_bad_messages += 1  # it is not this peer's move
         elif source is not None and isinstance(
@@ -316,16 +294,18 @@ class MoveAgent:
             source.do(source.end.on_message(message, now_s))
         elif target is not None and isinstance(message, MoveOffer | MoveFinal | MoveClosed | MoveAbort):
             target.do(target.end.on_message(message, now_s))
-            if target.end.is_forgettable:
-                self._forget(target)
+            self._incoming.forget_if_settled(target)
         else:
-            self._unknown(peer_id, message, now_s)
+            self._unknown(peer_id, message)
 
-    def _unknown(self, peer_id: WorkerId, message: MoveMessage, now_s: float) -> None:
+    def _unknown(self, peer_id: WorkerId, message: MoveMessage) -> None:
         """Answer what belongs to no move that is known here."""
         session_id = message.session_id
         if isinstance(message, MoveOffer):
-            self._offered(peer_id, message, now_s)
+            closing = "no more moves are taken" if self._is_closing else ""
+            reason = closing or self._incoming.offered(peer_id, message, self.epoch)
+            if reason:
+                self.say(peer_id, MoveRefused(session_id=session_id, reason=reason[:300]))
         elif isinstance(message, MoveCommitted):
             self.say(peer_id, MoveClosed(session_id=session_id))
         elif isinstance(message, MoveReserved | MoveAck):
@@ -333,36 +313,10 @@ class MoveAgent:
         elif isinstance(message, MoveFinal) or (isinstance(message, MoveAbort) and message.by_source):
             self.say(peer_id, MoveAbort(session_id=session_id, by_source=False, reason="it is not known here"))
 
-    def _offered(self, peer_id: WorkerId, offer: MoveOffer, now_s: float) -> None:
-        reason = self._reason_against(peer_id, offer)
-        try:
-            spec = MoveSpec.of_offer(offer, self.worker_id)
-        except ValueError as error:
-            reason = str(error)[:200]
-        if reason:
-            self.say(peer_id, MoveRefused(session_id=offer.session_id, reason=reason))
-            return
-        end = MoveTarget(spec, self._params, now_s)
-        run = TargetRun(self, end, lambda _: self._target_ended(run))
-        self._targets[spec.session_id] = run
-        self._by_stream[peer_id, spec.stream] = run
-        run.do(end.on_message(offer, now_s))
-
-    def _reason_against(self, peer_id: WorkerId, offer: MoveOffer) -> str:
-        if offer.epoch < self.epoch:
-            return f"epoch {offer.epoch} is over, it is {self.epoch}"
-        if offer.source_id != peer_id or (peer_id, offer.stream) in self._by_stream:
-            return "it is not this peer's to offer"
-        if offer.session_id in self._over or offer.num_acked:
-            return "it is over"
-        if self._is_closing or len(self._targets) >= MAX_INCOMING:
-            return "no more moves are taken"
-        return ""
-
     # Runs
 
     def _runs(self, peer_id: WorkerId | None = None) -> Iterator[SourceRun | TargetRun]:
-        for run in [*self._sources.values(), *self._targets.values()]:
+        for run in [*self._sources.values(), *self._incoming.runs.values()]:
             if peer_id in {None, run.peer_id}:
                 yield run
 
@@ -384,29 +338,3 @@ class MoveAgent:
         self._one_ended.set()
         if not self._is_closing:
             self._open_pending(run.peer_id)
-
-    def _target_ended(self, run: TargetRun) -> None:
-        self._one_ended.set()
-        if run.end.is_forgettable:
-            self._forget(run)
-
-    def _forget(self, run: TargetRun) -> None:
-        if not run.has_ended:  # it still writes
-            return
-        run.stop()
-        self._targets.pop(run.spec.session_id, None)
-        self._by_stream.pop((run.peer_id, run.spec.stream), None)
-        self._over[run.spec.session_id] = None
-        while len(self._over) > MAX_REMEMBERED:
-            del self._over[next(iter(self._over))]
-
-    def _grant(self) -> None:
-        runs = [run for run in self._targets.values() if run.spec.by_chunk and run.end.num_wanted]
-        runs.sort(key=lambda run: run.spec.slack_s)
-        for run in runs:
-            free = self.blocks.num_reservable(run.spec)
-            wanted, held = run.end.num_wanted, run.end.num_reserved
-            count = grants(free, [Waiting(run.spec.slack_s, wanted, held, run.spec.chunk_blocks)])[0]
-            blocks = self.blocks.reserve(run.spec, count) if count else None
-            if blocks:
-                run.grant(blocks)
