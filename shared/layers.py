@@ -5,7 +5,7 @@ layers 0 … L - 1      [0, 16)  stage 0: embeds      [16, 32)  stage 1      [32
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -28,8 +28,11 @@ class LayerRange:
     def __len__(self) -> int:
         return self.end - self.first
 
-    def __contains__(self, layer: int) -> bool:
-        return self.first <= layer < self.end
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.end))
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.first <= layer < self.end
 
     def __str__(self) -> str:
         return f"[{self.first}, {self.end})"
@@ -37,6 +40,11 @@ class LayerRange:
     def covers(self, other: LayerRange) -> bool:
         """Whether every layer of the other range is in this one."""
         return self.first <= other.first and other.end <= self.end
+
+    def overlap(self, other: LayerRange) -> LayerRange | None:
+        """Return the layers that both have; None if there are none."""
+        first, end = max(self.first, other.first), min(self.end, other.end)
+        return LayerRange(first, end) if first < end else None
 
 
 def even_split(num_layers: int, num_stages: int) -> tuple[LayerRange, ...]:

@@ -1,0 +1,62 @@
+"""A process at the other end of a TCP link: `python -m tests.support.link_child PORT`; for tests and benchmarks.
+
+It dials, returns each activation of stream 1 from a thread, lands KV of stream 2 in one zone again and again, and tells
+of each on stream 3 of the control class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+
+from services.worker.transfer.hello import Expected, Identity
+from services.worker.transfer.inbox import Inbox
+from services.worker.transfer.link import Arrival, LinkError, LinkParams, TrafficClass
+from services.worker.transfer.tcp_connect import dial
+from services.worker.transfer.tcp_link import TcpLink
+from shared.ids import Incarnation, WorkerId
+
+TOKEN = b"a token of this cluster only"
+PARENT, CHILD = WorkerId("parent"), WorkerId("child")
+ECHO, BULK, NEWS = 1, 2, 3
+
+
+def identity(worker_id: WorkerId, params: LinkParams | None = None) -> Identity:
+    return Identity(worker_id, Incarnation(7), TOKEN, params or LinkParams(ping_s=0.2, dead_after_s=1.0))
+
+
+def _echo(link: TcpLink, inbox: Inbox) -> None:
+    with contextlib.suppress(LinkError):
+        while True:
+            try:
+                arrival = inbox.get(1.0)
+            except TimeoutError:
+                continue
+            assert arrival.body is not None
+            link.send_from_thread(TrafficClass.ACTIVATION, ECHO, arrival.number, [arrival.body])
+
+
+async def main(port: int, zone_bytes: int) -> None:
+    link = await dial("127.0.0.1", port, identity(CHILD), Expected(PARENT))
+    echo = threading.Thread(target=_echo, args=(link, link.inbox(ECHO)), daemon=True)
+    ended = asyncio.Event()
+    zone = memoryview(bytearray(zone_bytes))
+
+    def take(arrival: Arrival) -> None:
+        link.release(arrival)
+        link.post(BULK, arrival.number + 2, [zone])
+        link.send(TrafficClass.CONTROL, NEWS, arrival.number, [arrival.checksum.to_bytes(4, "little")])
+
+    link.post(BULK, 0, [zone])
+    link.post(BULK, 1, [zone])
+    link.start(take, lambda _: ended.set())
+    echo.start()
+    link.send(TrafficClass.CONTROL, NEWS, 2**31, [b"ready"])
+    await ended.wait()
+    await link.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
