@@ -24,7 +24,7 @@ COST = load_profile("llama-3-8b-tp1-a100").cost
 def cluster(num_blocks: int = 400, count: int = 2, system: str = "fcfs-chunked") -> ExperimentCluster:
     worker = SimWorkerParams("w0", COST, num_blocks, max_model_len=1024, max_batch_tokens=512, prefix_caching=False)
     workers = tuple(replace(worker, worker_id=f"w{i}", system=system) for i in range(count))
-    return ExperimentCluster(ClusterParams(workers, system=system), tp=2)
+    return ExperimentCluster(ClusterParams(workers, system=system), gpus_per_worker=2)
 
 
 def busy(count: int = 60, *, has_reader: bool = True) -> Workload:

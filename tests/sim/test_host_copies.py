@@ -195,7 +195,7 @@ def test_a_worker_that_swaps_computes_nothing_twice_and_fills_no_memory_for_ever
     assert stats.num_recomputed_tokens == 0
     assert stats.swapped_out_bytes % (16 * 131_072) == 0
     assert stats.num_used_host_blocks == 0
-    assert cluster.workers[0].executor.capacity.host is not None
+    assert cluster.workers[0].service.executor.capacity.host is not None
 
 
 @pytest.mark.parametrize(

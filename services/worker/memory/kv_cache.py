@@ -109,4 +109,4 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all pools."""
-        return sum(pool.numel() * pool.element_size() for pool in self.pools)
+        return sum(pool.numel() * pool.element_size() for pool in self.pools())
