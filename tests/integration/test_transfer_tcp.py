@@ -34,7 +34,7 @@ from services.worker.transfer.tcp_link import TcpLink
 from shared.ids import Incarnation, RequestId, WorkerId
 from shared.layers import LayerRange
 from tests.support.fake_memory import FakeMemory
-from tests.support.link_child import BULK, CHILD, ECHO, NEWS, PARENT, identity
+from tests.support.link_child import BULK, CHILD, ECHO, NEWS, PARENT, body_of, identity
 
 LIMIT_S = 20.0
 FAST = LinkParams(ping_s=0.1, dead_after_s=0.5)
@@ -91,7 +91,7 @@ async def child_process(zone_bytes: int) -> AsyncIterator[tuple[End, asyncio.sub
             link = await made.get()
         link.inbox(ECHO)
         end = End(link)
-        assert (await end.next()).body == b"ready"
+        assert body_of(await end.next()) == b"ready"
         yield end, child, link
         await link.close()
     finally:
@@ -113,7 +113,7 @@ async def test_bytes_of_all_classes_arrive_in_place_and_in_order() -> None:
         a.link.send(TrafficClass.ACTIVATION, 5, 1, [big, b"", big[:10]])
         a.link.send(TrafficClass.CONTROL, 5, 2, [b""])
         got = {arrival.traffic: arrival for arrival in [await b.next() for _ in range(3)]}
-        assert got[TrafficClass.ACTIVATION].body == big + big[:10]
+        assert body_of(got[TrafficClass.ACTIVATION]) == big + big[:10]
         assert got[TrafficClass.CONTROL].size == 0
         kv = got[TrafficClass.KV]
         assert kv.landed
@@ -155,7 +155,7 @@ async def test_activations_reach_a_thread_without_the_event_loop() -> None:
             data = bytes([number]) * 1_000
             link.send_from_thread(TrafficClass.ACTIVATION, ECHO, number, [data]).result(LIMIT_S)
             arrival = inbox.get(LIMIT_S)  # blocks this thread, which is the event loop's
-            assert (arrival.number, arrival.body) == (number, data)
+            assert (arrival.number, body_of(arrival)) == (number, data)
         with pytest.raises(TimeoutError):
             inbox.get(0.01)
         assert not end.ended.done()
@@ -170,12 +170,12 @@ async def test_an_activation_overtakes_kv_between_processes() -> None:
         await sendings[1].done
         link.send_from_thread(TrafficClass.ACTIVATION, ECHO, 0, [b"now"])
         arrival = await asyncio.to_thread(link.inbox(ECHO).get, LIMIT_S)
-        assert arrival.body == b"now"
+        assert body_of(arrival) == b"now"
         assert not sendings[-1].done.done()
         for number in range(50):
             news = await end.next()
             assert (news.stream, news.number) == (NEWS, number)
-            assert news.body == (await sendings[number].done).to_bytes(4, "little")
+            assert body_of(news) == (await sendings[number].done).to_bytes(4, "little")
 
 
 async def test_a_killed_process_is_noticed_at_once_and_everything_fails() -> None:
@@ -216,7 +216,7 @@ async def test_an_idle_link_lives_and_a_closed_one_says_so() -> None:
         assert b.link.is_up
         waiting = b.link.send(TrafficClass.CONTROL, 1, 1, [b"last"])
         await waiting.done
-        assert (await a.next()).body == b"last"
+        assert body_of(await a.next()) == b"last"
         await a.link.close()
         assert isinstance(await a.end(), LinkClosedError)
         assert "the peer closed it" in (await b.end()).reason
@@ -343,7 +343,7 @@ def test_a_short_token_is_refused() -> None:
 
 async def test_agents_move_kv_over_sockets_as_they_do_in_simulation() -> None:
     async with two_links() as (one, other):
-        memories = [FakeMemory(np.random.default_rng(i), num_blocks=40, is_staged=i == 1) for i in range(2)]
+        memories = [FakeMemory(np.random.default_rng(i), num_blocks=80, is_staged=i == 1) for i in range(2)]
         agents = [
             MoveAgent(name, Incarnation(7), memory, memory)
             for name, memory in zip((CHILD, PARENT), memories, strict=True)
@@ -360,7 +360,7 @@ async def test_agents_move_kv_over_sockets_as_they_do_in_simulation() -> None:
             wanted.append((target, contents, agents[source].move(request)))
         async with asyncio.timeout(LIMIT_S):
             outcomes = [await move.done for _, _, move in wanted]
-        assert all(outcome.is_committed for outcome in outcomes)
+        assert all(outcome.is_committed for outcome in outcomes), outcomes
         for target, contents, move in wanted:
             _, blocks = memories[target].committed[move.spec.session_id]
             assert memories[target].contents(blocks, LayerRange(1, 3)) == contents

@@ -71,7 +71,7 @@ async def _happen(cluster: MoveCluster, random: np.random.Generator, count: int)
 @pytest.mark.parametrize("part", range(6))
 def test_moves_survive_chaos_or_end_cleanly(part: int) -> None:
     committed = aborted = 0
-    for seed in range(part * 15, (part + 1) * 15):
+    for seed in range(part * 10, (part + 1) * 10):
         try:
             cluster = run(chaos(seed))
         except BaseException as error:

@@ -33,6 +33,7 @@ from shared.ids import Incarnation, RequestId, WorkerId
 from shared.layers import LayerRange
 from sim.virtual_time import run
 from tests.support.fake_memory import FakeMemory
+from tests.support.link_child import body_of
 from tests.support.move_cluster import PARAMS, MoveCluster
 
 A, B = WorkerId("a"), WorkerId("b")
@@ -99,6 +100,10 @@ async def test_a_move_takes_the_time_of_its_bytes_and_a_few_ways() -> None:
     await two.close()
 
 
+def _note(order: list[float], slack_s: float, _: object) -> None:
+    order.append(slack_s)
+
+
 @on_virtual_clock
 async def test_the_thinnest_slack_goes_first_and_only_a_few_at_a_time() -> None:
     two = Two(max_active=1)
@@ -106,7 +111,7 @@ async def test_the_thinnest_slack_goes_first_and_only_a_few_at_a_time() -> None:
     moves = []
     for slack_s in (5.0, 3.0, -1.0, 4.0):
         move = two.agents[0].move(two.request(slack_s=slack_s))
-        move.done.add_done_callback(lambda _, slack_s=slack_s: order.append(slack_s))
+        move.done.add_done_callback(partial(_note, order, slack_s))
         moves.append(move)
     moves[3].cancel("not needed")
     await asyncio.gather(*(move.done for move in moves))
@@ -186,11 +191,12 @@ async def test_a_chunk_over_the_links_window_ends_the_move() -> None:
 @on_virtual_clock
 async def test_what_makes_no_sense_is_refused_at_once() -> None:
     two = Two()
-    for changes, reason in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"blocks": ()}, "a move of nothing"),
         ({"target_id": A}, "two workers"),
         ({"chunk_blocks": 0}, "a block or more"),
-    ]:
+    ]
+    for changes, reason in cases:
         with pytest.raises(ValueError, match=reason):
             two.agents[0].move(two.request(1, **changes))
     await two.close()
@@ -213,7 +219,7 @@ async def test_what_is_no_move_goes_to_the_owner_of_the_link() -> None:
     link.send(TrafficClass.ACTIVATION, 3, 1, [b"hidden"])
     await asyncio.sleep(1.0)
     (arrival,) = two.others
-    assert (arrival.traffic, arrival.stream, arrival.body) == (TrafficClass.ACTIVATION, 3, b"hidden")
+    assert (arrival.traffic, arrival.stream, body_of(arrival)) == (TrafficClass.ACTIVATION, 3, b"hidden")
     await two.close()
 
 
@@ -269,7 +275,7 @@ async def test_a_target_answers_everything_that_it_does_not_know() -> None:
     name = SessionId("x")
     unknown = MoveAbort(session_id=name, by_source=False, reason="it is not known here")
     over = MoveAbort(session_id=name, by_source=True, reason="it is over")
-    for said, answer in [
+    cases: list[tuple[MoveMessage, list[MoveMessage]]] = [
         (MoveFinal(session_id=name, num_blocks=1), [unknown]),
         (MoveAbort(session_id=name, by_source=True, reason=""), [unknown]),
         (MoveAbort(session_id=name, by_source=False, reason=""), []),
@@ -278,7 +284,8 @@ async def test_a_target_answers_everything_that_it_does_not_know() -> None:
         (MoveRefused(session_id=name, reason=""), []),
         (MoveCommitted(session_id=name), [MoveClosed(session_id=name)]),
         (MoveClosed(session_id=name), []),
-    ]:
+    ]
+    for said, answer in cases:
         assert await stranger.say(said) == answer
     assert agent.num_moves == 0
     await agent.close()
@@ -291,13 +298,14 @@ async def test_a_target_refuses_by_name() -> None:
     stranger = Stranger(agent)
     agent.raise_epoch(3)
     agent.raise_epoch(2)
-    for changes, reason in [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"epoch": 2}, "epoch 2 is over, it is 3"),
         ({"source_id": "c"}, "it is not this peer's to offer"),
         ({"num_acked": 1}, "it is over"),
         ({"first_layer": 5, "end_layer": 5}, "no range"),
         ({"num_blocks": 5}, "no room"),
-    ]:
+    ]
+    for changes, reason in cases:
         (answer,) = await stranger.say(offer("x", **{"epoch": 3} | changes))
         assert isinstance(answer, MoveRefused)
         assert reason in answer.reason

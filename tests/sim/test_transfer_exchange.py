@@ -238,7 +238,7 @@ class Pages:
 
 def test_among_several_stages_and_with_pages_every_exchange_ends() -> None:
     victims, num_plain = {1: 0, 2: 0}, 0
-    for seed in range(400):
+    for seed in range(1200):
         model = Pages(np.random.default_rng(seed))
         plain = model.num_stages == 2 and model.page == 1 and model.fits
         num_plain += plain

@@ -23,6 +23,11 @@ PARENT, CHILD = WorkerId("parent"), WorkerId("child")
 ECHO, BULK, NEWS = 1, 2, 3
 
 
+def body_of(arrival: Arrival) -> bytes:
+    assert arrival.body is not None
+    return bytes(arrival.body)
+
+
 def identity(worker_id: WorkerId, params: LinkParams | None = None) -> Identity:
     return Identity(worker_id, Incarnation(7), TOKEN, params or LinkParams(ping_s=0.2, dead_after_s=1.0))
 

@@ -42,7 +42,7 @@ def test_the_thinnest_slack_moves_first_whatever_the_order_of_the_input(
         for a, b in itertools.pairwise(order)
     )
     shuffled = list(requests)
-    random.shuffle(shuffled)  # type: ignore[arg-type]
+    random.shuffle(shuffled)
     assert exchange_order(shuffled) == order
 
 

@@ -229,6 +229,17 @@ def test_a_higher_class_waits_for_one_frame_only() -> None:
     assert [arrival.traffic for arrival in pair.arrivals] == [a, k, p]
 
 
+@pytest.mark.parametrize(("rate", "expected"), [(1e9, 2e6), (1e8, 2e5), (1e6, 64 * 1024), (1e11, 6e6)])
+def test_frames_come_to_take_what_a_frame_may_take(rate: float, expected: float) -> None:
+    """2 ms at 1 GB/s are 2 MB, from 6 MB down; at least 64 KiB, at most what both ends take. Small ones say nothing."""
+    outbox = Outbox(PEER, Windows(), 6_000_000, 10)
+    outbox.fit_frames(100, 1.0, 0.002)
+    assert outbox.frame_bytes == 6_000_000
+    for _ in range(40):
+        outbox.fit_frames(outbox.frame_bytes, outbox.frame_bytes / rate, 0.002)
+    assert outbox.frame_bytes == pytest.approx(expected, rel=0.01)
+
+
 def test_without_credit_nothing_of_a_message_goes_and_other_classes_pass() -> None:
     pair = Pair(SMALL)
     pair.put(TrafficClass.ACTIVATION, 1, 0, bytes(600))

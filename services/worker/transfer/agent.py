@@ -316,7 +316,8 @@ class MoveAgent:
     # Runs
 
     def _runs(self, peer_id: WorkerId | None = None) -> Iterator[SourceRun | TargetRun]:
-        for run in [*self._sources.values(), *self._incoming.runs.values()]:
+        runs: list[SourceRun | TargetRun] = [*self._sources.values(), *self._incoming.runs.values()]
+        for run in runs:
             if peer_id in {None, run.peer_id}:
                 yield run
 

@@ -43,6 +43,8 @@ MESSAGE_OVERHEAD_BYTES: Final = 64
 """What a message costs of its class's window beyond its bytes: so that empty ones are bounded too."""
 MAX_FRAME_BYTES: Final = 16 * 1024 * 1024
 MIN_FRAME_BYTES: Final = 4 * 1024
+MIN_FITTED_BYTES: Final = 64 * 1024
+"""A slow wire makes frames no smaller than this: their headers would cost too much."""
 MIB: Final = 1024 * 1024
 
 
@@ -115,7 +117,7 @@ class LinkParams:
     """How one end of a link behaves."""
 
     rate_bytes_per_s: float = 3e9
-    """What the wire carries; sets the size of frames."""
+    """The most that the wire carries; sets the size of frames, which become smaller where it carries less."""
     frame_s: float = 0.002
     """Longest time on the wire of one frame, which is how long an activation waits for another class."""
     windows: Windows = field(default_factory=Windows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from services.worker.transfer.cursor import Cursor
 from services.worker.transfer.frames import FrameError, FrameKind, Header
 from services.worker.transfer.link import (
+    MIN_FITTED_BYTES,
     LinkError,
     LinkFullError,
     MessageTooLargeError,
@@ -69,6 +70,8 @@ class Outbox:
         self._peer_id = peer_id
         self._windows = windows
         self._max_frame_bytes = max_frame_bytes
+        self.frame_bytes = max_frame_bytes
+        """Most bytes of a frame at present; see `fit_frames`."""
         self._max_queued = max_queued
         self._queues: dict[TrafficClass, deque[Outgoing]] = {traffic: deque() for traffic in TrafficClass}
         self._credit = {traffic: windows.of(traffic) for traffic in TrafficClass}
@@ -137,7 +140,7 @@ class Outbox:
     def cut(self, message: Outgoing) -> Frame:
         """Cut the next frame off the message that was picked last."""
         total = message.body.total
-        payload = message.body.take(self._max_frame_bytes)
+        payload = message.body.take(self.frame_bytes)
         for view in payload:
             message.checksum = zlib.crc32(view, message.checksum)
         header = Header(
@@ -152,6 +155,21 @@ class Outbox:
         )
         self._sequence[message.traffic] = (header.sequence + 1) % 2**32
         return Frame(header, payload, message)
+
+    def fit_frames(self, num_bytes: int, took_s: float, frame_s: float) -> None:
+        """Bring the size of frames nearer to what takes `frame_s`, which is how long an activation may wait.
+
+        Args:
+            num_bytes: of a frame that was sent.
+            took_s: time to sum it up and hand it to the wire.
+            frame_s: wanted.
+        """
+        if num_bytes < self.frame_bytes // 2:
+            return  # it says little about large ones
+        fitting = num_bytes * frame_s / max(took_s, 1e-6)
+        step = min(max(fitting / self.frame_bytes, 0.75), 1.25)
+        least = min(MIN_FITTED_BYTES, self._max_frame_bytes)
+        self.frame_bytes = min(max(int(self.frame_bytes * step), least), self._max_frame_bytes)
 
     def finish(self, message: Outgoing) -> None:
         """Forget a message whose last frame has been sent; the caller settles it."""

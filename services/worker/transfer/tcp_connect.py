@@ -130,7 +130,7 @@ class LinkListener:
 
 async def _dial(sock: socket.socket, where: tuple[object, ...], identity: Identity, expected: Expected) -> TcpLink:
     sock.settimeout(0)
-    await asyncio.get_running_loop().sock_connect(sock, where)  # type: ignore[arg-type]  # as getaddrinfo gave it
+    await asyncio.get_running_loop().sock_connect(sock, where)
     shake = Handshake(identity, is_dialler=True, expected=expected)
     async with _saying_why(sock):
         await _say(sock, shake.hello)

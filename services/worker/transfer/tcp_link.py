@@ -201,9 +201,12 @@ class TcpLink:
     def _send(self, receiver: threading.Thread) -> None:
         try:
             sent_s = time.monotonic()
-            while (frame := self._next_frame(sent_s + self._params.ping_s)) is not None:
+            while (item := self._next_item(sent_s + self._params.ping_s)) is not None:
+                began_s = time.monotonic()
+                frame = self._outbox.cut(item) if isinstance(item, Outgoing) else item
                 self._sock.write([encode_header(frame.header), *frame.payload])
                 sent_s = time.monotonic()
+                self._outbox.fit_frames(frame.header.length, sent_s - began_s, self._params.frame_s)
                 if frame.message is not None and frame.ends_message:
                     with self._to_send:
                         self._outbox.finish(frame.message)
@@ -218,8 +221,8 @@ class TcpLink:
             self._sock.close()
             self._give_up()
 
-    def _next_frame(self, ping_at_s: float) -> Frame | None:
-        """Wait for something to send; None when the link has ended."""
+    def _next_item(self, ping_at_s: float) -> Frame | Outgoing | None:
+        """Wait for something to send, a frame or a message of which one is to be cut; None: the link has ended."""
         with self._to_send:
             while True:
                 if self._error is not None:
@@ -229,12 +232,11 @@ class TcpLink:
                     return Frame(credit, [])
                 message = self._outbox.pick()
                 if message is not None:
-                    break
+                    return message
                 left_s = ping_at_s - time.monotonic()
                 if left_s <= 0:
                     return Frame(Header(FrameKind.PING), [])
                 self._to_send.wait(left_s)
-        return self._outbox.cut(message)
 
     def _say_goodbye(self) -> None:
         error = self._error
