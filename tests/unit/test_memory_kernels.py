@@ -220,20 +220,20 @@ def test_a_layer_without_blocks_is_left_alone_and_not_touched() -> None:
     memory, cache = dropped_memory(spec_of((4, 2, 24)), torch.float32)
     host = HostKV(cache, 4)
     for layer in (1, 2):
-        for pool in (cache.keys[layer], cache.values[layer]):
-            pool[:] = torch.arange(memory.num_blocks, dtype=torch.float32)[:, None, None, None] + 100 * layer
+        for pool, first in ((cache.keys[layer], 100), (cache.values[layer], 1000)):
+            pool[:] = torch.arange(memory.num_blocks, dtype=torch.float32)[:, None, None, None] + first * layer
     cache.copy_blocks(torch.tensor([3, 4]), torch.tensor([0, 1]))
-    assert cache.values[2][:3, 0, 0, 0].tolist() == [203, 204, 202]
+    assert cache.values[2][:3, 0, 0, 0].tolist() == [2003, 2004, 2002]
     host.store(torch.tensor([5, 6]), torch.tensor([1, 0]))
     host.fetch(torch.tensor([0, 1]), torch.tensor([0, 2]))
     assert cache.keys[1][:3, 0, 0, 0].tolist() == [106, 104, 105]
-    assert cache.values[2][:3, 0, 0, 0].tolist() == [206, 204, 205]
-    assert cache.layers == (1, 2)
+    assert cache.values[2][:3, 0, 0, 0].tolist() == [2006, 2004, 2005]
+    assert list(cache.layers) == [1, 2]
     assert len(list(cache.pools())) == 4
     with pytest.raises(IndexError):
         cache.write(0, torch.tensor([0]), torch.zeros(1, 2, 24), torch.zeros(1, 2, 24))
     memory.restore([0], 0)
-    assert cache.layers == (0, 1, 2)
+    assert list(cache.layers) == [0, 1, 2]
     cache.write(0, torch.tensor([0]), torch.ones(1, 2, 24), torch.ones(1, 2, 24))
     assert cache.keys[0][0, 0, 0, 0] == 1
     memory.close()
