@@ -15,6 +15,7 @@ from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor, HostMemory, KvCapacity
 from services.worker.intake import Intake
 from services.worker.leases import Leases
+from services.worker.policy.microbatch import Work
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import MoveCost, Scheduler
 from services.worker.reporter import Reporter, WorkerFacts
@@ -164,7 +165,8 @@ def _engine(
         prefix_caching=settings.prefix_caching,
     )
     system = find_system(settings.system)
-    scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
+    work = Work(model.token_s, model.pair_s) if model.token_s else None
+    scheduler, num_blocks = make_scheduler(system.scheduler, work), _num_blocks(settings, capacity)
     if make_engine is not None:
         return make_engine(config, scheduler, num_blocks)
     return Engine(config, scheduler, num_blocks, _host(system, capacity, model))

@@ -33,6 +33,7 @@ from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import (
+    EMPTY_I32,
     I32,
     Batch,
     BatchFailedError,
@@ -100,7 +101,7 @@ class Engine:
         self.residents.on_end = self._transitions.ended
         self._room = Room(self.table, self.blocks, self.sharing.forks, self._transitions)
         self._scheduler = scheduler
-        self._limits = Limits(config.max_batch_tokens, config.max_batch_rows)
+        self._limits = Limits(config.max_batch_tokens, config.max_batch_rows, config.num_lanes)
         self._next_step_id = 0
         self._noted_s = 0.0
 
@@ -295,19 +296,31 @@ class Engine:
         if np.count_nonzero(table.hold):
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
+        in_flight, ends = self._in_flight()
         return SchedulerView(
             now_s=now_s,
             columns=table.columns,
             waiting=waiting,
             running=running,
             preempted=preempted,
-            num_in_flight=sum(flight.rows.size for flight in self.flights),
+            num_in_flight=in_flight.size,
             free_blocks=self.blocks.num_free,
             block_size=self.config.block_size,
             limits=self._limits,
             blocks=self.sharing,
             host=None if self.swapping is None else self.swapping.view(),
+            in_flight=in_flight,
+            in_flight_ends=ends,
         )
+
+    def _in_flight(self) -> tuple[I32, I32]:
+        """Return the rows of all batches in flight, and their tokens whose KV exists when those are back."""
+        if not self.flights:
+            return EMPTY_I32, EMPTY_I32
+        if len(self.flights) == 1:
+            return self.flights[0].batch.rows, self.flights[0].end
+        rows, ends = zip(*((flight.batch.rows, flight.end) for flight in self.flights), strict=True)
+        return np.concatenate(rows), np.concatenate(ends)
 
     def _note(self, now_s: float) -> None:
         """Count the time since the last look, and the memory that is held and asked for."""

@@ -66,6 +66,8 @@ class Limits:
     """Most tokens that one step computes."""
     max_batch_rows: int
     """Most sequences in one step."""
+    num_lanes: int = 1
+    """Batches that may be in flight at once: 1, or the stages of a pipeline. A row is in at most one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,10 @@ class SchedulerView:
     blocks: BlockFacts
     host: HostView | None = None
     """None: KV that is given up can only be computed again."""
+    in_flight: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """Rows that batches in flight hold; they keep their blocks and are back when their batch is."""
+    in_flight_ends: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """[len(in_flight)] tokens of each whose KV exists then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +190,6 @@ class Scheduler(Protocol):
         memory, less those that `preempt` frees, are at most `view.free_blocks`. Preemption by SWAP frees nothing yet
         and takes as many of `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached`
         finds. If any running row fits, or can be made to by preemption, `rows` is not empty, unless copies are under
-        way or begin that will make room.
+        way or begin that will make room, or, with several lanes, batches are in flight.
         """
         ...
