@@ -26,9 +26,10 @@ from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.policy.formations import by_halving, by_tokens
 from services.worker.policy.lookahead import LookaheadScheduler
-from services.worker.policy.microbatch import Microbatch, Waiting, Work, form_ahead
+from services.worker.policy.microbatch import Microbatch, Waiting, form_ahead
 from services.worker.policy.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
 from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.policy.work import Work
 from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams

@@ -15,9 +15,9 @@ from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor, HostMemory, KvCapacity
 from services.worker.intake import Intake
 from services.worker.leases import Leases
-from services.worker.policy.microbatch import Work
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import MoveCost, Scheduler
+from services.worker.policy.work import Work
 from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.service import WorkerService
 from services.worker.step_log import StepLog

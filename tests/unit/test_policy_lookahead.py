@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.policy.lookahead import LookaheadScheduler
-from services.worker.policy.microbatch import Waiting, Work, form_ahead
+from services.worker.policy.microbatch import Waiting, form_ahead
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.policy.work import Work
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -11,19 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.policy.formations import by_halving, by_tokens
-from services.worker.policy.microbatch import (
-    Chunk,
-    Microbatch,
-    Waiting,
-    Work,
-    deal,
-    form_ahead,
-    kunserve_form,
-    microbatch_s,
-    spread,
-)
+from services.worker.policy.microbatch import Chunk, Microbatch, Waiting, form_ahead, microbatch_s
 from services.worker.policy.pipeline_time import makespan_s, over_stages
+from services.worker.policy.rounds import deal, spread
 from services.worker.policy.view import Limits
+from services.worker.policy.work import Work, kunserve_form
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 

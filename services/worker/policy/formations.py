@@ -13,7 +13,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from services.worker.policy.microbatch import Chunk, Microbatch, Waiting, check_queue, microbatch_s, spread
+from services.worker.policy.microbatch import Chunk, Microbatch, Waiting, check_queue, microbatch_s
+from services.worker.policy.rounds import spread
 from services.worker.policy.view import Limits
 from shared.cost import CostModel, prefill_pairs
 

@@ -22,9 +22,10 @@ import numpy as np
 
 from services.worker.policy.blocks_math import ceil_div, num_known
 from services.worker.policy.chunked import ChunkedScheduler
-from services.worker.policy.microbatch import Room, Rounds, Work, deal
 from services.worker.policy.plan import StepPlan
+from services.worker.policy.rounds import Room, Rounds, deal
 from services.worker.policy.view import I32, SchedulerOutput, SchedulerView
+from services.worker.policy.work import Work
 
 LOOK_ROUNDS = 4
 """Rounds for which prompts are dealt out ahead; of those behind only the sum of their work counts."""

@@ -29,18 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil
 from typing import NamedTuple
 
+from services.worker.policy.rounds import Room, Rounds, deal, spread
 from services.worker.policy.view import Limits
-from shared.cost import CostModel, KunServeCost, prefill_pairs
-
-WINDOW_PER_LANE = 8
-"""Prompts per lane that are dealt out together, most work first; raising it evens the lanes and keeps order less."""
-_SPARE_TOKENS = 2
-"""Of a microbatch, for what the turn before left over because tokens cannot be cut."""
-_LEEWAY = 1e-9
-"""Relative; keeps rounding from asking for one round more."""
+from services.worker.policy.work import Work
+from shared.cost import CostModel, prefill_pairs
 
 
 class Waiting(NamedTuple):
@@ -77,45 +72,6 @@ class Microbatch:
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What prefill adds to the cost of a step, by tokens and by query-key pairs; all in seconds."""
-
-    beta_s: float
-    """Per token, above 0."""
-    alpha_s: float
-    """Per pair of a token and one at or before it, at least 0."""
-
-    def __post_init__(self) -> None:
-        if not (self.beta_s > 0 and self.alpha_s >= 0):
-            raise ValueError(f"{self.beta_s} s per token and {self.alpha_s} s per pair: there is nothing to balance by")
-
-    @classmethod
-    def of(cls, cost: CostModel, num_tokens: int) -> Work:
-        """Return what prefill adds to steps of about this many tokens."""
-        first = cost.g0_s + cost.b0_s * num_tokens >= cost.g1_s + cost.b1_s * num_tokens
-        return cls(cost.b0_s if first else cost.b1_s, cost.a_s)
-
-    def chunk_s(self, prefix: int, num_tokens: int) -> float:
-        """Return the work of a chunk."""
-        return self.alpha_s * prefill_pairs(prefix, num_tokens) + self.beta_s * num_tokens
-
-    def largest(self, prefix: int, limit_s: float) -> int:
-        """Return the most tokens whose work is at most `limit_s`: α/2·c² + (β + α·(p + 1/2))·c ≤ limit."""
-        if limit_s <= 0:
-            return 0
-        slope = self.beta_s + self.alpha_s * (prefix + 0.5)
-        chunk = int(2 * limit_s / (slope + sqrt(slope * slope + 2 * self.alpha_s * limit_s)))
-        if self.chunk_s(prefix, chunk + 1) <= limit_s:
-            return chunk + 1
-        return chunk - 1 if self.chunk_s(prefix, chunk) > limit_s else chunk
-
-
-def kunserve_form(kunserve: KunServeCost, d_s: float) -> CostModel:
-    """Return the paper's own α, β, γ as a cost model; decodes cost `d_s` per token of their KV."""
-    return CostModel(g0_s=kunserve.gamma_s, b0_s=kunserve.beta_s, g1_s=0, b1_s=0, d_s=d_s, a_s=kunserve.alpha_s)
-
-
 def microbatch_s(cost: CostModel, chunks: Sequence[Chunk], decode_kv_tokens: Sequence[int]) -> float:
     """Return what one microbatch costs, all layers: 0 if it is empty.
 
@@ -129,106 +85,6 @@ def microbatch_s(cost: CostModel, chunks: Sequence[Chunk], decode_kv_tokens: Seq
     num_tokens = sum(chunk.num_tokens for chunk in chunks) + len(decode_kv_tokens)
     pairs = sum(prefill_pairs(chunk.prefix, chunk.num_tokens) for chunk in chunks)
     return cost.step_s(num_tokens, sum(decode_kv_tokens), pairs)
-
-
-def spread(decode_kv_tokens: Sequence[int], num_lanes: int) -> list[list[int]]:
-    """Return the decodes of each lane: as many in each, give or take one, and about as much KV.
-
-    One for each lane at a time, those with the most KV first: the most to the lane that has least of it.
-    """
-    order = sorted(range(len(decode_kv_tokens)), key=lambda i: (-decode_kv_tokens[i], i))
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    sums = [0] * num_lanes
-    for begin in range(0, len(order), num_lanes):
-        emptiest = sorted(range(num_lanes), key=lambda lane: (sums[lane], lane))
-        for lane, index in zip(emptiest, order[begin : begin + num_lanes], strict=False):
-            lanes[lane].append(index)
-            sums[lane] += decode_kv_tokens[index]
-    return lanes
-
-
-def deal(work_s: Sequence[float], given_s: Sequence[float]) -> list[int]:
-    """Return the lane of each prompt: the one with the least work so far.
-
-    One window of prompts is dealt out after the other, so that order is kept roughly; in a window those with the most
-    work come first, so that the lanes end about even. The last window is a full one: it is what evens the ends.
-
-    Args:
-        work_s: of each prompt, first come first.
-        given_s: what each lane has to do already.
-    """
-    loads = list(given_s)
-    lanes = [0] * len(work_s)
-    window = WINDOW_PER_LANE * len(loads)
-    for end in range(len(work_s) % window or window, len(work_s) + window, window):
-        for index in sorted(range(max(end - window, 0), min(end, len(work_s))), key=lambda i: (-work_s[i], i)):
-            lanes[index] = lane = loads.index(min(loads))
-            loads[lane] += work_s[index]
-    return lanes
-
-
-class Room(NamedTuple):
-    """What fits a microbatch besides its decodes."""
-
-    work_s: float
-    """Work that fits whatever it consists of: that of as many tokens as fit, were they all the first of a prompt."""
-    num_tokens: int
-    num_rows: int
-
-    @classmethod
-    def beside(cls, num_decodes: int, limits: Limits, work: Work) -> Room:
-        """Return what fits beside so many decodes; at least one token and one row, so that there is progress."""
-        tokens = max(limits.max_batch_tokens - num_decodes, 1)
-        return cls(tokens * work.beta_s, tokens, max(limits.max_batch_rows - num_decodes, 1))
-
-    def without(self, num_tokens: int) -> Room:
-        """Return the room that is left beside a few tokens more, of which at least one is."""
-        tokens = max(self.num_tokens - num_tokens, 1)
-        return self._replace(work_s=self.work_s * tokens / self.num_tokens, num_tokens=tokens)
-
-    def num_microbatches(self, work_s: float, num_prompts: int) -> int:
-        """Return how many microbatches surely hold so much."""
-        by_work = ceil(work_s / self.work_s * (1 - _LEEWAY))
-        return max(by_work, ceil(num_prompts / self.num_rows), int(num_prompts > 0))
-
-
-class Rounds:
-    """How much work is due in a lane's next microbatch: the same in all lanes, give or take a token, to the end."""
-
-    def __init__(self, num_lanes: int) -> None:
-        self._left = [0] * num_lanes
-        self._share_s = 0.0
-        self._due_s = [0.0] * num_lanes
-        """Work that each lane would have left now if tokens could be cut."""
-
-    @property
-    def num_lanes(self) -> int:
-        """Lanes that take turns."""
-        return len(self._left)
-
-    def begin(self, work_s: Sequence[float], num_prompts: Sequence[int], room: Room) -> None:
-        """Begin anew, with as few rounds as the fullest lane needs.
-
-        Args:
-            work_s: of each lane.
-            num_prompts: of each lane.
-            room: of a microbatch.
-        """
-        spare = room.without(_SPARE_TOKENS)
-        rounds = max(spare.num_microbatches(*lane) for lane in zip(work_s, num_prompts, strict=True))
-        self._left = [rounds] * self.num_lanes
-        self._due_s = list(work_s)
-        self._share_s = max(work_s) / max(rounds, 1)
-
-    def share_s(self, lane: int, work_s: Sequence[float], num_prompts: Sequence[int], room: Room) -> float:
-        """Return the work of the next microbatch of a lane, given what the lanes have left; 0 if there is none."""
-        if num_prompts[lane] and not self._left[lane]:  # the limits of a step cut in
-            self.begin(work_s, num_prompts, room)
-        self._left[lane] = max(self._left[lane] - 1, 0)
-        over_s = max(work_s[lane] - self._due_s[lane], 0.0)  # what the turn before left over: mostly part of a token
-        share_s = self._share_s + over_s if self._left[lane] else work_s[lane]
-        self._due_s[lane] = work_s[lane] - share_s
-        return share_s * (1 + _LEEWAY)
 
 
 class _Lane:

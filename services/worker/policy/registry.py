@@ -7,9 +7,9 @@ from collections.abc import Callable
 from services.worker.policy.chunked import ChunkedScheduler
 from services.worker.policy.fcfs import FcfsScheduler
 from services.worker.policy.lookahead import LookaheadScheduler
-from services.worker.policy.microbatch import Work
 from services.worker.policy.round_robin import RoundRobinScheduler
 from services.worker.policy.view import Scheduler
+from services.worker.policy.work import Work
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "fcfs": FcfsScheduler,
