@@ -81,7 +81,7 @@ class LookaheadScheduler:
         if self._rounds.num_lanes != num_lanes:
             self._rounds, self._lane_of, self._last_lane = Rounds(num_lanes), {}, -1
         output = self._next(view, self._work)
-        if view.num_in_flight or output.rows.size or output.preempt.size or output.resume.size:
+        if view.num_in_flight or output.rows.size:
             return output
         return self._single.schedule(view)  # only memory can be in the way, so lanes do not matter
 
