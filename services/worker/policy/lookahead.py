@@ -65,6 +65,7 @@ class LookaheadScheduler:
         self._rounds = Rounds(1)
         self._lane_of: dict[int, int] = {}
         """By name; of the prompts that are expected to be there at the next call."""
+        self._num_beyond = 0
         self._last_lane = -1
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
@@ -107,8 +108,9 @@ class LookaheadScheduler:
     def _deal(self, queue: _Queue, room: Room) -> tuple[list[float], list[int]]:
         """Give each prompt a lane if anything has changed, and return the work and the prompts that each lane has."""
         num_lanes = self._rounds.num_lanes
-        is_new = self._lane_of.keys() != set(queue.names)
+        is_new = self._lane_of.keys() != set(queue.names) or self._num_beyond != queue.num_beyond
         if is_new:
+            self._num_beyond = queue.num_beyond
             self._deal_new(queue)
             self._even_out(queue, room.work_s)
         works, counts = [queue.beyond_s / num_lanes] * num_lanes, [ceil_div(queue.num_beyond, num_lanes)] * num_lanes

@@ -21,6 +21,10 @@ from services.worker.policy.work import Work
 
 WINDOW_PER_LANE = 8
 """Prompts per lane that are dealt out together, most work first; raising it evens the lanes and keeps order less."""
+DEEP_ROUNDS = 4
+"""From more rounds on a queue is deep: what comes or goes changes how long it lasts, not how large its shares are."""
+KEPT_RATIO = 0.85
+"""Shares of at least this part of a full step are kept then; raising it pays γ less often, and changes shares more."""
 _SPARE_TOKENS = 2
 """Of a microbatch, for what the turn before left over because tokens cannot be cut."""
 _LEEWAY = 1e-9
@@ -103,18 +107,23 @@ class Rounds:
         return len(self._left)
 
     def begin(self, work_s: Sequence[float], num_prompts: Sequence[int], room: Room) -> None:
-        """Begin anew, with as few rounds as the fullest lane needs.
+        """Begin anew, with as few rounds as the fullest lane needs; in a deep queue with the shares of the last time.
+
+        Neighbours have to be equal across a new beginning too, and while a queue builds up there is one in every turn.
 
         Args:
             work_s: of each lane.
             num_prompts: of each lane.
             room: of a microbatch.
         """
-        spare = room.without(_SPARE_TOKENS)
+        spare, most_s = room.without(_SPARE_TOKENS), max(work_s)
         rounds = max(spare.num_microbatches(*lane) for lane in zip(work_s, num_prompts, strict=True))
+        if rounds > DEEP_ROUNDS and KEPT_RATIO * spare.work_s <= self._share_s <= spare.work_s:
+            rounds = max(rounds, ceil(most_s / self._share_s * (1 - _LEEWAY)))
+        else:
+            self._share_s = most_s / max(rounds, 1)
         self._left = [rounds] * self.num_lanes
         self._due_s = list(work_s)
-        self._share_s = max(work_s) / max(rounds, 1)
 
     def share_s(self, lane: int, work_s: Sequence[float], num_prompts: Sequence[int], room: Room) -> float:
         """Return the work of the next microbatch of a lane, given what the lanes have left; 0 if there is none."""
