@@ -109,12 +109,12 @@ def burst(lengths: str, num_stages: int, num_prompts: int, num_bursts: int) -> l
         }
         for name, batches in formed.items():
             costs = over_stages(np.array([batch.cost_s for batch in batches]), num_stages)
-            figures = (f(costs, num_stages) for f in (makespan_s, bubble_ratio, inner_bubble_ratio))
-            found.setdefault(name, []).append(tuple(figures))  # type: ignore[arg-type]
+            time_s, idle = makespan_s(costs, num_stages), bubble_ratio(costs, num_stages)
+            found.setdefault(name, []).append((time_s, idle, inner_bubble_ratio(costs, num_stages)))
     lines = []
     worse = np.mean([ahead[0] > count[0] for ahead, count in zip(found["ahead"], found["token count"], strict=True)])
     for name, figures_of in found.items():
-        time_s, idle, inner = np.mean(figures_of, axis=0)
+        time_s, idle, inner = np.mean(figures_of, axis=0).tolist()
         shown_s = "" if name == "halved" else f"{time_s:.2f}"
         later = f"{100 * worse:.0f} %" if name == "ahead" else ""
         case = [lengths, str(num_prompts), str(num_stages), name]

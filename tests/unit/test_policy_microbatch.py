@@ -60,7 +60,7 @@ def check(queue: list[Waiting], decodes: list[int], limits: Limits, formed: list
         assert max(map(len, lanes)) - min(map(len, lanes)) <= 1, "decodes are spread evenly"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([COST, STEEP]))
 def test_every_token_is_computed_once_in_order_within_the_limits(seed: int, cost: CostModel) -> None:
     random = np.random.default_rng(seed)
@@ -224,8 +224,8 @@ def test_tiny_queues_beside_the_optimum() -> None:
         best = optimum_s(queue, 4, cost)
         assert found >= best - 1e-9
         gaps.append(found / best - 1)
-    assert np.mean(gaps) < 0.12
-    assert max(gaps) < 0.4
+    assert np.mean(gaps) < 0.05
+    assert max(gaps) < 0.15
 
 
 def test_what_cannot_be_formed_is_refused() -> None:
