@@ -131,8 +131,8 @@ def test_an_engine_hands_out_what_was_formed_ahead(seed: int, num_lanes: int) ->
     pipeline = ToyPipeline(engine, COST, num_lanes)
     pipeline.run(sequences(prompts, [1] * len(prompts), [0.0] * len(prompts)))
     formed = form_ahead([Waiting(0, n) for n in prompts], [], COST, Limits(256, 512, num_lanes))
-    assume(all(chunk.prefix + chunk.num_tokens != prompts[chunk.index] - 1 for b in formed for chunk in b.chunks))
-    expected = [[(chunk.index, chunk.num_tokens) for chunk in b.chunks] for b in formed if b.chunks]
+    assume(all(chunk.prefix + chunk.num_tokens != prompts[chunk.prompt] - 1 for b in formed for chunk in b.chunks))
+    expected = [[(chunk.prompt, chunk.num_tokens) for chunk in b.chunks] for b in formed if b.chunks]
     assert [sorted(batch) for batch in pipeline.chunks_by_name()] == [sorted(batch) for batch in expected]
 
 

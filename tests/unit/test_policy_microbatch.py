@@ -47,10 +47,10 @@ def check(queue: list[Waiting], decodes: list[int], limits: Limits, formed: list
     for turn, batch in enumerate(formed):
         for chunk in batch.chunks:
             assert chunk.num_tokens >= 1
-            assert chunk.prefix == done[chunk.index], "in order, nothing twice"
-            done[chunk.index] += chunk.num_tokens
-            assert turn - last[chunk.index] >= limits.num_lanes, "at most one microbatch of a prompt is in flight"
-            last[chunk.index] = turn
+            assert chunk.prefix == done[chunk.prompt], "in order, nothing twice"
+            done[chunk.prompt] += chunk.num_tokens
+            assert turn - last[chunk.prompt] >= limits.num_lanes, "at most one microbatch of a prompt is in flight"
+            last[chunk.prompt] = turn
         assert batch.decodes == lanes[turn % limits.num_lanes]
         assert batch.num_tokens <= limits.max_batch_tokens
         assert len(batch.chunks) + len(batch.decodes) <= limits.max_batch_rows

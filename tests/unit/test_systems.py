@@ -34,7 +34,8 @@ def test_names_are_built_or_planned_but_not_both() -> None:
     assert set(SYSTEMS) == {"fcfs", "fcfs-chunked", "round-robin", "swap", "oracle"}
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
-    assert {system.scheduler for system in SYSTEMS.values()} == set(SCHEDULERS)
+    unused = set(SCHEDULERS) - {system.scheduler for system in SYSTEMS.values()}
+    assert unused == {"lookahead"}, "it is for pipeline groups, which no system forms yet"
 
 
 def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> None:

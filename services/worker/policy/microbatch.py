@@ -50,8 +50,8 @@ class Waiting(NamedTuple):
 class Chunk(NamedTuple):
     """A piece of a prompt."""
 
-    index: int
-    """Of the prompt in the queue."""
+    prompt: int
+    """Its place in the queue."""
     prefix: int
     num_tokens: int
 
