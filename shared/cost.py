@@ -54,8 +54,8 @@ class CostModel:
     """CPU overhead per step of the imitated engine: 0 to 0.001 with graphs and an asynchronous scheduler, else 0.003 to
     0.005."""
 
-    def step_s(self, num_tokens: int, kv_decode_tokens: int, prefill_pairs: int) -> float:
-        """Return the duration of one step, seconds.
+    def step_s(self, num_tokens: float, kv_decode_tokens: float, prefill_pairs: float) -> float:
+        """Return the duration of one step, seconds. The arguments are counts, or averages of them.
 
         Args:
             num_tokens: N, tokens that the step computes.

@@ -17,6 +17,7 @@ from services.worker.intake import Intake
 from services.worker.leases import Leases
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import MoveCost, Scheduler
+from services.worker.policy.work import Work
 from services.worker.reporter import Reporter, WorkerFacts
 from services.worker.service import WorkerService
 from services.worker.step_log import StepLog
@@ -166,7 +167,8 @@ def _engine(
         num_lanes=executor.depth,
     )
     system = find_system(settings.system)
-    scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
+    work = Work(model.token_s, model.pair_s) if model.token_s else None
+    scheduler, num_blocks = make_scheduler(system.scheduler, work), _num_blocks(settings, capacity)
     if make_engine is not None:
         return make_engine(config, scheduler, num_blocks)
     return Engine(config, scheduler, num_blocks, _host(system, capacity, model))

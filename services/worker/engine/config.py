@@ -35,12 +35,12 @@ class EngineConfig:
     """Ids that end a sequence unless it ignores them."""
     block_size: int
     """Token slots of one KV block."""
+    num_lanes: int = 1
+    """Batches that may be in flight at once: 1, or the stages of the executor's pipeline."""
     finished_kept: int = 256
     """Ended sequences whose outputs are kept for replays; the oldest is forgotten first."""
     prefix_caching: bool = True
     """Keep the KV of freed blocks until they are needed, and share it with sequences that begin alike."""
-    num_lanes: int = 1
-    """Batches among which the scheduler spreads the sequences: one per stage of a pipeline."""
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_rows", "vocab_size", "block_size", "num_lanes"):

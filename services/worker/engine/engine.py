@@ -32,6 +32,7 @@ from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import (
+    EMPTY_I32,
     I32,
     Batch,
     BatchFailedError,
@@ -284,19 +285,21 @@ class Engine:
         if np.count_nonzero(table.hold):
             free = table.hold == 0
             waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
+        ends = np.concatenate([flight.end for flight in self.flights]) if self.flights else EMPTY_I32
         return SchedulerView(
             now_s=now_s,
             columns=table.columns,
             waiting=waiting,
             running=running,
             preempted=preempted,
-            num_in_flight=sum(flight.rows.size for flight in self.flights),
-            flights=tuple(flight.batch.rows for flight in self.flights),
+            num_in_flight=ends.size,
             free_blocks=self.blocks.num_free,
             block_size=self.config.block_size,
             limits=self._limits,
             blocks=self.sharing,
             host=None if self.swapping is None else self.swapping.view(),
+            flights=tuple(flight.batch.rows for flight in self.flights),
+            in_flight_ends=ends,
         )
 
     def _note(self, now_s: float) -> None:

@@ -71,10 +71,17 @@ class StepPlan:
         """Somebody waits, or has been preempted."""
         return bool(self._view.preempted.size or self._view.waiting.size)
 
-    def decode(self) -> None:
-        """Choose the running rows with one token to compute, as many as the limits allow, and make room for them."""
+    def decode(self, at_most: int | None = None) -> None:
+        """Choose the running rows with one token to compute, as many as the limits allow, and make room for them.
+
+        Args:
+            at_most: rows; None: this lane's even share.
+        """
         running = self._running
         decodes = (running.remaining == 1).nonzero()[0]
+        if at_most is not None:
+            self._decode(decodes[:at_most])
+            return
         share = lane_share(self._view, running.rows, decodes)
         self._decode(share)
         if not self._decodes.size and share.size < decodes.size:  # they lack blocks; others may go on without any
@@ -158,10 +165,10 @@ class StepPlan:
                 continue  # it would compute what another row is computing
             shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
             left = int(columns.num_prompt[row]) + int(columns.num_output[row]) - cached.num_tokens
-            cut = left > self._tokens_left
-            if need - shared > room or (whole and cut and not self.is_empty):
+            chunk = self._cut(row, cached.num_tokens, left)
+            if need - shared > room or not chunk or (whole and chunk < left and not self.is_empty):
                 return
-            self._choose(row, min(left, self._tokens_left), cached.num_tokens, shared)
+            self._choose(row, chunk, cached.num_tokens, shared)
             self._num_come += 1
             room -= need - shared + 1
             if cached.next_block is not None:
@@ -249,9 +256,14 @@ class StepPlan:
         row, computed = int(running.rows[i]), int(running.computed[i])
         held = int(self._view.columns.held_blocks[row])
         slots = (held + running.free_blocks) * self._view.block_size - computed
-        chunk = min(int(running.remaining[i]), self._tokens_left, slots)
+        chunk = min(self._cut(row, computed, int(running.remaining[i])), slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
+
+    def _cut(self, row: int, computed: int, left: int) -> int:
+        """Return how many of the tokens that a row has left the step takes, if it has the blocks; 0: none."""
+        del row, computed  # here only the number counts
+        return min(left, self._tokens_left)
 
     def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
         self._chunk_rows.append(row)

@@ -6,22 +6,30 @@ from collections.abc import Callable
 
 from services.worker.policy.chunked import ChunkedScheduler
 from services.worker.policy.fcfs import FcfsScheduler
+from services.worker.policy.lookahead import LookaheadScheduler
 from services.worker.policy.round_robin import RoundRobinScheduler
 from services.worker.policy.view import Scheduler
+from services.worker.policy.work import Work
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "fcfs": FcfsScheduler,
     "chunked": ChunkedScheduler,
     "round-robin": RoundRobinScheduler,
+    "lookahead": LookaheadScheduler,
 }
 
 
-def make_scheduler(name: str) -> Scheduler:
+def make_scheduler(name: str, work: Work | None = None) -> Scheduler:
     """Return a new scheduler of this name, with fresh private state.
+
+    Args:
+        name: of `SCHEDULERS`.
+        work: what prefill costs, for the schedulers that weigh it.
 
     Raises:
         KeyError: no scheduler has this name; the error lists those that exist.
     """
     if name not in SCHEDULERS:
         raise KeyError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name]()
+    made = SCHEDULERS[name]
+    return LookaheadScheduler(work) if made is LookaheadScheduler else made()

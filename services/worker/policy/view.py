@@ -69,7 +69,8 @@ class Limits:
     max_batch_rows: int
     """Most sequences in one step."""
     num_lanes: int = 1
-    """Steps that are to be in flight together, each with other sequences: one per stage of a pipeline."""
+    """Steps that are to be in flight together, each with other sequences: one per stage of a pipeline. A row is in at
+    most one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,15 @@ class SchedulerView:
     flights: tuple[I32, ...] = ()
     """The rows of each batch in flight, the oldest batch first: their columns are as if it had not been made, but for
     the blocks that they hold."""
+    in_flight_ends: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """[num_in_flight] tokens of each row of `in_flight` whose KV exists when its batch is back."""
+
+    @property
+    def in_flight(self) -> I32:
+        """Rows that batches in flight hold; they keep their blocks and are back when their batch is."""
+        if len(self.flights) <= 1:
+            return self.flights[0] if self.flights else EMPTY_ROWS
+        return np.concatenate(self.flights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +201,6 @@ class Scheduler(Protocol):
         memory, less those that `preempt` frees, are at most `view.free_blocks`. Preemption by SWAP frees nothing yet
         and takes as many of `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached`
         finds. If any running row fits, or can be made to by preemption, `rows` is not empty, unless copies are under
-        way or begin that will make room.
+        way or begin that will make room, or, with several lanes, batches are in flight.
         """
         ...

@@ -1,0 +1,192 @@
+"""The lookahead scheduler: one lane is `chunked`; several are full, even and in order, in a real engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from services.worker.engine.config import NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.policy.lookahead import LookaheadScheduler
+from services.worker.policy.microbatch import Waiting, form_ahead
+from services.worker.policy.registry import make_scheduler
+from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.policy.work import Work
+from shared.cost import CostModel, load_profile
+from sim.workload.lengths import find_lengths
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_chaos import Chaos, UnrulyScheduler
+from tests.support.engine_harness import EngineHarness
+from tests.support.engine_views import check_contract, decoding, make_view, parked, prefilling, random_view
+from tests.support.toy_pipeline import TokenCount, ToyPipeline
+
+COST = load_profile("qwen2.5-14b-tp1-a800").cost
+WORK = Work.of(COST, 2048)
+EVEN = Work(1.0, 0.0)
+"""Only tokens count."""
+
+
+def with_lanes(view: SchedulerView, num_lanes: int) -> SchedulerView:
+    columns = replace(view.columns, last_step=np.full(view.columns.order.size, -1, dtype=np.int64))
+    return replace(view, columns=columns, limits=replace(view.limits, num_lanes=num_lanes))
+
+
+def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
+    return list(zip(output.rows.tolist(), output.num_tokens.tolist(), strict=True))
+
+
+def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:
+    names = ("rows", "num_tokens", "preempt", "preempt_how", "resume")
+    return one.reason == other.reason and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in names
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_with_one_lane_it_is_chunked(seed: int, swaps: bool) -> None:
+    view = random_view(np.random.default_rng(seed), swaps=swaps)
+    assert same(LookaheadScheduler(WORK).schedule(view), make_scheduler("chunked").schedule(view))
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.booleans())
+def test_with_several_lanes_every_answer_keeps_the_contract(
+    seed: int,
+    num_lanes: int,
+    swaps: bool,
+) -> None:
+    view = with_lanes(random_view(np.random.default_rng(seed), swaps=swaps), num_lanes)
+    output = LookaheadScheduler(WORK).schedule(view)
+    check_contract(view, output)
+    assert same(output, LookaheadScheduler(WORK).schedule(view)), "the same again"
+
+
+def test_without_anything_to_balance_by_several_lanes_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs to know what prefill costs"):
+        make_scheduler("lookahead").schedule(with_lanes(make_view(waiting=[parked(3)]), 2))
+    make_scheduler("lookahead", WORK).schedule(with_lanes(make_view(waiting=[parked(3)]), 2))
+
+
+def test_decodes_are_split_evenly_while_nothing_is_queued() -> None:
+    """Five decodes over two lanes: three, then the other two."""
+    view = with_lanes(make_view(running=[decoding(5)] * 5), 2)
+    scheduler = LookaheadScheduler(EVEN)
+    assert chosen(scheduler.schedule(view)) == [(0, 1), (1, 1), (2, 1)]
+    rest, known = np.arange(3, 5, dtype=np.int32), np.full(3, 6, dtype=np.int32)
+    flying = np.arange(3, dtype=np.int32)
+    later = replace(view, running=rest, num_in_flight=3, flights=(flying,), in_flight_ends=known)
+    assert chosen(scheduler.schedule(later)) == [(3, 1), (4, 1)]
+
+
+def test_a_turn_holds_its_decodes_and_its_lanes_share() -> None:
+    """Work 40 + 16 + 12 + 12, dealt 40 | 16 + 12 + 12; 32 tokens hold a decode and 29 for sure: two rounds of 20."""
+    view = with_lanes(make_view(running=[decoding(5)] * 2, waiting=[parked(16), parked(12), parked(40), parked(12)]), 2)
+    assert chosen(LookaheadScheduler(EVEN).schedule(view)) == [(0, 1), (4, 20)]
+
+
+def test_a_prompt_goes_on_in_its_lane_and_the_other_lane_waits_for_its_turn() -> None:
+    """Lane 0 has begun row 0 and lane 1 row 1, which is in flight: lane 0 goes on, and leaves row 2 to lane 1."""
+    scheduler = LookaheadScheduler(EVEN)
+    view = with_lanes(make_view(waiting=[parked(60), parked(40), parked(20)], max_batch_tokens=20), 2)
+    assert chosen(scheduler.schedule(view)) == [(0, 15)]
+    begun = make_view(running=[prefilling(60, 15), prefilling(40, 0)], waiting=[parked(20)], max_batch_tokens=20)
+    flying = with_lanes(replace(begun, running=begun.running[1:], waiting=begun.waiting, num_in_flight=1), 2)
+    flying = replace(flying, flights=(begun.running[:1],), in_flight_ends=np.array([15], dtype=np.int32))
+    assert chosen(scheduler.schedule(flying)) == [(1, 15)]
+
+
+def engine_of(
+    scheduler: Scheduler, num_lanes: int, *, num_blocks: int = 40_000, max_batch_tokens: int = 2048
+) -> Engine:
+    config = engine_config(
+        max_sequences=2048,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_rows=512,
+        max_model_len=40_000,
+        vocab_size=1000,
+        block_size=16,
+        prefix_caching=False,
+    )
+    return Engine(replace(config, num_lanes=num_lanes), scheduler, num_blocks)
+
+
+def sequences(prompts: list[int], outputs: list[int], arrivals_s: list[float]) -> list[NewSequence]:
+    return [
+        new_sequence(name, prompt=[5] * prompt, max_tokens=output, ignore_eos=True, arrival_s=arrival_s)
+        for name, (prompt, output, arrival_s) in enumerate(zip(prompts, outputs, arrivals_s, strict=True))
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+def test_an_engine_hands_out_what_was_formed_ahead(seed: int, num_lanes: int) -> None:
+    """A closed queue, whose answers are one token long so that nobody decodes: a last token of a prompt would."""
+    random = np.random.default_rng(seed)
+    prompts = random.integers(1, 600, size=random.integers(1, 16 * num_lanes)).tolist()
+    engine = engine_of(LookaheadScheduler(WORK), num_lanes, max_batch_tokens=256)
+    pipeline = ToyPipeline(engine, COST, num_lanes)
+    pipeline.run(sequences(prompts, [1] * len(prompts), [0.0] * len(prompts)))
+    formed = form_ahead([Waiting(0, n) for n in prompts], [], COST, Limits(256, 512, num_lanes))
+    assume(all(chunk.prefix + chunk.num_tokens != prompts[chunk.prompt] - 1 for b in formed for chunk in b.chunks))
+    expected = [[(chunk.prompt, chunk.num_tokens) for chunk in b.chunks] for b in formed if b.chunks]
+    assert [sorted(batch) for batch in pipeline.chunks_by_name()] == [sorted(batch) for batch in expected]
+
+
+def bubbles(scheduler: Scheduler, num_lanes: int, lengths: str, rate_per_s: float) -> tuple[float, int]:
+    """Idle share of the stages while requests queue, and tokens computed until then: 8 s to 24 s of an overload."""
+    random = np.random.default_rng(11)
+    prompts, outputs = find_lengths(lengths).sample(int(rate_per_s * 24), random)
+    arrivals_s = np.cumsum(random.exponential(1 / rate_per_s, size=prompts.size))
+    pipeline = ToyPipeline(engine_of(scheduler, num_lanes), COST, num_lanes)
+    pipeline.run(sequences(prompts.tolist(), outputs.tolist(), arrivals_s.tolist()), until_s=24)
+    assert pipeline.engine.stats.num_waiting > 8, "requests queue"
+    return pipeline.idle_ratio(8, 24), sum(int(batch.num_tokens.sum()) for batch in pipeline.batches)
+
+
+@pytest.mark.parametrize(("num_lanes", "rate_per_s"), [(2, 4.0), (4, 8.0)])
+def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes: int, rate_per_s: float) -> None:
+    """Long documents: by token count several times as much, and so fewer tokens."""
+    idle, tokens = bubbles(LookaheadScheduler(WORK), num_lanes, "longbench", rate_per_s)
+    idle_by_count, tokens_by_count = bubbles(TokenCount(), num_lanes, "longbench", rate_per_s)
+    assert idle < 0.02
+    assert idle_by_count > 3 * idle
+    assert tokens > tokens_by_count
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_lanes", [2, 3])
+@pytest.mark.parametrize("num_host_blocks", [0, 12])
+def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:
+    """Several batches in flight while sequences come, go, fail, lose memory and get it back."""
+    random = np.random.default_rng([seed, num_lanes, num_host_blocks])
+    unruly = UnrulyScheduler(LookaheadScheduler(Work(1.0, 0.1)), random)
+    config = engine_config(max_batch_tokens=24, max_batch_rows=6, max_model_len=80, vocab_size=50, eos_token_ids=(1, 2))
+    engine = make_engine(
+        unruly,
+        num_blocks=int(random.integers(20, 40)),
+        config=replace(config, num_lanes=num_lanes),
+        num_host_blocks=num_host_blocks,
+    )
+    chaos = Chaos(EngineHarness(engine, depth=num_lanes), random)
+    unruly.is_calm = bool(seed % 2)
+    chaos.run(300)
+    unruly.is_calm = True
+    chaos.calm_down()
+    chaos.harness.judge()
+    chaos.harness.check_empty()
+
+
+def test_lanes_do_not_starve_when_memory_is_short() -> None:
+    """Room for about three of twelve at a time: all end, on two stages, and no stage is forgotten."""
+    random = np.random.default_rng(3)
+    prompts, outputs = random.integers(100, 400, size=12).tolist(), random.integers(20, 60, size=12).tolist()
+    engine = engine_of(LookaheadScheduler(WORK), 2, num_blocks=80, max_batch_tokens=128)
+    pipeline = ToyPipeline(engine, CostModel(1e-3, 1e-5, 0, 0, 1e-8, 1e-8), 2)
+    pipeline.run(sequences(prompts, outputs, [0.0] * 12))
+    assert engine.totals.num_finished == 12
+    engine.check_invariants()
