@@ -53,7 +53,7 @@ def _poison(when: str) -> None:
     if when == "at-accept":
         Engine.add = poisoned_add  # type: ignore[method-assign]
     else:
-        ModelRunner.run = poisoned_run  # type: ignore[method-assign]
+        ModelRunner.run = poisoned_run  # type: ignore[method-assign, assignment]
 
 
 def _stuck() -> None:
@@ -64,7 +64,7 @@ def _stuck() -> None:
             time.sleep(LOOK_S)
         return run(self, batch)
 
-    ModelRunner.run = stuck_run  # type: ignore[method-assign]
+    ModelRunner.run = stuck_run  # type: ignore[method-assign, assignment]
 
 
 def _other_major() -> None:

@@ -178,7 +178,7 @@ def _pack_activation(message: Activation) -> list[Buffer]:
     rows, columns = (hidden.shape[0], 1) if hidden.ndim == 1 else hidden.shape
     place = (hidden.ndim, len(message.durations_s), rows, columns)
     header = _ACTIVATION.pack(message.step_id, message.num_tokens, _DTYPES.index(hidden.dtype), *place)
-    return [header + _pack_durations(message.durations_s), memoryview(hidden.reshape(-1).view(np.uint8))]
+    return [header + _pack_durations(message.durations_s), hidden.reshape(-1).view(np.uint8).data]
 
 
 def _unpack_activation(payload: Buffer) -> Activation:
