@@ -9,10 +9,15 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.types import HostMemory
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import MoveCost, Scheduler
+from services.worker.policy.work import Work
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams
 
 FOREVER = 1e12
+
+
+WORK = Work(beta_s=1e-4, alpha_s=1e-8)
+"""What prefill costs, for the schedulers that weigh it."""
 
 
 def engine_config(
@@ -51,7 +56,7 @@ def make_engine(
     move_cost: MoveCost | None = None,
 ) -> Engine:
     """With host blocks KV is swapped, as long as they last: moving costs next to nothing unless told otherwise."""
-    chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+    chosen = make_scheduler(scheduler, WORK) if isinstance(scheduler, str) else scheduler
     cost = move_cost or MoveCost(block_copy_s=1e-6, token_s=1.0)
     host = (HostMemory(num_host_blocks, 1024, cost.block_copy_s), cost) if num_host_blocks else None
     return Engine(config or engine_config(), chosen, num_blocks, host)
