@@ -39,8 +39,8 @@ install: $(VENV)/.dev $(VENV)/.native ## make .venv with sluice and its developm
 demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading speed
 	$(BIN)/sluice demo
 
-test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not faults and not compose"
+test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU, in two processes
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not faults and not compose"
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
 	$(BIN)/python -m pytest -m faults tests/faults
