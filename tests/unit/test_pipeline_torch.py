@@ -180,7 +180,7 @@ async def texts_of(engine: Engine, executor: PipelineExecutor | ThreadExecutor) 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 async def test_a_pipeline_of_threads_over_sockets_says_what_the_whole_model_says(num_stages: int) -> None:
     loop, dtype = asyncio.get_running_loop(), "bfloat16" if num_stages == 2 else "float32"
-    runner = open_runner(SHAPES["llama"], deterministic=True, dtype=dtype)
+    runner = open_runner(SHAPES["llama"], deterministic=True, dtype=dtype, kernels="auto")
     expected = await texts_of(new_engine(1), ThreadExecutor(runner, loop))
     devices = stages_of("llama", even_split(4, num_stages), dtype, "auto")
     pipeline = wire_up(devices, loop)
