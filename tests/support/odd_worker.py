@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from services.worker.engine.engine import Engine
+from services.worker.engine.types import Batch, BatchOutput
 from services.worker.executor.model_runner import ModelRunner
 from shared import wire
 from shared.messages import base
@@ -43,28 +44,28 @@ def _poison(when: str) -> None:
             _die()
         return outcome
 
-    def poisoned_run(self: ModelRunner, batch: Any) -> Any:
+    def poisoned_run(self: ModelRunner, batch: Batch, hidden: Any = None) -> BatchOutput:
         chunks = np.split(batch.tokens, np.cumsum(batch.num_tokens)[:-1])
         if any(chunk.tolist() == POISON for chunk in chunks):
             time.sleep(STEP_S)
             _die()
-        return run(self, batch)
+        return run(self, batch, hidden)
 
     if when == "at-accept":
         Engine.add = poisoned_add  # type: ignore[method-assign]
     else:
-        ModelRunner.run = poisoned_run  # type: ignore[method-assign, assignment]
+        ModelRunner.run = poisoned_run  # type: ignore[method-assign]
 
 
 def _stuck() -> None:
     run, file = ModelRunner.run, Path(os.environ["STUCK_FILE"])
 
-    def stuck_run(self: ModelRunner, batch: Any) -> Any:
+    def stuck_run(self: ModelRunner, batch: Batch, hidden: Any = None) -> BatchOutput:
         while file.exists():
             time.sleep(LOOK_S)
-        return run(self, batch)
+        return run(self, batch, hidden)
 
-    ModelRunner.run = stuck_run  # type: ignore[method-assign, assignment]
+    ModelRunner.run = stuck_run  # type: ignore[method-assign]
 
 
 def _other_major() -> None:
