@@ -46,7 +46,9 @@ def _poison(when: str) -> None:
 
     def poisoned_run(self: ModelRunner, batch: Batch, hidden: Any = None) -> BatchOutput:
         chunks = np.split(batch.tokens, np.cumsum(batch.num_tokens)[:-1])
-        if any(chunk.tolist() == POISON for chunk in chunks):
+        parts = [(chunk.tolist(), start) for chunk, start in zip(chunks, batch.start.tolist(), strict=True)]
+        # the step's budget may cut the prompt: two tokens of it in their place are enough
+        if any(len(part) > 1 and part == POISON[start : start + len(part)] for part, start in parts):
             time.sleep(STEP_S)
             _die()
         return run(self, batch, hidden)
