@@ -2,9 +2,9 @@
 
     role         says                                    hears                         key-value buckets
     worker       reports, tokens, answers                what dispatchers ask workers  none
-    monitor      events, answers                         reports                       view: writes
-    planner      events, answers                         -                             view: reads; plan: writes
-    dispatcher   questions to workers, events, answers   tokens                        view: reads; owners: writes
+    monitor      views, events, answers                  reports                       view: writes
+    planner      events, answers                         views                         view: reads; plan: writes
+    dispatcher   questions to workers, events, answers   views, tokens                 view: reads; owners: writes
     operator     questions to everybody                  everything of the cluster     reads all
 
 What is not listed is denied, and a denied message is fatal to the service that sent it (`NatsBus`, `on_fatal`).
@@ -79,7 +79,7 @@ def _worker(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
     view = subjects.view_bucket()
-    publish = [*_open(view), *_write(view)]
+    publish = [subjects.view(), *_open(view), *_write(view)]
     asked = [subjects.admin(Role.MONITOR, ANY, verb) for verb in ("view", "counters")]
     return publish, [subjects.all_reports(), *asked, _inboxes(Role.MONITOR)]
 
@@ -87,13 +87,13 @@ def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
     publish = [*_open(view), *_read(view), *_open(plan), *_read(plan), *_write(plan)]
-    return publish, [subjects.admin(Role.PLANNER, ANY, "plan"), _inboxes(Role.PLANNER)]
+    return publish, [subjects.view(), subjects.admin(Role.PLANNER, ANY, "plan"), _inboxes(Role.PLANNER)]
 
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, owners = subjects.view_bucket(), subjects.owners_bucket()
     publish = [*_requests(subjects), *_open(view), *_read(view), *_open(owners), *_read(owners), *_write(owners)]
-    heard = [subjects.tokens(_DISPATCHERS), subjects.admin(Role.DISPATCHER, ANY, "dump")]
+    heard = [subjects.view(), subjects.tokens(_DISPATCHERS), subjects.admin(Role.DISPATCHER, ANY, "dump")]
     return publish, [*heard, _inboxes(Role.DISPATCHER)]
 
 

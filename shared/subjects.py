@@ -77,8 +77,12 @@ class Subjects:
         """Request-reply, JSON: what a service tells operators (`monitor`: view, counters; `planner`: plan)."""
         return f"sluice.{self.cluster}.{service}.{instance_id}.{verb}"
 
+    def view(self) -> str:
+        """Publish, JSON: the monitor's view of the cluster, by period and at once on a change."""
+        return f"sluice.{self.cluster}.view"
+
     def view_bucket(self) -> str:
-        """Key-value bucket of the monitor: key `cluster` holds the view as JSON."""
+        """Key-value bucket of the monitor: key `cluster` holds the newest view, for those who come later."""
         return f"sluice_{self.cluster}_view"
 
     def owners_bucket(self) -> str:

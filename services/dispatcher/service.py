@@ -13,8 +13,9 @@ from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.session import FailureCode
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
-from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from shared.bus import Bus, BusError, Endpoint, Message, ServiceInfo, Subscription
 from shared.bus_rules import is_power_of_two
+from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.ids import NOBODY, DispatcherId, Incarnation
 from shared.log import get_logger
@@ -24,11 +25,10 @@ from shared.systems import find_system
 from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.version import VERSION
-from shared.wire import WireError, decode_json
+from shared.wire import WireError
 
 _log = get_logger()
 
-VIEW_KEY = "cluster"
 DESCRIPTION = "Takes requests over HTTP, places them on workers, and streams their answers"
 IDLE_POLL_S = 0.05
 """How often a draining dispatcher looks whether its last request has ended."""
@@ -60,6 +60,7 @@ class DispatcherService:
         self._dispatcher_id = DispatcherId(settings.instance_id)
         self._tasks = TaskOwner(on_failure)
         self._open: list[Subscription] = []
+        self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
         self._now = asyncio.get_running_loop().time
         self.sessions = Sessions(
             dispatcher_id=self._dispatcher_id,
@@ -82,8 +83,7 @@ class DispatcherService:
     async def start(self) -> None:
         """Hear tokens and views from now on, and answer operators."""
         self._open.append(await self.bus.subscribe(self._subjects.tokens(self._dispatcher_id), self._on_tokens))
-        views = await self.bus.key_value(self._subjects.view_bucket())
-        self._open.append(await views.watch(VIEW_KEY, self._on_view))
+        await self._views.start()
         subject = self._subjects.admin("dispatcher", self._dispatcher_id, "dump")
         dump = Endpoint("dump", subject, self._dump, metadata={"format": "json"})
         self._open.append(await self.bus.serve(self._info(), [dump]))
@@ -110,14 +110,8 @@ class DispatcherService:
             return
         self.sessions.on_tokens(batch)
 
-    def _on_view(self, entry: KvEntry) -> None:
-        if entry.value is None:
-            return
-        try:
-            view = decode_json(entry.value, ClusterView)
-        except WireError as error:
-            self._on_malformed(entry.key, error)
-            return
+    def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
+        del is_fresh  # what is wrong in an old one the next one mends
         self.sessions.on_view(view)
 
     def _on_malformed(self, where: str, error: WireError) -> None:
@@ -159,6 +153,7 @@ class DispatcherService:
     async def stop(self) -> None:
         """Leave the bus. Requests must have been released; their cancellations are sent, if the broker is there."""
         try:
+            await self._views.close()
             for subscription in reversed(self._open):
                 await subscription.close()
             await asyncio.sleep(0)  # cancellations that were started just now begin with sending

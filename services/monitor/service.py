@@ -1,4 +1,4 @@
-"""The monitor's shell: hears reports, keeps the state, writes the view, tells operators what changed."""
+"""The monitor's shell: hears reports, keeps the state, tells and stores the view, tells operators what changed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
 from services.monitor.state import Change, ClusterState, Verdict
 from shared.bus import Bus, BusError, Endpoint, KeyValue, Message, ServiceInfo, Subscription
+from shared.cluster_views import VIEW_KEY
 from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.log import get_logger
@@ -20,8 +21,6 @@ from shared.subjects import Subjects, check_token
 from shared.tasks import TaskOwner
 from shared.version import VERSION
 from shared.wire import WireError, WireVersionError, decode_json, encode_json
-
-VIEW_KEY = "cluster"
 
 _log = get_logger()
 
@@ -147,10 +146,11 @@ class Monitor:
             return
         self._num_views += 1
         try:
-            async with asyncio.timeout(
-                self._settings.dead_after_s / 3
-            ):  # nobody is judged meanwhile; the next one tells all
-                await self._view.put(VIEW_KEY, encode_json(self._state.make_view(now_s, self._num_views)))
+            data = encode_json(self._state.make_view(now_s, self._num_views))
+            await self._bus.publish(self._subjects.view(), data)
+            # nobody is judged meanwhile; the next one tells all
+            async with asyncio.timeout(self._settings.dead_after_s / 3):
+                await self._view.put(VIEW_KEY, data)
         except (BusError, WireError, TimeoutError) as error:
             self.counters["views_not_written"] += 1
             _log.warning("view_not_written", error=str(error) or "the broker did not answer in time")

@@ -10,6 +10,7 @@ from services.planner.book import PLAN_KEY, PlanBook, SupersededError
 from services.planner.config import PlannerSettings
 from services.planner.policy.ladder import NO_LEVER, ClusterSnapshot, Decision, Lever, WorkerLoad, decide
 from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.log import get_logger
 from shared.messages.event import Event
@@ -17,9 +18,7 @@ from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerSta
 from shared.subjects import Subjects
 from shared.tasks import TaskOwner
 from shared.version import VERSION
-from shared.wire import WireError, decode_json, encode_json
-
-VIEW_KEY = "cluster"
+from shared.wire import WireError, encode_json
 
 _log = get_logger()
 
@@ -40,6 +39,7 @@ class Planner:
         self._subjects = Subjects(settings.cluster)
         self._tasks = TaskOwner(on_failure)
         self._open: list[Subscription] = []
+        self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
         self._book: PlanBook | None = None
         self._view: ClusterView | None = None
         self._view_at_s: float | None = None
@@ -64,12 +64,11 @@ class Planner:
             BusError: the broker does not answer.
         """
         plans = await self._bus.key_value(self._subjects.plan_bucket())
-        views = await self._bus.key_value(self._subjects.view_bucket())
         self._book = PlanBook(plans)
         plan = await self._book.claim("the planner started")
         await self._announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
-        self._open.append(await views.watch(VIEW_KEY, self._on_view))
+        await self._views.start()
         self._open.append(await self._bus.serve(self._info(), [self._endpoint()]))
         self._tasks.start(self._run(self._book), name="planner")
 
@@ -78,22 +77,19 @@ class Planner:
         for subscription in reversed(self._open):
             await subscription.close()
         self._open.clear()
+        await self._views.close()
         await self._tasks.close()
 
     def _on_plan(self, entry: KvEntry) -> None:
         self._seen_revision = max(self._seen_revision, entry.revision)
 
-    def _on_view(self, entry: KvEntry) -> None:
-        if entry.value is None:
-            return
-        try:
-            view = decode_json(entry.value, ClusterView)
-        except WireError as error:
-            _log.warning("view_refused", reason=str(error))
-            return
-        if self._view is not None:  # the first value may have lain there for days: its age is unknown
-            self._view_at_s = asyncio.get_running_loop().time()
+    def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
         self._view = view
+        if is_fresh:
+            self._view_at_s = asyncio.get_running_loop().time()
+
+    def _on_malformed(self, where: str, error: WireError) -> None:
+        _log.warning("view_refused", subject=where, reason=str(error))
 
     async def _run(self, book: PlanBook) -> None:
         loop = asyncio.get_running_loop()

@@ -126,6 +126,7 @@ async def test_a_full_store_of_the_broker_stops_nothing(tmp_path_factory: pytest
             filling = await bus.key_value("filling", history=64)
             with pytest.raises(BusError):
                 await fill(filling)
+            cluster.kill("worker-0")
             await asyncio.sleep(2.0)
             async with reading(cluster, mixed_load()) as later:
                 await asyncio.gather(*(reader.task for reader in later))
