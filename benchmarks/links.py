@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import socket
 import sys
 import threading
@@ -23,11 +22,11 @@ import numpy as np
 
 from benchmarks.harness import cpu_s, machine, percentiles, print_table
 from services.worker.transfer.hello import Expected, Identity
-from services.worker.transfer.inbox import Inbox
-from services.worker.transfer.link import Arrival, LinkError, LinkParams, TrafficClass
+from services.worker.transfer.link import Arrival, LinkParams, TrafficClass
 from services.worker.transfer.tcp_connect import LinkListener, dial
 from services.worker.transfer.tcp_link import TcpLink
 from shared.ids import Incarnation, WorkerId
+from tests.support.link_child import echo
 
 TOKEN = b"a token for this measurement"
 PARENT, CHILD = WorkerId("parent"), WorkerId("child")
@@ -49,18 +48,6 @@ def identity(worker_id: WorkerId, rate_gb_per_s: float) -> Identity:
 
 
 # The other process
-
-
-def echo(link: TcpLink, inbox: Inbox) -> None:
-    """Return each activation, as the thread of a stage would pass it on."""
-    with contextlib.suppress(LinkError):
-        while True:
-            try:
-                arrival = inbox.get(1.0)
-            except TimeoutError:
-                continue
-            assert arrival.body is not None
-            link.send_from_thread(TrafficClass.ACTIVATION, ECHO, arrival.number, [arrival.body])
 
 
 async def child(port: int, rate_gb_per_s: float) -> None:

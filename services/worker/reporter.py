@@ -138,6 +138,8 @@ class Reporter:
             "num_blocks": stats.num_blocks,
             "num_used_blocks": stats.num_used_blocks,
             "num_demanded_blocks": stats.num_demanded_blocks,
+            "num_head_blocks": stats.num_head_blocks,
+            "num_queued_for_memory": stats.num_queued_for_memory,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "num_preempted": stats.num_preempted,

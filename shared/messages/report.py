@@ -55,9 +55,10 @@ class WorkerReport(ControlMessage):
     num_demanded_blocks: int = 0
     """Blocks that waiting and preempted sequences need before they can run."""
     num_head_blocks: int = 0
-    """Of these, the blocks that the next one in line needs beyond those in use."""
+    """Of these, the blocks that the next one in line needs."""
     num_queued_for_memory: int = 0
-    """Waiting and preempted sequences that would run if there were KV blocks for them: no other limit holds them."""
+    """Waiting and preempted sequences that would run if there were KV blocks for them: there is a place for them among
+    those that run."""
     num_running: int = 0
     num_waiting: int = 0
     num_preempted: int = 0

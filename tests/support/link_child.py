@@ -32,7 +32,8 @@ def identity(worker_id: WorkerId, params: LinkParams | None = None) -> Identity:
     return Identity(worker_id, Incarnation(7), TOKEN, params or LinkParams(ping_s=0.2, dead_after_s=1.0))
 
 
-def _echo(link: TcpLink, inbox: Inbox) -> None:
+def echo(link: TcpLink, inbox: Inbox) -> None:
+    """Return each activation, as the thread of a stage would pass it on."""
     with contextlib.suppress(LinkError):
         while True:
             try:
@@ -45,7 +46,7 @@ def _echo(link: TcpLink, inbox: Inbox) -> None:
 
 async def main(port: int, zone_bytes: int) -> None:
     link = await dial("127.0.0.1", port, identity(CHILD), Expected(PARENT))
-    echo = threading.Thread(target=_echo, args=(link, link.inbox(ECHO)), daemon=True)
+    echoing = threading.Thread(target=echo, args=(link, link.inbox(ECHO)), daemon=True)
     ended = asyncio.Event()
     zone = memoryview(bytearray(zone_bytes))
 
@@ -57,7 +58,7 @@ async def main(port: int, zone_bytes: int) -> None:
     link.post(BULK, 0, [zone])
     link.post(BULK, 1, [zone])
     link.start(take, lambda _: ended.set())
-    echo.start()
+    echoing.start()
     link.send(TrafficClass.CONTROL, NEWS, 2**31, [b"ready"])
     await ended.wait()
     await link.close()

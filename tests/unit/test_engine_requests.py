@@ -192,6 +192,24 @@ def test_outputs_of_an_earlier_attempt_count_as_shown_on_schedule() -> None:
     assert harness.engine.table.qoe_delay_sum_s[0] == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize(("max_rows", "num_queued"), [(8, 2), (2, 1), (1, 0)])
+def test_stats_tell_who_waits_for_memory_and_who_for_a_place(max_rows: int, num_queued: int) -> None:
+    """The first takes 8 of 10 blocks of 4 tokens; the next in line needs 3, the one behind it 1."""
+    config = engine_config(max_model_len=40, max_batch_rows=max_rows)
+    harness = EngineHarness(make_engine("fcfs", num_blocks=10, config=config))
+    harness.add(new_sequence(0, num_prompt=31, max_tokens=2))
+    alone = harness.engine.stats
+    assert (alone.num_head_blocks, alone.num_queued_for_memory) == (8, 0)
+    harness.step()
+    harness.add(new_sequence(1, num_prompt=12, max_tokens=2))
+    harness.add(new_sequence(2, num_prompt=3, max_tokens=2))
+    stats = harness.engine.stats
+    assert (stats.num_waiting, stats.num_head_blocks, stats.num_queued_for_memory) == (2, 3, num_queued)
+    harness.drain()
+    done = harness.engine.stats
+    assert (done.num_head_blocks, done.num_queued_for_memory) == (0, 0)
+
+
 def test_stats_count_what_happened() -> None:
     harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
     for name in range(3):

@@ -64,6 +64,11 @@ class EngineStats:
     num_demanded_blocks: int
     """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached, beyond
     those in use."""
+    num_head_blocks: int
+    """Of these, the blocks that the next one in line needs."""
+    num_queued_for_memory: int
+    """Waiting and preempted sequences for which there is a place among those that run, while the next one in line finds
+    too few free blocks beside one more for each that runs."""
     num_host_blocks: int
     """Blocks of host memory for KV of preempted sequences."""
     num_used_host_blocks: int
@@ -91,13 +96,19 @@ def take_stats(engine: Engine) -> EngineStats:
     """Return the counts of this moment."""
     table, host = engine.table, None if engine.swapping is None else engine.swapping.host
     used = min(engine.blocks.num_used, engine.capacity_blocks)
+    num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
+    head = table.num_head_blocks
+    places = max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0)
+    lacks_memory = head + num_running > engine.blocks.num_free
     return EngineStats(
-        num_running=len(table.running),
+        num_running=num_running,
         num_waiting=len(table.waiting),
         num_preempted=len(table.preempted),
         num_blocks=engine.capacity_blocks,
         num_used_blocks=used,
         num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
+        num_head_blocks=head,
+        num_queued_for_memory=min(num_parked, places) if lacks_memory else 0,
         num_host_blocks=0 if host is None else host.num_blocks,
         num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
         **{name: getattr(engine.totals, name) for name in _TOTALS},

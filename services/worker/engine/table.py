@@ -167,6 +167,12 @@ class SequenceTable:
         self.cold[row] = None
         self._free.append(row)
 
+    @property
+    def num_head_blocks(self) -> int:
+        """Blocks that the next parked row needs for the tokens known so far; 0 without one."""
+        queue = self.preempted if len(self.preempted) else self.waiting
+        return self._num_blocks(int(queue.view[0])) if len(queue) else 0
+
     def _num_blocks(self, row: int) -> int:
         return -(-int(self.num_known[row]) // self._block_size)
 
