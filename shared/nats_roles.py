@@ -1,9 +1,9 @@
 """Who may say and hear what at the broker: one user per kind of process, with allow-lists of subjects. Pure.
 
     role         says                                    hears                         key-value buckets
-    worker       reports, tokens, answers                what dispatchers ask workers  none
+    worker       reports, tokens, answers                what is asked of workers      none
     monitor      views, events, answers                  reports                       view: writes
-    planner      events, answers                         views                         view: reads; plan: writes
+    planner      plans to workers, events, answers       views                         view: reads; plan: writes
     dispatcher   questions to workers, events, answers   views, tokens                 view: reads; owners: writes
     operator     questions to everybody                  everything of the cluster     reads all
 
@@ -74,7 +74,10 @@ def permissions(role: Role, cluster: str = "default") -> Permissions:
 
 def _worker(subjects: Subjects) -> tuple[list[str], list[str]]:
     # no inbox: a worker asks nobody
-    return [subjects.report(_WORKERS), subjects.tokens(_DISPATCHERS)], _asked_of_workers(subjects)
+    return [subjects.report(_WORKERS), subjects.tokens(_DISPATCHERS)], [
+        *_asked_of_workers(subjects),
+        subjects.plan(_WORKERS),
+    ]
 
 
 def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
@@ -86,7 +89,7 @@ def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
-    publish = [*_open(view), *_read(view), *_open(plan), *_read(plan), *_write(plan)]
+    publish = [subjects.plan(_WORKERS), *_open(view), *_read(view), *_open(plan), *_read(plan), *_write(plan)]
     return publish, [subjects.view(), subjects.admin(Role.PLANNER, ANY, "plan"), _inboxes(Role.PLANNER)]
 
 

@@ -57,6 +57,10 @@ class Subjects:
         """Request-reply, JSON: shapes and durations of the worker's last steps, from a step id on."""
         return f"sluice.{self.cluster}.worker.{worker_id}.steps"
 
+    def plan(self, worker_id: WorkerId) -> str:
+        """Request-reply, JSON: the planner has this worker prepare, carry out or abandon its part of a plan."""
+        return f"sluice.{self.cluster}.worker.{worker_id}.plan"
+
     def tokens(self, dispatcher_id: DispatcherId) -> str:
         """Publish, packed columns: the new tokens of one step for one dispatcher."""
         return f"sluice.{self.cluster}.dispatcher.{dispatcher_id}.tokens"

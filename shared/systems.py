@@ -42,6 +42,8 @@ class System:
     """Where it is unlimited, the system runs in the simulator only."""
     num_stages: int = 1
     """Instances that serve one copy of the model as a pipeline, for good; more than one runs in the simulator only."""
+    drops: bool = False
+    """Under pressure the planner has workers drop replicated parameters and form pipeline groups."""
 
 
 SYSTEMS: dict[str, System] = {

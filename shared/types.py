@@ -33,6 +33,7 @@ class FinishReason(IntEnum):
     CANCELLED = 3  # the dispatcher asked for it
     ERROR = 4  # the sequence failed twice in a step of its own; the other sequences went on
     SUPERSEDED = 5  # a newer attempt of the request took the sequence over, for another dispatcher
+    RELEASED = 6  # its worker has no place for it any more: it goes on at another one
 
 
 class RequestClass(StrEnum):

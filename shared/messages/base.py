@@ -8,6 +8,12 @@ PROTOCOL_VERSION = 1
 """Major version of the control protocol; a message of another major version is refused."""
 
 
+class MessagePart(BaseModel):
+    """A frozen part of a control message. Unknown fields are ignored, as in the message."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
 class ControlMessage(BaseModel):
     """A frozen control message.
 

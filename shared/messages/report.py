@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shared.ids import Incarnation, WorkerId
-from shared.messages.base import ControlMessage
+from shared.messages.base import ControlMessage, MessagePart
 
 
 class WorkerPhase(StrEnum):
@@ -18,6 +18,30 @@ class WorkerPhase(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     STOPPED = "stopped"
+
+
+class ElasticFacts(MessagePart):
+    """Memory of which layers can be dropped: what a planner must know to say how much KV some layers leave room for."""
+
+    layer_bytes: tuple[int, ...]
+    """Parameters of each layer of the model, as its buffer takes them."""
+    outer_bytes: int
+    """Parameters outside the layers: one range of their own."""
+    first_stage_end: int
+    """The stage that has the first layer needs the outer bytes [0, first_stage_end)."""
+    last_stage_begin: int
+    """The stage that has the last layer needs the outer bytes [last_stage_begin, outer_bytes)."""
+    block_bytes: int
+    """Keys of one block in one layer; its values take as much."""
+    page_bytes: int
+    num_pages: int
+    """Budget of parameters and KV together."""
+    max_blocks: int
+    """Block ids are below this."""
+    token_s: float = 0.0
+    """Seconds that computing the KV of one token again takes; 0 if unknown."""
+    has_host_copy: bool = False
+    """Dropped layers can be loaded again from the memory or the disk of its own host."""
 
 
 class WorkerReport(ControlMessage):
@@ -59,6 +83,22 @@ class WorkerReport(ControlMessage):
     num_queued_for_memory: int = 0
     """Waiting and preempted sequences that would run if there were KV blocks for them: there is a place for them among
     those that run."""
+    num_layers: int = 0
+    """Of the whole model; 0 if the worker does not say."""
+    layers: tuple[int, int] = (0, 0)
+    """First layer that is held and computed here, and one past the last."""
+    group: str = ""
+    """Id of the worker that leads its pipeline group; empty while it is alone. A leader reports for its whole group: KV
+    blocks that every stage has, and all sequences. The other members have none, and nothing is placed on them."""
+    stage: int = 0
+    """Its place in the group's pipeline; 0 for the leader."""
+    num_stages: int = 1
+    plan_id: int = 0
+    """The last plan that was carried out here; 0: none."""
+    stage_address: str = ""
+    """Where the other stages of a group connect, `host:port`; empty: only workers of the same process can."""
+    elastic: ElasticFacts | None = None
+    """None: its parameters cannot be dropped."""
     num_running: int = 0
     num_waiting: int = 0
     num_preempted: int = 0

@@ -35,6 +35,7 @@ def inboxes(role: Role) -> list[str]:
         (SUBJECTS.renew(W0), {Role.DISPATCHER, Role.OPERATOR}),
         (SUBJECTS.dump(W0), {Role.OPERATOR}),
         (SUBJECTS.steps(W0), {Role.OPERATOR}),
+        (SUBJECTS.plan(W0), {Role.PLANNER}),
         (SUBJECTS.report(W0), {Role.WORKER}),
         (SUBJECTS.tokens(D0), {Role.WORKER}),
         (SUBJECTS.event("monitor", "m"), {Role.MONITOR}),
@@ -63,6 +64,7 @@ def test_each_subject_is_published_by_these_roles_and_no_other(subject: str, who
     [
         (SUBJECTS.submit(W0), {Role.WORKER, Role.OPERATOR}),
         (SUBJECTS.renew(W0), {Role.WORKER, Role.OPERATOR}),
+        (SUBJECTS.plan(W0), {Role.WORKER, Role.OPERATOR}),
         (SUBJECTS.report(W0), {Role.MONITOR, Role.OPERATOR}),
         (SUBJECTS.tokens(D0), {Role.DISPATCHER, Role.OPERATOR}),
         (SUBJECTS.view(), {Role.DISPATCHER, Role.PLANNER, Role.OPERATOR}),

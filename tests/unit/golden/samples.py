@@ -14,8 +14,18 @@ from shared.messages.base import ControlMessage
 from shared.messages.event import Event
 from shared.messages.lease import Renew, Renewed
 from shared.messages.owner import Owner
-from shared.messages.plan import Plan
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.plan import (
+    AbortPlan,
+    CommitPlan,
+    Plan,
+    PlanAnswer,
+    PlannedGroup,
+    PlannedStage,
+    PlanPhase,
+    PlanState,
+    PreparePlan,
+)
+from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.messages.request import (
     Accepted,
     Cancel,
@@ -90,6 +100,25 @@ _REPORT = WorkerReport(
     num_demanded_blocks=12,
     num_head_blocks=5,
     num_queued_for_memory=3,
+    num_layers=8,
+    layers=(2, 5),
+    group="w-1",
+    stage=1,
+    num_stages=3,
+    plan_id=6,
+    stage_address="a-host:4300",
+    elastic=ElasticFacts(
+        layer_bytes=(4096, 4097),
+        outer_bytes=999,
+        first_stage_end=500,
+        last_stage_begin=600,
+        block_bytes=2048,
+        page_bytes=2**21,
+        num_pages=4000,
+        max_blocks=9000,
+        token_s=0.0005,
+        has_host_copy=True,
+    ),
     num_running=3,
     num_waiting=2,
     num_preempted=1,
@@ -107,6 +136,13 @@ _REPORT = WorkerReport(
     num_finished_total=8,
     num_prefix_cache_queries_total=4_000_000_000,
     num_prefix_cache_hits_total=3_000,
+)
+PLANNED_GROUP = PlannedGroup(
+    stages=(
+        PlannedStage(worker_id=WorkerId("w-1"), incarnation=Incarnation(5), address="a:1", held=(0, 4), layers=(0, 2)),
+        PlannedStage(worker_id=WorkerId("w-2"), incarnation=Incarnation(6), address="b:2", held=(0, 4), layers=(2, 4)),
+    ),
+    num_blocks=512,
 )
 _STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, incompatible="2", report=_REPORT)
 
@@ -151,7 +187,20 @@ MESSAGES: dict[str, ControlMessage] = {
             ),
         ),
     ),
-    "plan": Plan(epoch=3, lever="drop", reason="KV 94 % full"),
+    "plan": Plan(
+        epoch=3, lever="drop", reason="KV 94 % full", plan_id=2, phase=PlanPhase.COMMITTING, groups=(PLANNED_GROUP,)
+    ),
+    "prepare_plan": PreparePlan(epoch=2, plan_id=2, group=PLANNED_GROUP, token="t0k3n", limit_s=2.0),
+    "commit_plan": CommitPlan(epoch=3, plan_id=2),
+    "abort_plan": AbortPlan(epoch=3, plan_id=2),
+    "plan_answer": PlanAnswer(
+        worker_id=WorkerId("w-1"),
+        plan_id=2,
+        state=PlanState.FAILED,
+        reason="w-2 did not come",
+        newest_epoch=3,
+        num_blocks=512,
+    ),
     "event": Event(
         name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"
     ),

@@ -1,0 +1,1 @@
+"""A worker as a part of a pipeline group: its roles, and the plans by which they change."""

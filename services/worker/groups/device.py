@@ -1,0 +1,114 @@
+"""What a worker's plan agent asks of its device: to hold some layers, and to be a stage of a group.
+
+alone ──lead──► leader: the executor is the whole group's          ──alone──► alone
+│ └──join──► member: computes what the leader says, until `on_end`  ──alone──►
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.engine.types import Executor
+from shared.ids import WorkerId
+from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """One stage of a group that is to come about."""
+
+    worker_id: WorkerId
+    address: str
+    """`host:port` where it waits for the others; empty where all are in one process."""
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlace:
+    """A group that is to come about, as one of its members sees it."""
+
+    plan_id: int
+    """Same for all members, and for no other group of theirs."""
+    token: str
+    """Shown by whoever connects."""
+    stages: tuple[StagePlace, ...]
+    """In the order of the pipeline; more than one."""
+    index: int
+    """Which of them this worker is."""
+
+    @property
+    def own(self) -> StagePlace:
+        """This worker's stage."""
+        return self.stages[self.index]
+
+
+class GroupFailedError(Exception):
+    """The group did not come about: a member did not come, or a connection broke."""
+
+
+class GroupDevice(Protocol):
+    """Memory and model of a worker whose layers can be dropped. Changed only while no step is in flight.
+
+    KV does not survive a change: whoever calls it has taken all blocks from all sequences before.
+    """
+
+    @property
+    def layers(self) -> LayerRange:
+        """Held now."""
+        ...
+
+    @property
+    def facts(self) -> ElasticFacts:
+        """Sizes of its memory; they never change."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where other stages connect, `host:port`; empty where all are in one process."""
+        ...
+
+    def refusal(self, layers: LayerRange) -> str | None:
+        """Return why this device cannot come to hold exactly these layers; None if it can."""
+        ...
+
+    async def lead(self, place: GroupPlace) -> Executor:
+        """Drop all but the own layers, connect to the members, and return the group's executor.
+
+        The executor before must not be used any more; it need not be closed. The new one is closed by the caller before
+        the next change, which ends the pipeline in order.
+
+        Raises:
+            GroupFailedError: the group did not come about; `alone` has to be called.
+        """
+        ...
+
+    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
+        """Drop all but the own layers, and compute them for the group's leader from now on.
+
+        Args:
+            place: the group.
+            on_end: called once on the loop, when the pipeline ends: with the reason if it is broken, None if the leader
+                has closed it. Not called after `alone`.
+
+        Returns:
+            KV blocks that this device has for its layers.
+
+        Raises:
+            GroupFailedError: the group did not come about; `alone` has to be called.
+        """
+        ...
+
+    async def alone(self) -> Executor:
+        """Leave any group, load what is missing, and return the executor of the whole model. Idempotent.
+
+        Raises:
+            StartupError: a layer cannot be loaded again; the worker must end.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Leave any group and give back memory. Idempotent."""
+        ...
