@@ -17,6 +17,7 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
+from services.worker.groups.modelled_device import ModelledNetwork
 from shared.memory_bus import LATENCY_S, MemoryBroker
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
@@ -48,6 +49,7 @@ class SimCluster:
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
         self.broker = MemoryBroker(params.latency_s)
+        self.network = ModelledNetwork()
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
@@ -73,7 +75,7 @@ class SimCluster:
         await self._planner.start()
         await self.dispatcher.start()
         for params in self.params.workers:
-            worker = SimWorker(params, self.broker.connect(params.worker_id))
+            worker = SimWorker(params, self.broker.connect(params.worker_id), network=self.network)
             await worker.start()
             self.workers.append(worker)
         async with asyncio.timeout(READY_LIMIT_S):

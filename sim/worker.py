@@ -17,12 +17,14 @@ from services.worker.executor.modelled import FailureInjector, ModelledExecutor
 from services.worker.executor.modelled_pipeline import PipelineParams, modelled_stages
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice, ModelledNetwork
 from services.worker.policy.view import Scheduler
 from services.worker.service import WorkerService
 from shared.bus import Bus
 from shared.cost import CostModel
 from shared.ids import Incarnation
 from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts
 from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
 from shared.tasks import TaskOwner
 from sim.oracle import UnlimitedEngine
@@ -81,6 +83,11 @@ class SimWorkerParams:
     """See `WorkerSettings.orphan_s`."""
     pipeline: Pipeline | None = None
     """None: the whole model on one device. Else this worker leads a group, and `num_blocks` are those of each stage."""
+    elastic: ElasticFacts | None = None
+    """Memory of which layers can be dropped; then it says how many blocks there are, and `num_blocks` counts for
+    nothing."""
+    remap_s: float = 0.005
+    """See `ModelledDeviceParams`."""
 
     def host_memory(self) -> HostMemory | None:
         """Return the memory to which the system swaps, None if it does not."""
@@ -112,10 +119,15 @@ class SimWorker:
         params: what it is like.
         bus: connected.
         on_failure: called with a task's name and error when a task of it dies, which `failures` notes as well.
+        network: where its groups meet, if its layers can be dropped.
     """
 
     def __init__(
-        self, params: SimWorkerParams, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
+        self,
+        params: SimWorkerParams,
+        bus: Bus,
+        on_failure: Callable[[str, BaseException], None] | None = None,
+        network: ModelledNetwork | None = None,
     ) -> None:
         self.params = params
         self.failures: list[tuple[str, BaseException]] = []
@@ -144,7 +156,9 @@ class SimWorker:
         """Its memory."""
         self.pipeline: PipelineExecutor | None = None
         """The group's stages, if this worker leads one."""
-        executor = self._open_device() if params.pipeline is None else self._open_pipeline(params.pipeline)
+        self.groups: ModelledGroupDevice | None = None
+        """Memory and model, if layers can be dropped."""
+        executor = self._open_executor(network or ModelledNetwork())
         self.reporter = make_reporter(self._settings, bus, Incarnation(params.incarnation))
         self.reporter.pid, self.reporter.host = 1, params.worker_id  # as in a container, before and after a restart
         self.service: WorkerService = build_worker(
@@ -161,7 +175,29 @@ class SimWorker:
             self.reporter,
             self._fail,
             make_engine=self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else None,
+            device=self.groups,
         )
+
+    def _open_executor(self, network: ModelledNetwork) -> Executor:
+        params = self.params
+        if params.pipeline is not None:
+            return self._open_pipeline(params.pipeline)
+        if params.elastic is None:
+            return self._open_device()
+        self.groups = ModelledGroupDevice(
+            ModelledDeviceParams(
+                params.elastic, params.cost, params.block_size, self.draw, params.failure, params.remap_s
+            ),
+            network,
+            self._take_device,
+        )
+        return self.groups.executor
+
+    def _take_device(self, kv: ShadowKv) -> Executor:
+        """Compute with the whole model over this memory."""
+        self.kv = kv
+        self.device = StickyExecutor(self.params.cost, kv, failure=self.params.failure)
+        return self.device
 
     def _open_device(self) -> Executor:
         params, host = self.params, self.params.host_memory()

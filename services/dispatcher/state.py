@@ -132,6 +132,7 @@ class ClusterState:
         status = worker.status
         return (
             status.report.phase is WorkerPhase.READY
+            and not status.report.stage
             and status.liveness is not Liveness.DEAD
             and not self._is_lost(worker)
         )
@@ -159,7 +160,7 @@ class ClusterState:
         ready = [
             _max_request_tokens(worker.status)
             for worker in self._workers.values()
-            if worker.status.report.phase is WorkerPhase.READY
+            if worker.status.report.phase is WorkerPhase.READY and not worker.status.report.stage
         ]
         return min([limit for limit in ready if limit], default=default)
 

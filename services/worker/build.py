@@ -13,6 +13,9 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor, HostMemory, KvCapacity
+from services.worker.groups.agent import PlanAgent
+from services.worker.groups.device import GroupDevice
+from services.worker.groups.role_executor import RoleExecutor
 from services.worker.intake import Intake
 from services.worker.leases import Leases
 from services.worker.policy.registry import make_scheduler
@@ -79,6 +82,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     on_failure: Callable[[str, BaseException], None],
     *,
     make_engine: EngineMaker | None = None,
+    device: GroupDevice | None = None,
 ) -> WorkerService:
     """Return a worker that is ready to `start`.
 
@@ -90,15 +94,27 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         reporter: already running or not; its task belongs to the caller.
         on_failure: called with a task's name and error when one of the worker's own tasks dies.
         make_engine: makes another engine than the usual one; for simulated devices.
+        device: of the executor, if its layers can be dropped; the worker closes it when it stops.
     """
     subjects = Subjects(settings.cluster)
-    facts = _facts(settings, executor.capacity, model)
+    facts = _facts(settings, executor.capacity, model, device)
+    executor = RoleExecutor(executor)
     engine = _engine(settings, executor, model, facts.max_model_len, make_engine)
     emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
     now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
     steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size, now)
     on_step = steps.note if settings.step_log_size else None
-    loop = StepLoop(engine, executor, emitter.emit, now, StepGate(), max_failures=max_failures, on_step=on_step)
+    gate, roles = StepGate(), _Roles()
+    loop = StepLoop(
+        engine,
+        executor,
+        emitter.emit,
+        now,
+        gate,
+        max_failures=max_failures,
+        on_step=on_step,
+        on_lost=roles.on_lost,
+    )
     leases = Leases(
         engine,
         emitter,
@@ -109,6 +125,21 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         lease_s=settings.lease_s,
         orphan_s=settings.orphan_s,
     )
+    tasks = TaskOwner(on_failure)
+    intake = Intake(engine, emitter, leases, now, loop.wake)
+    if device is not None:
+        roles.agent = PlanAgent(
+            worker_id=WorkerId(settings.instance_id),
+            device=device,
+            engine=engine,
+            loop=loop,
+            gate=gate,
+            executor=executor,
+            intake=intake,
+            reporter=reporter,
+            now=now,
+            tasks=tasks,
+        )
     return WorkerService(
         info=_info(settings, facts),
         facts=facts,
@@ -117,21 +148,35 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         engine=engine,
         loop=loop,
         executor=executor,
-        intake=Intake(engine, emitter, leases, now, loop.wake),
+        intake=intake,
         leases=leases,
         emitter=emitter,
         reporter=reporter,
         steps=steps,
         step_limit_s=step_limit(settings.step_limit_s, model.dry_step_s),
-        tasks=TaskOwner(on_failure),
+        tasks=tasks,
+        agent=roles.agent,
+        device=device,
     )
+
+
+class _Roles:
+    """The step loop's way to the plan agent, which is made after it; without one a lost executor ends the worker."""
+
+    def __init__(self) -> None:
+        self.agent: PlanAgent | None = None
+
+    def on_lost(self, cause: str) -> bool:
+        return self.agent is not None and self.agent.on_lost(cause)
 
 
 def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:
     return min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
 
 
-def _facts(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts) -> WorkerFacts:
+def _facts(
+    settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, device: GroupDevice | None
+) -> WorkerFacts:
     return WorkerFacts(
         model=settings.model_name(),
         device=settings.device,
@@ -144,6 +189,9 @@ def _facts(settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts) ->
         kv_bytes=model.kv_bytes,
         reserve_bytes=model.reserve_bytes,
         memory_bytes=settings.memory,
+        num_layers=0 if device is None else len(device.facts.layer_bytes),
+        stage_address="" if device is None else device.address,
+        elastic=None if device is None else device.facts.model_copy(update={"token_s": model.token_s}),
     )
 
 

@@ -61,6 +61,7 @@ class Intake:
         self._now = now
         self._wake = wake
         self._open = False
+        self._is_aside = False
         self._uploads = Uploads()
         self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._newest: OrderedDict[str, int] = OrderedDict()
@@ -73,11 +74,31 @@ class Intake:
         """Refuse submissions from now on; what runs goes on."""
         self._open = False
 
+    @property
+    def is_serving(self) -> bool:
+        """Submissions are taken, or would be if the worker were not a stage of another one's group."""
+        return self._open
+
+    def stand_aside(self) -> None:
+        """Refuse submissions while this worker is a stage of another one's group."""
+        self._is_aside = True
+
+    def serve_again(self) -> None:
+        """It is no longer."""
+        self._is_aside = False
+
+    @property
+    def _closed(self) -> RefusalReason | None:
+        """Why nothing is taken now; None if something is."""
+        if not self._open:
+            return RefusalReason.DRAINING
+        return RefusalReason.STAGE if self._is_aside else None
+
     async def submit(self, message: Message) -> bytes:
         """Answer a `Submit` with `Accepted` or `Refused`, and a part of a long one with `Uploaded`."""
         asked = decode_union(message.data, _QUESTIONS)
         if isinstance(asked, Upload):
-            num_bytes = self._uploads.add(asked, self._now()) if self._open else 0
+            num_bytes = self._uploads.add(asked, self._now()) if self._closed is None else 0
             return encode(Uploaded(request_id=asked.request_id, num_bytes=num_bytes))
         return encode(self._admit(asked))
 
@@ -85,8 +106,9 @@ class Intake:
         def refuse(reason: RefusalReason, detail: str = "", newest_attempt: int = 0) -> Refused:
             return Refused(request_id=submit.request_id, reason=reason, detail=detail, newest_attempt=newest_attempt)
 
-        if not self._open:
-            return refuse(RefusalReason.DRAINING)
+        closed = self._closed
+        if closed is not None:
+            return refuse(closed)
         if (submit.request_id, submit.attempt) in self._tombstones:
             return refuse(RefusalReason.CANCELLED, newest_attempt=submit.attempt)
         newest = self._newest.get(submit.request_id, 0)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 from services.worker.engine.stats import EngineStats
+from services.worker.groups.role import Role
 from shared.bus import Bus, BusError
 from shared.ids import Incarnation, WorkerId
 from shared.log import get_logger
-from shared.messages.report import WorkerPhase, WorkerReport
+from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.wire import encode_json
 
@@ -40,6 +41,9 @@ class WorkerFacts:
     kv_bytes: int = 0
     reserve_bytes: int = 0
     memory_bytes: int = 0
+    num_layers: int = 0
+    stage_address: str = ""
+    elastic: ElasticFacts | None = None
 
 
 class StatsSource(Protocol):
@@ -71,6 +75,7 @@ class Reporter:
         self._facts: WorkerFacts | None = None
         self._source: StatsSource | None = None
         self._rates = _Rates()
+        self._role: Role | None = None
 
     @property
     def phase(self) -> WorkerPhase:
@@ -91,6 +96,11 @@ class Reporter:
     def enter(self, phase: WorkerPhase) -> None:
         """Change the phase, and report at once."""
         self._phase = phase
+        self._wake.set()
+
+    def take_role(self, role: Role) -> None:
+        """The worker holds other layers, or is in another group: report at once."""
+        self._role = role
         self._wake.set()
 
     async def leave(self) -> None:
@@ -153,7 +163,20 @@ class Reporter:
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
         }
-        return base.model_copy(update={**asdict(self._facts), **numbers})
+        facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
+        return base.model_copy(update={**facts, **numbers, **_place(self._role)})
+
+
+def _place(role: Role | None) -> dict[str, Any]:
+    if role is None:
+        return {}
+    return {
+        "layers": (role.layers.first, role.layers.end),
+        "group": role.group,
+        "stage": role.stage,
+        "num_stages": role.num_stages,
+        "plan_id": role.plan_id,
+    }
 
 
 class _Rates:

@@ -9,6 +9,8 @@ from services.worker.emitter import Emitter
 from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Executor
+from services.worker.groups.agent import PlanAgent
+from services.worker.groups.device import GroupDevice
 from services.worker.intake import Intake
 from services.worker.leases import Leases
 from services.worker.reporter import Reporter, WorkerFacts
@@ -46,8 +48,12 @@ class WorkerService:
         steps: StepLog,
         step_limit_s: float,
         tasks: TaskOwner,
+        agent: PlanAgent | None = None,
+        device: GroupDevice | None = None,
     ) -> None:
         self.engine = engine
+        self.agent = agent
+        self._device = device
         self.executor = executor
         self._info = info
         self._facts = facts
@@ -81,11 +87,18 @@ class WorkerService:
                 Endpoint("replay", self._subjects.replay(worker_id), self._intake.replay),
                 Endpoint("renew", self._subjects.renew(worker_id), self.leases.renew),
                 Endpoint("dump", self._subjects.dump(worker_id), self._admin.dump, metadata={"format": "json"}),
+                *self._plan_endpoints(),
                 Endpoint("steps", self._subjects.steps(worker_id), self._steps.read, metadata={"format": "json"}),
             ],
         )
         self._intake.open()
         self._reporter.serve(self._facts, self.engine)
+
+    def _plan_endpoints(self) -> list[Endpoint]:
+        if self.agent is None:
+            return []
+        subject = self._subjects.plan(self.emitter.worker_id)
+        return [Endpoint("plan", subject, self.agent.answer, metadata={"format": "json"})]
 
     async def drain(self, limit_s: float) -> None:
         """Refuse new requests, and return when the running ones have ended or the time is over."""
@@ -112,6 +125,8 @@ class WorkerService:
         await self._tasks.close()
         if ended:
             await self.executor.close()
+            if self._device is not None:
+                await self._device.close()
         else:  # its thread is stuck in a step, and dies with the process
             _log.error("executor_abandoned", after_s=self._step_limit_s)
         await self._bus.flush()

@@ -97,6 +97,7 @@ class RefusalReason(StrEnum):
 
     FULL = "full"  # no row or no queue place now; try another worker, or later
     DRAINING = "draining"  # shutting down; try another worker
+    STAGE = "stage"  # it computes for another worker's group; try another one
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit this worker's KV memory or context
     INVALID = "invalid"  # malformed (ids outside the vocabulary, a bad length); do not retry
     DUPLICATE = "duplicate"  # this attempt of the request, or a later one, has been here already

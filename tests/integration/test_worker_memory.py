@@ -66,8 +66,9 @@ def test_a_loaded_worker_stays_within_its_budget_and_leaves_nothing_open() -> No
         taken = report["param_bytes"] + report["kv_bytes"] + report["reserve_bytes"]
         assert taken <= report["memory_bytes"] == BUDGET
         assert report["kernels"].startswith("torch" if BY_TORCH else "native")
-        load(running)
-        running.wait_until_idle()
+        for _ in range(2):  # the first one also fills the allocator's arenas
+            load(running)
+            running.wait_until_idle()
         files, peak = num_files(pid), status_bytes(pid, "VmHWM")
         assert running.total("num_preemptions_total") > 0
         assert peak <= BUDGET + BESIDES, f"{peak / MIB:.0f} MiB"

@@ -71,6 +71,7 @@ class Silence(Enum):
 _REFUSALS = {
     RefusalReason.FULL: SubmitOutcome.ELSEWHERE,
     RefusalReason.DRAINING: SubmitOutcome.ELSEWHERE,
+    RefusalReason.STAGE: SubmitOutcome.ELSEWHERE,
     RefusalReason.TOO_LONG: SubmitOutcome.TOO_LONG,
     RefusalReason.INVALID: SubmitOutcome.FAILED,
     RefusalReason.DUPLICATE: SubmitOutcome.OLD,

@@ -45,6 +45,7 @@ class Loss(StrEnum):
     SILENT = "silent"  # it hangs, or is cut off
     UNKNOWN = "unknown"  # it is there, and does not know the request
     DRAINING = "draining"  # it is about to stop
+    RELEASED = "released"  # it has given it up: it has no place for it any more
 
     @property
     def may_be_fatal(self) -> bool:

@@ -249,6 +249,10 @@ class Placing:
             if may_run:
                 self.cancel(worker_id, submit.request_id, submit.attempt)
             return SubmitOutcome.ELSEWHERE
+        if history.is_released:
+            self.left(session)
+            session.fence()
+            return SubmitOutcome.ELSEWHERE
         if answer.outcome is SubmitOutcome.ACCEPTED or history.has_started:  # or a token overtook the answer
             self._accept(session, worker_id, answer)
             return SubmitOutcome.ACCEPTED

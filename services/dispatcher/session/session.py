@@ -122,6 +122,8 @@ class History:
     """Output tokens when the present attempt began."""
     has_started: bool = False
     """Its worker has said that it computes something for the present attempt."""
+    is_released: bool = False
+    """Its worker has given the present attempt up, before its answer to the submission came."""
     incarnation: Incarnation = NOBODY
     """Process of the worker that accepted the present attempt."""
     num_blames: int = 0
@@ -259,7 +261,7 @@ class Session:
         self.worker_id, self.attempt = worker_id, attempt
         self.held.clear()
         self.history.num_at_start = len(self.tokens)
-        self.history.has_started = False
+        self.history.has_started = self.history.is_released = False
         self.history.incarnation = NOBODY
         self.num_lost_replies = 0
         self.is_suspect = False

@@ -67,7 +67,7 @@ class Sessions:
         incarnation: Incarnation = NOBODY,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, self._on_disowned, first_stream=incarnation)
+        self.table = SessionTable(self._on_gap, self._on_disowned, self._on_released, first_stream=incarnation)
         self.draining = False
         self._calls = calls
         self._owners = owners
@@ -227,6 +227,10 @@ class Sessions:
 
     def _on_disowned(self, session: Session) -> None:
         self.recovery.lost(session, Loss.UNKNOWN)
+
+    def _on_released(self, session: Session) -> None:
+        session.history.is_released = True  # if its submission has not been answered, who waits for that sees to it
+        self.recovery.lost(session, Loss.RELEASED)
 
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
         for session in self.table.on_worker(worker_id):

@@ -44,6 +44,7 @@ class SessionTable:
     Args:
         on_gap: called with a session that misses tokens.
         on_disowned: called with a session that its worker has ended though its time is not over.
+        on_released: called with a session that its worker has given up, to go on elsewhere.
         first_stream: the first handle. Different in each process of a dispatcher: workers may still send tokens for
             requests of the process before, and these must not meet a handle of this one.
     """
@@ -52,6 +53,7 @@ class SessionTable:
         self,
         on_gap: Callable[[Session], None],
         on_disowned: Callable[[Session], None] = lambda _: None,
+        on_released: Callable[[Session], None] = lambda _: None,
         *,
         first_stream: int = 0,
     ) -> None:
@@ -59,6 +61,7 @@ class SessionTable:
         self.gaps = GapHistogram()
         self._on_gap = on_gap
         self._on_disowned = on_disowned
+        self._on_released = on_released
         self._sessions: dict[int, Session] = {}
         self._next_stream = first_stream % (MAX_STREAM + 1)
         self._channels: dict[WorkerId, int] = {}
@@ -133,6 +136,9 @@ class SessionTable:
         if finish is FinishReason.CANCELLED and now_s - session.request.arrival_s < session.request.limit_s - SLACK_S:
             self._on_disowned(session)  # as an orphan: this process was away for too long
             return
+        is_released = finish is FinishReason.RELEASED
+        if is_released:
+            finish = FinishReason.NONE  # not of the answer
         try:
             if extra is None:
                 complete = session.receive(first_index, token_ids, finish, now_s)
@@ -144,7 +150,9 @@ class SessionTable:
             _log.exception("reader_failed", rid=session.request.request_id)
             session.fail(FailureCode.INTERNAL)
             return
-        if not complete:
+        if is_released and not session.ended.is_set():
+            self._on_released(session)
+        elif not complete:
             self._on_gap(session)
 
     def on_counter(self, worker_id: WorkerId, counter: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,6 @@ from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import (
-    EMPTY_I32,
     I32,
     Batch,
     BatchFailedError,
@@ -41,7 +41,8 @@ from services.worker.engine.types import (
     HostCopy,
     HostMemory,
 )
-from services.worker.policy.view import Limits, MoveCost, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.engine.viewing import view_of
+from services.worker.policy.view import Limits, MoveCost, Scheduler, SchedulerOutput
 from shared.ids import RequestId
 from shared.types import FinishReason
 
@@ -91,7 +92,8 @@ class Engine:
         self.residents.on_end = self._transitions.ended
         self._room = Room(self.table, self.blocks, self.sharing.forks, self._transitions)
         self._scheduler = scheduler
-        self._limits = Limits(config.max_batch_tokens, config.max_batch_rows, config.num_lanes)
+        self.limits = _limits(config)
+        """Of one step."""
         self._next_step_id = 0
         self._noted_s = 0.0
 
@@ -155,7 +157,7 @@ class Engine:
             self.residents.expire(now_s)
         if self.retry:
             return self._launch_again(self.retry.pop())
-        view = self._view(now_s)
+        view = view_of(self, now_s)
         if not (view.running.size or view.waiting.size or view.preempted.size):
             return None
         output = self._scheduler.schedule(view)
@@ -227,6 +229,23 @@ class Engine:
         assert not self.is_copying, "memory changes only while nothing is copied"
         self._room.set_backed(ids, backed=backed)
 
+    def change_executor(self, num_blocks: int, num_lanes: int) -> None:
+        """Go on with another executor, which has so many blocks, all empty, and knows no row. Nothing may be in flight.
+
+        Sequences that run are preempted, and what was cached is forgotten. No block may be pinned.
+        """
+        assert not self.flights, "the executor changes only while nothing is in flight"
+        assert self.swapping is None, "KV on the host would belong to another executor"
+        self._transitions.forget_executor()
+        self._room.replace(num_blocks)
+        self.config = replace(self.config, num_lanes=num_lanes)
+        self.limits = _limits(self.config)
+
+    def release_all(self) -> None:
+        """End every sequence here, to go on at another worker. Nothing may be in flight."""
+        assert not self.flights, "sequences are released only while nothing is in flight"
+        self.residents.release_all()
+
     def pin(self, ids: I32, owner: Hashable) -> None:
         """Keep blocks from being reused until their owner unpins them."""
         self.blocks.pin(ids, owner)
@@ -279,29 +298,6 @@ class Engine:
 
     # Inside
 
-    def _view(self, now_s: float) -> SchedulerView:
-        table = self.table
-        waiting, running, preempted = table.waiting.view, table.running.view, table.preempted.view
-        if np.count_nonzero(table.hold):
-            free = table.hold == 0
-            waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
-        ends = np.concatenate([flight.end for flight in self.flights]) if self.flights else EMPTY_I32
-        return SchedulerView(
-            now_s=now_s,
-            columns=table.columns,
-            waiting=waiting,
-            running=running,
-            preempted=preempted,
-            num_in_flight=ends.size,
-            free_blocks=self.blocks.num_free,
-            block_size=self.config.block_size,
-            limits=self._limits,
-            blocks=self.sharing,
-            host=None if self.swapping is None else self.swapping.view(),
-            flights=tuple(flight.batch.rows for flight in self.flights),
-            in_flight_ends=ends,
-        )
-
     def _note(self, now_s: float) -> None:
         """Count the time since the last look, and the memory that is held and asked for."""
         totals, stalled, used = self.totals, len(self.table.preempted), self.blocks.num_used
@@ -318,7 +314,7 @@ class Engine:
         table = self.table
         rows = output.rows.astype(np.intp)
         assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
-        assert rows.size <= self._limits.max_batch_rows, "the scheduler chose too many rows"
+        assert rows.size <= self.limits.max_batch_rows, "the scheduler chose too many rows"
         parked = table.status[rows] != _RUNNING
         if np.count_nonzero(parked):
             owner = ("copies", self._next_step_id)
@@ -340,7 +336,7 @@ class Engine:
         start = table.num_computed[rows]
         end = start + num_tokens
         table.hold[rows] = Hold.IN_FLIGHT
-        if self._limits.num_lanes > 1:
+        if self.limits.num_lanes > 1:
             table.last_step[rows] = self._next_step_id
         admits, drops = self._transitions.take_news()
         batch = Batch(
@@ -398,3 +394,7 @@ class Engine:
         for i in finish.nonzero()[0].tolist():
             self.residents.forget(int(rows[i]), FinishReason(int(finish[i])))
         return events
+
+
+def _limits(config: EngineConfig) -> Limits:
+    return Limits(config.max_batch_tokens, config.max_batch_rows, config.num_lanes)

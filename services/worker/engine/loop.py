@@ -39,6 +39,7 @@ class StepLoop:
         *,
         max_failures: int = 16,
         on_step: Callable[[Batch, BatchOutput], None] | None = None,
+        on_lost: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Begin with nothing in flight.
 
@@ -51,6 +52,8 @@ class StepLoop:
             max_failures: steps that may fail in a row before the executor counts as broken. One guilty row costs about
                 log2(max_batch_rows) + 2.
             on_step: told of every step that succeeded, after it was absorbed; must be quick.
+            on_lost: told why the executor is lost. True: somebody sees to another one, and calls `mended`; no step is
+                made until then. False: the loop ends.
         """
         self._engine = engine
         self._executor = executor
@@ -59,6 +62,8 @@ class StepLoop:
         self._gate = gate
         self._max_failures = max_failures
         self._on_step = on_step
+        self._on_lost = on_lost
+        self._is_lost = False
         self._num_failures = 0
         self._flight: deque[tuple[Batch, Future[BatchOutput]]] = deque()
         self._copies: dict[int, Future[None]] = {}
@@ -82,6 +87,11 @@ class StepLoop:
         """Look at the engine again."""
         self._wake.set()
 
+    def mended(self) -> None:
+        """There is an executor again."""
+        self._is_lost = False
+        self.wake()
+
     def close(self) -> None:
         """Submit nothing more; `run` returns once what is in flight has come back and its events are emitted.
 
@@ -102,18 +112,18 @@ class StepLoop:
                 if self._copies:
                     self._take_in_copies()
                 self._fill()
-                self._flush()
+                self.flush()
                 if self._flight and self._flight[0][1].done():
                     self._begun_s = self._now()  # of the next one, if one is queued
                     self._take_in(*self._flight.popleft())
                     continue
                 await self._rest()
-            self._flush()
+            self.flush()
         finally:
             self._gate.close()
 
     def _fill(self) -> None:
-        while not (self._gate.wanted or self._closing) and len(self._flight) < self._executor.depth:
+        while not (self._gate.wanted or self._closing or self._is_lost) and len(self._flight) < self._executor.depth:
             batch = self._engine.next_batch(self._now())
             for copy in self._engine.take_copies():
                 self._copies[copy.copy_id] = copying = self._executor.copy(copy)
@@ -126,8 +136,11 @@ class StepLoop:
                 self._begun_s = self._now()
             self._flight.append((batch, future))
 
-    def _flush(self) -> None:
-        """Pass on the events of the step before: this overlaps with the step just submitted."""
+    def flush(self) -> None:
+        """Pass on what has happened to sequences and was not passed on yet.
+
+        The loop does so by itself: the events of a step while the next one runs.
+        """
         events = StepEvents.concatenate([self._events, self._engine.take_events()])
         self._events = NO_EVENTS
         if len(events):
@@ -141,7 +154,10 @@ class StepLoop:
             self._events = self._engine.roll_back(batch, error, self._now())
             if error.is_lost:
                 self._give_up()
-            if error.is_lost or self._num_failures >= self._max_failures:
+                self._is_lost = self._on_lost(error.cause)
+            if self._is_lost:
+                self._num_failures = 0
+            elif error.is_lost or self._num_failures >= self._max_failures:
                 raise ExecutorBrokenError(self._num_failures, error.cause) from error
         else:
             self._num_failures = 0
@@ -158,7 +174,7 @@ class StepLoop:
                 self._num_failures += 1
                 events = self._engine.roll_back(batch, error, self._now())
                 self._events = StepEvents.concatenate([self._events, events])
-        self._flush()
+        self.flush()
 
     def _take_in_copies(self) -> None:
         """Let the engine know of the copies that have ended, in the order in which they began."""

@@ -157,6 +157,10 @@ class Residents:
             self.forget(row, finish)
         return events
 
+    def release_all(self) -> None:
+        """End every row with RELEASED."""
+        self._events.append(self.end(sorted(self.row_of.values()), FinishReason.RELEASED))
+
     def note_started(self, rows: Sequence[int]) -> None:
         """Say that rows are in a step for the first time: events without a token and without an end."""
         if rows:

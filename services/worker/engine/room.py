@@ -33,6 +33,15 @@ class Room:
         self._blocks.set_usable(ids, usable=backed)
         self._review()
 
+    def replace(self, num_blocks: int) -> None:
+        """Have blocks 0 to num_blocks - 1, all of them empty, in place of those known so far, which nobody holds."""
+        blocks, known = self._blocks, self._blocks.refcount.size
+        blocks.set_usable(np.arange(known, dtype=np.int32), usable=False)
+        blocks.set_usable(np.arange(min(num_blocks, known), dtype=np.int32), usable=True)
+        if num_blocks > known:
+            blocks.grow(num_blocks)
+        self._review()
+
     def _review(self) -> None:
         """Hold the sequences that the whole KV memory cannot fit, and only those."""
         table = self._table

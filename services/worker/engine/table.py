@@ -73,6 +73,7 @@ class SequenceTable:
         self.channel = np.zeros(num_rows, dtype=np.int32)
         self.stream = np.zeros(num_rows, dtype=np.uint32)
         self.attempt = np.zeros(num_rows, dtype=np.uint16)
+        self.has_started = np.zeros(num_rows, dtype=np.bool_)  # it has run before
         self.at_executor = np.zeros(num_rows, dtype=np.bool_)  # the executor knows the row
         self.cold: list[Sequence | None] = [None] * num_rows
         self.waiting = RowQueue(num_rows)
@@ -163,7 +164,7 @@ class SequenceTable:
         self.status[row], self.hold[row] = Status.FREE, 0
         self.num_computed[row] = 0
         self.expires_s[row] = np.inf
-        self.at_executor[row] = False
+        self.has_started[row] = self.at_executor[row] = False
         self.cold[row] = None
         self._free.append(row)
 

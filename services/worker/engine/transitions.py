@@ -67,7 +67,7 @@ class Transitions:
         """
         table = self._table
         found = self._sharing.admit(rows, owner, leaving)
-        self._residents.note_started([row for row in rows if not table.at_executor[row]])
+        self._residents.note_started([row for row in rows if not table.has_started[row]])
         for row, num_tokens in zip(rows, found, strict=True):
             table.admit(row)
             table.num_computed[row] = num_tokens
@@ -75,6 +75,8 @@ class Transitions:
             if not table.at_executor[row]:
                 table.at_executor[row] = True
                 self._admits.append(row_init(table, self._log, row))
+            if not table.has_started[row]:
+                table.has_started[row] = True
                 self._count_prompt(row, num_tokens)
         self._sharing.forks.review()  # a row that finds its whole prompt is a parent that is ready at once
 
@@ -119,6 +121,14 @@ class Transitions:
             self.preempt(row)
         if not done:
             self._lost_tokens[row] = landed.num_tokens
+
+    def forget_executor(self) -> None:
+        """Take the device blocks from all running rows: the executor is another one now, which knows no row."""
+        for row in self._table.running.view.tolist():
+            self.preempt(row)
+        self._table.at_executor[:] = False
+        self._admits.clear()
+        self._drops.clear()
 
     def with_cached_tokens(self, rows: Rows, extras: tuple[RowExtra, ...]) -> tuple[RowExtra, ...]:
         """Say with a row's first token what its prompt found in the cache."""

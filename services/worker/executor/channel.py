@@ -14,6 +14,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,11 +67,17 @@ class MemoryChannel:
         link: of the wire.
         on_message: called with each message when it arrives.
         on_lost: called once, with the reason, if the channel is cut; never after `close`.
+        context: of whoever is called; None: that of whoever sends or cuts.
     """
 
     def __init__(
-        self, link: ModelledLink, on_message: Callable[[StageMessage], None], on_lost: Callable[[str], None]
+        self,
+        link: ModelledLink,
+        on_message: Callable[[StageMessage], None],
+        on_lost: Callable[[str], None],
+        context: Context | None = None,
     ) -> None:
+        self._context = context
         self._link = link
         self._on_message = on_message
         self._on_lost = on_lost
@@ -83,13 +90,14 @@ class MemoryChannel:
             raise ChannelLostError("the channel is cut")
         loop = asyncio.get_running_loop()
         self._free_s = max(loop.time(), self._free_s) + self._link.transfer_s(message)
-        loop.call_at(self._free_s + self._link.latency_s, self._arrive, message)
+        loop.call_at(self._free_s + self._link.latency_s, self._arrive, message, context=self._context)
 
     def cut(self, reason: str) -> None:
         """Lose all that is under way; the receiving end notices after the latency. Idempotent."""
         if self._is_open:
             self._is_open = False
-            asyncio.get_running_loop().call_later(self._link.latency_s, self._on_lost, reason)
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._link.latency_s, self._on_lost, reason, context=self._context)
 
     def close(self) -> None:
         """Carry nothing more, and tell nobody. Idempotent."""

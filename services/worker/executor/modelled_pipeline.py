@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 
 from services.worker.engine.types import Batch, HostCopy, HostMemory, KvCapacity
@@ -22,6 +23,16 @@ from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, check_tiling
 
 
+@dataclass(frozen=True, slots=True)
+class StageOwner:
+    """Whose stage it is."""
+
+    on_end: Callable[[str | None], None] = lambda _: None
+    """See `ModelledStageServer`."""
+    context: Context | None = None
+    """In which what reaches the stage is run; None: that of whoever sends."""
+
+
 class ModelledStages:
     """A `StageGroup` whose stages live on this event loop, joined by modelled links.
 
@@ -29,9 +40,13 @@ class ModelledStages:
         stages: in order of their layers, all of the model's.
         links: [num_stages - 1] from each stage to the next. Messages to and from the leader take the largest latency of
             those between; the leader hands its own stage a batch at once.
+        owners: of the stages; none: the leader's process is everybody's.
     """
 
-    def __init__(self, stages: Sequence[ModelledStage], links: Sequence[ModelledLink]) -> None:
+    def __init__(
+        self, stages: Sequence[ModelledStage], links: Sequence[ModelledLink], owners: Sequence[StageOwner] = ()
+    ) -> None:
+        owners = owners or [StageOwner()] * len(stages)
         check_tiling([stage.layers for stage in stages], stages[-1].layers.end)
         if len(links) != len(stages) - 1:
             raise ValueError(f"{len(stages)} stages are joined by {len(stages) - 1} links, not by {len(links)}")
@@ -47,12 +62,12 @@ class ModelledStages:
         following: MemoryChannel | None = None
         for i in reversed(range(len(stages))):
             way = ModelledLink(latencies[i])
-            to_leader = MemoryChannel(way, lambda m: self._on_message(m), lambda r: self._on_lost(r))
-            server = ModelledStageServer(stages[i], following, to_leader)
+            to_leader = MemoryChannel(way, lambda m: self._on_message(m), lambda r: self._on_lost(r), owners[0].context)
+            server = ModelledStageServer(stages[i], following, to_leader, owners[i].on_end)
             self.servers.insert(0, server)
-            self.from_leader.insert(0, MemoryChannel(way, server.receive, server.die))
+            self.from_leader.insert(0, MemoryChannel(way, server.receive, server.die, owners[i].context))
             if i:
-                following = MemoryChannel(links[i - 1], server.receive, server.die)
+                following = MemoryChannel(links[i - 1], server.receive, server.die, owners[i].context)
                 self.activations.insert(0, following)
 
     @property

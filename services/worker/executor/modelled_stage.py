@@ -7,6 +7,7 @@ in each direction by itself, beside the steps, as in `modelled.py`; a block weig
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, HostMemory, KvCapacity
 from services.worker.executor.channel import ChannelLostError, MemoryChannel, StageSender
@@ -108,13 +109,21 @@ class ModelledStageServer:
         stage: what it runs.
         to_next: the stage behind; None: this is the last one.
         to_leader: hears tokens and ends of copies; it is cut if this stage dies.
+        on_end: called once, with the reason if it dies, None if the leader closes the pipeline.
     """
 
-    def __init__(self, stage: ModelledStage, to_next: MemoryChannel | None, to_leader: MemoryChannel) -> None:
+    def __init__(
+        self,
+        stage: ModelledStage,
+        to_next: MemoryChannel | None,
+        to_leader: MemoryChannel,
+        on_end: Callable[[str | None], None] = lambda _: None,
+    ) -> None:
         assert (to_next is None) == stage.is_last, "the last stage has nobody behind it, the others do"
         self.stage = stage
         self._to_next = to_next
         self._to_leader = to_leader
+        self._on_end = on_end
         self._inbox = StageInbox(is_first=stage.layers.first == 0)
         self._is_busy = False
         self._is_dead = False
@@ -136,6 +145,7 @@ class ModelledStageServer:
                 self._begin_copy(message)
             case Close():
                 self._is_dead = True
+                self._on_end(None)
             case _:
                 self.die(f"a stage was sent a {type(message).__name__}")
 
@@ -147,6 +157,12 @@ class ModelledStageServer:
         for channel in (self._to_next, self._to_leader):
             if channel is not None:
                 channel.cut(reason)
+        self._on_end(reason)
+
+    def leave(self, reason: str) -> None:
+        """As `die`, by the will of whoever owns the stage: `on_end` is not called."""
+        self._on_end = lambda _: None
+        self.die(reason)
 
     def _begin(self) -> None:
         if self._is_busy:

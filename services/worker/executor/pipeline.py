@@ -93,15 +93,19 @@ class PipelineExecutor:
     Args:
         stages: wired; owned from now on.
         now: the leader's clock, seconds, for `stats`.
+        on_broken: called once, with the reason, if the pipeline breaks before it is closed.
     """
 
-    def __init__(self, stages: StageGroup, now: Callable[[], float]) -> None:
+    def __init__(
+        self, stages: StageGroup, now: Callable[[], float], on_broken: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._stages = stages
         self._now = now
         self._loop = asyncio.get_running_loop()
         self._pending: deque[tuple[Batch, Future[BatchOutput]]] = deque()
         self._copies: dict[int, _Copying] = {}
         self._lost: str | None = None
+        self._on_broken = on_broken
         self._busy_s = [0.0] * stages.num_stages
         self._span_s = 0.0
         self._began_s = 0.0
@@ -214,3 +218,4 @@ class PipelineExecutor:
         for copy_id, copying in copies.items():
             if not copying.future.cancelled():
                 copying.future.set_exception(CopyFailedError(copy_id, reason))
+        self._on_broken(reason)

@@ -74,11 +74,15 @@ class GroupDevice(Protocol):
         """Return why this device cannot come to hold exactly these layers; None if it can."""
         ...
 
-    async def lead(self, place: GroupPlace) -> Executor:
+    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> Executor:
         """Drop all but the own layers, connect to the members, and return the group's executor.
 
         The executor before must not be used any more; it need not be closed. The new one is closed by the caller before
         the next change, which ends the pipeline in order.
+
+        Args:
+            place: the group.
+            on_end: called once on the loop, with the reason, if the pipeline breaks.
 
         Raises:
             GroupFailedError: the group did not come about; `alone` has to be called.

@@ -1,0 +1,374 @@
+"""Carries out the worker's part of plans: prepare, commit, abort; and goes back to a whole instance if a group breaks.
+
+    idle ──prepare──► the gate is closed: nothing is in flight ──commit──► memory and role change ──► idle, another role
+      ▲                        │ abort, or `limit_s` of silence                    │ the group did not come about
+      └────────────────────────┴◄──────────────────────────────────────────────────┴─ a whole instance again
+
+Everything is fenced by epochs and idempotent by plan: a message may come twice, late, or never. A change of role takes
+all KV from the sequences that are here. A leader's are computed again, for the group; a member's are released, and
+their dispatchers bring them to workers that take requests. A group of which a stage or a connection is lost is over:
+each of its members, by itself, loads the layers that it lacks.
+
+Source: KunServe v2, section 4.1 (a drop changes page tables and roles between two steps). Deviations: the protocol,
+epochs and the way back, of which the papers say nothing; KV does not survive yet (v1, section 4.2 exchanges it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pydantic import TypeAdapter
+
+from services.worker.engine.engine import Engine
+from services.worker.engine.gate import GateClosedError, StepGate
+from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import Executor
+from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.groups.role import Role, role_in
+from services.worker.groups.role_executor import RoleExecutor
+from services.worker.intake import Intake
+from services.worker.reporter import Reporter
+from shared.bus import Message
+from shared.ids import WorkerId
+from shared.layers import LayerRange, check_tiling
+from shared.log import get_logger
+from shared.messages.plan import (
+    AbortPlan,
+    CommitPlan,
+    PlanAnswer,
+    PlanMessage,
+    PlannedGroup,
+    PlanState,
+    PreparePlan,
+)
+from shared.tasks import TaskOwner
+from shared.wire import decode_union_json, encode_json
+
+_log = get_logger()
+_MESSAGES: TypeAdapter[PlanMessage] = TypeAdapter(PlanMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of a plan here."""
+
+    plan_id: int
+    state: PlanState
+    reason: str = ""
+    num_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A plan on its way, from its prepare to its outcome."""
+
+    ask: PreparePlan
+    until_s: float
+    is_ready: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """True once the gate is held, False if that took too long or the worker stops."""
+    decision: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Whether it is carried out."""
+    outcome: Future[_Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def is_to_be_done(self) -> bool:
+        """The word was to carry it out."""
+        return self.decision.done() and self.decision.result()
+
+    def decide(self, *, commit: bool) -> None:
+        """Take the first word; later ones change nothing."""
+        if not self.decision.done():
+            self.decision.set_result(commit)
+
+
+class PlanAgent:
+    """The only one to change the worker's role.
+
+    Args:
+        worker_id: of this worker.
+        device: whose layers come and go.
+        engine, loop, gate, executor: of this worker.
+        intake: closed while the worker is a member.
+        reporter: tells the role.
+        now: the worker's clock, seconds.
+        tasks: owns what is under way.
+    """
+
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
+        self,
+        *,
+        worker_id: WorkerId,
+        device: GroupDevice,
+        engine: Engine,
+        loop: StepLoop,
+        gate: StepGate,
+        executor: RoleExecutor,
+        intake: Intake,
+        reporter: Reporter,
+        now: Callable[[], float],
+        tasks: TaskOwner,
+    ) -> None:
+        self.role = Role(device.layers)
+        self.num_changes = 0
+        """Changes of role since the start."""
+        self.num_broken = 0
+        """Groups that broke or did not come about."""
+        self._worker_id = worker_id
+        self._device = device
+        self._engine = engine
+        self._loop = loop
+        self._gate = gate
+        self._executor = executor
+        self._intake = intake
+        self._reporter = reporter
+        self._now = now
+        self._tasks = tasks
+        self._num_layers = len(device.facts.layer_bytes)
+        self._newest_epoch = 0
+        self._turn: _Turn | None = None
+        self._last = _Outcome(0, PlanState.DONE)
+        self._pipeline: int | None = None
+        """Plan of the pipeline that this worker is a stage of, or is about to be."""
+        self._broken: str | None = None
+        """Why that pipeline is over, until this worker has left it."""
+        reporter.take_role(self.role)
+
+    # Messages
+
+    async def answer(self, message: Message) -> bytes:
+        """Answer a `PreparePlan`, `CommitPlan` or `AbortPlan` with a `PlanAnswer`."""
+        asked = decode_union_json(message.data, _MESSAGES)
+        if asked.epoch < self._newest_epoch:
+            reason = f"epoch {asked.epoch} is over: a planner of epoch {self._newest_epoch} has spoken"
+            return self._encode(_Outcome(asked.plan_id, PlanState.REFUSED, reason))
+        self._newest_epoch = asked.epoch
+        match asked:
+            case PreparePlan():
+                outcome = await self._prepare(asked)
+            case CommitPlan():
+                outcome = await self._commit(asked)
+            case AbortPlan():
+                outcome = await self._abort(asked)
+        return self._encode(outcome)
+
+    def _encode(self, outcome: _Outcome) -> bytes:
+        return encode_json(
+            PlanAnswer(
+                worker_id=self._worker_id,
+                plan_id=outcome.plan_id,
+                state=outcome.state,
+                reason=outcome.reason,
+                newest_epoch=self._newest_epoch,
+                num_blocks=outcome.num_blocks,
+            )
+        )
+
+    async def _prepare(self, asked: PreparePlan) -> _Outcome:
+        plan_id = asked.plan_id
+        if self._turn is not None and self._turn.ask.plan_id != plan_id:
+            self._turn.decide(commit=False)  # its planner has gone on to another one
+            await asyncio.shield(self._turn.outcome)
+        if self._turn is None:
+            if plan_id <= self._last.plan_id:
+                return self._past(plan_id)
+            reason = self._refusal(asked.group)
+            if reason is not None:
+                return _Outcome(plan_id, PlanState.REFUSED, reason)
+            self._turn = _Turn(asked, self._now() + asked.limit_s)
+            self._tasks.start(self._carry_out(self._turn), name=f"plan-{plan_id}")
+        turn = self._turn
+        if await asyncio.shield(turn.is_ready):
+            return _Outcome(plan_id, PlanState.PREPARED)
+        return await asyncio.shield(turn.outcome)
+
+    async def _commit(self, asked: CommitPlan) -> _Outcome:
+        turn = self._turn
+        if turn is None or turn.ask.plan_id != asked.plan_id:
+            return self._past(asked.plan_id)
+        turn.decide(commit=True)
+        return await asyncio.shield(turn.outcome)
+
+    async def _abort(self, asked: AbortPlan) -> _Outcome:
+        turn = self._turn
+        if turn is not None and turn.ask.plan_id == asked.plan_id:
+            turn.decide(commit=False)
+            return await asyncio.shield(turn.outcome)
+        if asked.plan_id > self._last.plan_id:  # its prepare may still be on its way
+            self._last = _Outcome(asked.plan_id, PlanState.ABORTED, "it was abandoned before it was prepared")
+        return self._past(asked.plan_id)
+
+    def _past(self, plan_id: int) -> _Outcome:
+        """Return what became of a plan that is not under way."""
+        if plan_id == self._last.plan_id:
+            return self._last
+        return _Outcome(plan_id, PlanState.REFUSED, f"plan {plan_id} is not prepared here, or no longer")
+
+    def _refusal(self, group: PlannedGroup) -> str | None:
+        """Return why this worker cannot take the part that it has in a group."""
+        stages = group.stages
+        parts = [stage for stage in stages if stage.worker_id == self._worker_id]
+        if len(parts) != 1:
+            return f"the group names this worker {len(parts)} times"
+        (part,) = parts
+        if part.incarnation != self._reporter.incarnation:
+            return "the plan was made for another process of this worker"
+        held, layers = LayerRange(*part.held), LayerRange(*part.layers)
+        if held != self.role.layers or self._broken is not None:
+            return f"the plan was made for layers {held}, held are {self.role.layers}"
+        try:
+            check_tiling([LayerRange(*stage.layers) for stage in stages], self._num_layers)
+        except ValueError as error:
+            return str(error)
+        if len(stages) == 1 and not self.role.is_leader and not self.role.is_member:
+            return "it is a whole instance already"
+        if len(stages) > 1 and not held.covers(layers):
+            return f"layers {layers} are not all among those held, {held}"
+        if not self._intake.is_serving:
+            return "it is about to stop"
+        return self._device.refusal(layers)
+
+    # Changes
+
+    async def _carry_out(self, turn: _Turn) -> None:
+        """Hold the gate from prepare to the outcome."""
+        plan_id, outcome = turn.ask.plan_id, None
+        try:
+            async with asyncio.timeout_at(turn.until_s) as limit, self._gate.exclusive():
+                limit.reschedule(None)
+                turn.is_ready.set_result(True)
+                await asyncio.wait([turn.decision], timeout=max(turn.until_s - self._now(), 0.0))
+                if turn.is_to_be_done:
+                    outcome = await self._change(turn.ask)
+        except GateClosedError:
+            outcome = _Outcome(plan_id, PlanState.REFUSED, "it is about to stop")
+        except TimeoutError:
+            outcome = _Outcome(plan_id, PlanState.ABORTED, f"a step took longer than {turn.ask.limit_s:g} s")
+        finally:
+            self._settle(turn, outcome)
+
+    def _settle(self, turn: _Turn, outcome: _Outcome | None) -> None:
+        if outcome is None and turn.is_to_be_done:
+            outcome = _Outcome(turn.ask.plan_id, PlanState.FAILED, "the change broke off")
+        elif outcome is None:
+            reason = "" if turn.decision.done() else f"nothing was heard for {turn.ask.limit_s:g} s"
+            outcome = _Outcome(turn.ask.plan_id, PlanState.ABORTED, reason)
+        self._turn, self._last = None, outcome
+        if not turn.is_ready.done():
+            turn.is_ready.set_result(False)
+        turn.outcome.set_result(outcome)
+        if outcome.state is not PlanState.DONE:
+            _log.warning("plan_not_done", plan=outcome.plan_id, state=outcome.state.value, reason=outcome.reason)
+        self._loop.wake()
+
+    async def _change(self, asked: PreparePlan) -> _Outcome:
+        """Take the part that was prepared; the gate is held."""
+        before, began_s = self.role, self._now()
+        place = self._place(asked)
+        try:
+            if place is None:
+                num_blocks = await self._stand_alone(asked.plan_id)
+            elif place.index == 0:
+                num_blocks = await self._lead(place)
+            else:
+                num_blocks = await self._join(place)
+        except GroupFailedError as error:
+            self.num_broken += 1
+            return _Outcome(asked.plan_id, PlanState.FAILED, str(error), await self._stand_alone(asked.plan_id))
+        self.num_changes += 1
+        _log.info(
+            "role_changed",
+            plan=asked.plan_id,
+            layers=str(self.role.layers),
+            before=str(before.layers),
+            group=self.role.group,
+            stage=self.role.stage,
+            num_blocks=num_blocks,
+            took_s=round(self._now() - began_s, 4),
+        )
+        return _Outcome(asked.plan_id, PlanState.DONE, num_blocks=num_blocks)
+
+    def _place(self, asked: PreparePlan) -> GroupPlace | None:
+        """Return the place in the group; None: it stands alone."""
+        stages = asked.group.stages
+        if len(stages) == 1:
+            return None
+        places = tuple(StagePlace(stage.worker_id, stage.address, LayerRange(*stage.layers)) for stage in stages)
+        index = next(i for i, stage in enumerate(stages) if stage.worker_id == self._worker_id)
+        return GroupPlace(asked.plan_id, asked.token, places, index)
+
+    async def _lead(self, place: GroupPlace) -> int:
+        await self._leave_pipeline()
+        self._pipeline = place.plan_id
+        executor = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason))
+        self._take(executor)
+        self._intake.serve_again()
+        self._enter(role_in(place))
+        return executor.capacity.num_blocks
+
+    async def _join(self, place: GroupPlace) -> int:
+        await self._leave_pipeline()
+        self._intake.stand_aside()
+        self._engine.release_all()
+        self._engine.change_executor(0, 1)
+        self._loop.flush()  # who waits for these sequences hears of it now, not when the group stands
+        self._pipeline = place.plan_id
+        num_blocks = await self._device.join(place, lambda reason: self._on_end(place.plan_id, reason))
+        self._enter(role_in(place))
+        return num_blocks
+
+    async def _stand_alone(self, plan_id: int) -> int:
+        await self._leave_pipeline()
+        executor = await self._device.alone()
+        self._take(executor)
+        self._intake.serve_again()
+        self._enter(Role(self._device.layers, plan_id=plan_id))
+        return executor.capacity.num_blocks
+
+    async def _leave_pipeline(self) -> None:
+        """Count as in no pipeline; one that this worker leads ends in order."""
+        self._pipeline, self._broken = None, None
+        if self.role.is_leader:
+            await self._executor.close()
+
+    def _take(self, executor: Executor) -> None:
+        """Go on with an executor that knows nothing of what ran before."""
+        self._executor.switch(executor)
+        self._engine.change_executor(executor.capacity.num_blocks, executor.depth)
+        self._loop.mended()
+
+    def _enter(self, role: Role) -> None:
+        self.role = role
+        self._reporter.take_role(role)
+
+    # The end of a group
+
+    def on_lost(self, cause: str) -> bool:
+        """The executor is lost: return whether that was a group, which is over now. The step loop waits meanwhile."""
+        if not self.role.is_leader:
+            return False
+        self._break(cause)
+        return True
+
+    def _on_end(self, plan_id: int, reason: str | None) -> None:
+        """A pipeline has ended in which this worker is a stage."""
+        if plan_id == self._pipeline:
+            self._break(reason or "its leader has closed the pipeline")
+
+    def _break(self, reason: str) -> None:
+        if self._broken is None:
+            self._broken = reason
+            self._tasks.start(self._mend(), name="mend-group")
+
+    async def _mend(self) -> None:
+        """Be a whole instance again, unless a plan has changed the role meanwhile."""
+        try:
+            async with self._gate.exclusive():
+                if self._broken is not None:
+                    self.num_broken += 1
+                    _log.warning("group_broken", group=self.role.group, stage=self.role.stage, reason=self._broken)
+                    await self._stand_alone(self.role.plan_id)
+        except GateClosedError:
+            pass  # the worker stops

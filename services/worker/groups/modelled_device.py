@@ -1,0 +1,274 @@
+"""A `GroupDevice` without hardware: its pages are arithmetic, its stages meet in a modelled network, all on one loop.
+
+    device A ── lead ──► ModelledNetwork ◄── join ── device B        a pipeline begins once all of its stages are there
+
+Used on the virtual clock. What takes time there: mapping pages anew, loading parameters from the host, the network's
+latency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+
+from services.worker.engine.types import Executor
+from services.worker.executor.channel import ModelledLink
+from services.worker.executor.modelled import FailureInjector
+from services.worker.executor.modelled_pipeline import ModelledStages, StageOwner
+from services.worker.executor.modelled_stage import ModelledStage
+from services.worker.executor.pipeline import PipelineExecutor
+from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
+from services.worker.groups.device import GroupFailedError, GroupPlace
+from services.worker.memory import holdings
+from services.worker.memory.layout import MemoryFacts, MemoryLayout
+from services.worker.memory.spans import Spans
+from shared.cost import CostModel, StageCost
+from shared.ids import WorkerId
+from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts
+
+
+@dataclass(slots=True)
+class _Arrival:
+    worker_id: WorkerId
+    stage: ModelledStage
+    on_end: Callable[[str | None], None]
+    context: Context
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """The stages of one group, as far as they have come."""
+
+    arrived: dict[int, _Arrival] = field(default_factory=dict)
+    stages: Future[ModelledStages] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done when all are there, or fails."""
+
+
+class ModelledNetwork:
+    """Where modelled workers find each other; one per cluster.
+
+    Args:
+        link: between any two workers.
+        meet_limit_s: how long stages wait for each other.
+    """
+
+    def __init__(self, link: ModelledLink | None = None, meet_limit_s: float = 5.0) -> None:
+        self._link = link or ModelledLink()
+        self._meet_limit_s = meet_limit_s
+        self._meetings: dict[int, _Meeting] = {}
+        self._pipelines: dict[int, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
+        self._cut: set[frozenset[WorkerId]] = set()
+
+    async def meet(
+        self, place: GroupPlace, stage: ModelledStage, on_end: Callable[[str | None], None]
+    ) -> ModelledStages:
+        """Wait for the other stages of a group, and return all of them.
+
+        Raises:
+            GroupFailedError: they did not come in time.
+        """
+        meeting = self._meetings.setdefault(place.plan_id, _Meeting())
+        meeting.arrived[place.index] = _Arrival(place.own.worker_id, stage, on_end, copy_context())
+        await asyncio.sleep(self._link.latency_s)
+        if len(meeting.arrived) == len(place.stages) and not meeting.stages.done() and not self._is_cut(place):
+            self._begin(place, meeting)
+        try:
+            async with asyncio.timeout(self._meet_limit_s):
+                return await asyncio.shield(meeting.stages)
+        except TimeoutError:
+            missing = [s.worker_id for i, s in enumerate(place.stages) if i not in meeting.arrived]
+            self._meetings.pop(place.plan_id, None)
+            said = ", ".join(missing) if missing else "a connection"
+            raise GroupFailedError(f"{said} did not come within {self._meet_limit_s:g} s") from None
+
+    def _is_cut(self, place: GroupPlace) -> bool:
+        named = {stage.worker_id for stage in place.stages}
+        return any(pair <= named for pair in self._cut)
+
+    def _begin(self, place: GroupPlace, meeting: _Meeting) -> None:
+        arrivals = [meeting.arrived[i] for i in range(len(place.stages))]
+        owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
+        owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
+        stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
+        del self._meetings[place.plan_id]
+        self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
+        meeting.stages.set_result(stages)
+
+    def leave(self, plan_id: int, index: int) -> None:
+        """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
+        found = self._pipelines.get(plan_id)
+        if found is not None:
+            found[1].servers[index].leave("a stage has left the group")
+
+    def close(self, plan_id: int) -> None:
+        """Forget a pipeline whose leader has closed it."""
+        self._pipelines.pop(plan_id, None)
+
+    def lose(self, worker_id: WorkerId) -> None:
+        """A worker's process is gone, and its ends of all connections with it."""
+        for plan_id, (workers, stages) in list(self._pipelines.items()):
+            if worker_id in workers:
+                index = workers.index(worker_id)
+                stages.servers[index].leave(f"{worker_id} is gone")
+                if index == 0:
+                    for channel in stages.from_leader:
+                        channel.cut(f"{worker_id}, the leader, is gone")
+                    del self._pipelines[plan_id]
+        for meeting in self._meetings.values():
+            for index in [i for i, arrival in meeting.arrived.items() if arrival.worker_id == worker_id]:
+                del meeting.arrived[index]
+
+    def cut(self, one: WorkerId, other: WorkerId) -> None:
+        """Cut the connection between two workers until `heal`: what runs over it is lost, and none is made."""
+        pair = frozenset((one, other))
+        self._cut.add(pair)
+        for workers, stages in list(self._pipelines.values()):
+            if pair <= set(workers):
+                first, second = sorted((workers.index(one), workers.index(other)))
+                if first == 0:
+                    stages.from_leader[second].cut(f"the connection of {one} and {other} is cut")
+                elif second == first + 1:
+                    stages.activations[first].cut(f"the connection of {one} and {other} is cut")
+
+    def heal(self, one: WorkerId, other: WorkerId) -> None:
+        """Let them connect again."""
+        self._cut.discard(frozenset((one, other)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledDeviceParams:
+    """What a modelled device is like."""
+
+    facts: ElasticFacts
+    cost: CostModel
+    """Of the whole model."""
+    block_size: int
+    draw: TokenDraw
+    failure: FailureInjector | None = None
+    """Makes steps fail."""
+    remap_s: float = 0.005
+    """Time of a change of page tables (5 ms: KunServe v2, section 4.1)."""
+    load_bytes_per_s: float = 25e9
+    """At which parameters come from the host: PCIe 4.0 x16 unless told otherwise."""
+
+
+class ModelledGroupDevice:
+    """See `GroupDevice`.
+
+    Args:
+        params: what it is like.
+        network: where its groups meet.
+        make_executor: makes the executor of the whole model over its memory.
+    """
+
+    def __init__(
+        self,
+        params: ModelledDeviceParams,
+        network: ModelledNetwork,
+        make_executor: Callable[[ShadowKv], Executor],
+    ) -> None:
+        facts = params.facts
+        self.layers = LayerRange(0, len(facts.layer_bytes))
+        self._all_layers = self.layers
+        self._params = params
+        self._network = network
+        self._make_executor = make_executor
+        self._layout = MemoryLayout(
+            MemoryFacts(
+                layer_bytes=facts.layer_bytes,
+                outer_bytes=facts.outer_bytes,
+                first_stage_end=facts.first_stage_end,
+                last_stage_begin=facts.last_stage_begin,
+                block_bytes=facts.block_bytes,
+                page_bytes=facts.page_bytes,
+                num_pages=facts.num_pages,
+                max_blocks=facts.max_blocks,
+            )
+        )
+        self._seat: tuple[int, int] | None = None
+        """Plan and place of the pipeline that it is a stage of."""
+        self.executor = self._open()
+        """Of the whole model; of no use while the device is a stage."""
+
+    @property
+    def facts(self) -> ElasticFacts:
+        """Sizes of its memory."""
+        return self._params.facts
+
+    @property
+    def address(self) -> str:
+        """Nowhere: all are in one process."""
+        return ""
+
+    def num_blocks(self, layers: LayerRange) -> int:
+        """Return the KV blocks that there is memory for beside the parameters of some layers."""
+        holding = holdings.whole(self._layout, 0)
+        gone = [layer for layer in self._all_layers if layer not in layers]
+        if gone:
+            holding = holdings.dropped(self._layout, holding, gone, Spans())
+        return self._layout.usable(holdings.grown(self._layout, holding)).total
+
+    def refusal(self, layers: LayerRange) -> str | None:
+        """Return why this device cannot come to hold these layers."""
+        if not self._all_layers.covers(layers):
+            return f"the model has layers {self._all_layers}, not {layers}"
+        return None if self.num_blocks(layers) else f"layers {layers} leave no memory for KV"
+
+    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> Executor:
+        """Be the first stage; see `GroupDevice`."""
+        stages = await self._meet(place, on_end)
+        return PipelineExecutor(stages, asyncio.get_running_loop().time, on_end)
+
+    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
+        """Be another stage; see `GroupDevice`."""
+        await self._meet(place, on_end)
+        return self.num_blocks(self.layers)
+
+    async def _meet(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> ModelledStages:
+        self._leave()
+        self.layers = layers = place.own.layers
+        await asyncio.sleep(self._params.remap_s)
+        num_layers, num_blocks = len(self._all_layers), self.num_blocks(layers)
+        if not num_blocks:
+            raise GroupFailedError(f"layers {layers} leave no memory for KV")
+        stage = ModelledStage(
+            StageCost(self._params.cost, layers, num_layers),
+            self._shadow_kv(num_blocks, layer_weight(layers, num_layers)),
+            failure=self._params.failure if place.index == 0 else None,
+        )
+        stages = await self._network.meet(place, stage, on_end)
+        self._seat = (place.plan_id, place.index)
+        return stages
+
+    async def alone(self) -> Executor:
+        """Hold the whole model; see `GroupDevice`."""
+        self._leave()
+        if self.layers != self._all_layers:
+            facts = self._params.facts
+            missing = sum(facts.layer_bytes[layer] for layer in self._all_layers if layer not in self.layers)
+            await asyncio.sleep(self._params.remap_s + missing / self._params.load_bytes_per_s)
+        self.layers = self._all_layers
+        self.executor = self._open()
+        return self.executor
+
+    async def close(self) -> None:
+        """Leave any group. Idempotent."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._seat is not None:
+            plan_id, index = self._seat
+            self._seat = None
+            self._network.leave(plan_id, index)
+            if index == 0:
+                self._network.close(plan_id)
+
+    def _open(self) -> Executor:
+        return self._make_executor(self._shadow_kv(self.num_blocks(self._all_layers), 1))
+
+    def _shadow_kv(self, num_blocks: int, weight: int) -> ShadowKv:
+        return ShadowKv(num_blocks, self._params.block_size, self._params.draw, weight=weight)
