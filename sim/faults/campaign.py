@@ -81,6 +81,7 @@ class _Run:
         cluster = FaultCluster(self._scenario, self._trace)
         try:
             await self._trace.listen(cluster.broker, Subjects().plan_bucket())
+            await cluster.conductor.start()
             cluster.launch()
             await self._until(lambda: cluster.is_whole, BOOT_LIMIT_S, "the cluster did not start")
             await asyncio.sleep(1.0)
@@ -110,6 +111,7 @@ class _Run:
         if any(fault.kind in MESSAGE_KINDS for fault in self._scenario.plan.faults):
             over_s += MAX_DELAY_S
         await asyncio.sleep(over_s)
+        await cluster.conductor.restore_all()
         await self._until(lambda: cluster.is_whole, MEND_LIMIT_S, "I7: not every process came back")
         _, late = await asyncio.wait(clients, timeout=END_LIMIT_S)
         for client in late:
@@ -171,6 +173,7 @@ class _Run:
             if node.service is not None:
                 lost = node.service.sessions.recovery.num_lost
                 found.update({f"lost {loss.value}": count for loss, count in lost.items()})
+        found.update(cluster.conductor.answers)
         for device in cluster.workers:
             found[f"system {device.params.system}"] += 1
             if device.worker is not None:

@@ -16,7 +16,7 @@ from services.dispatcher.session.session import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.types import FinishReason
 from sim.faults.cluster import Call, Outcome, Peaks, describe_call
-from sim.faults.kinds import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
+from sim.faults.kinds import BROKER, GROUP_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
 from sim.faults.nodes import POISON_SEED
 from sim.faults.scenario import MONITOR, Scenario
 from sim.requests import SimAnswer, undisturbed_text
@@ -122,7 +122,8 @@ class Checker:
         if answer is not None and answer.request.seed == POISON_SEED:
             return True
         names = {worker.worker_id for worker in self._scenario.workers}
-        struck = [fault for fault in self._scenario.plan.faults if fault.target in names]
+        faults = self._scenario.plan.faults
+        struck = [fault for fault in faults if fault.target in names and fault.kind not in GROUP_KINDS]
         failing = any(fault.kind is FaultKind.FAILING_STEP for fault in struck)
         return failing or len(struck) + 2 * self._has_poison >= 2
 

@@ -14,14 +14,19 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.session.session import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
+from services.worker.groups.modelled_device import ModelledNetwork
+from shared.ids import WorkerId
 from shared.memory_bus import Delivery, MemoryBroker
-from sim.faults.kinds import BROKER, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
+from sim.faults.conductor import Conductor
+from sim.faults.kinds import BROKER, CHANGE_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
 from sim.faults.nodes import Cut, DispatcherNode, LostConnectionError, MonitorNode, Node, PlannerNode, WorkerNode
 from sim.faults.scenario import MONITOR, Ask, Scenario
 from sim.faults.trace import SPY, Trace
 from sim.requests import SimAnswer, new_answers, serve_choices
 from sim.worker import MODEL_NAME, NO_FOLDER
 
+MEET_LIMIT_S = 1.5
+"""How long stages wait for each other when a group forms."""
 MAX_TURNS = 8
 """Times that a client asks before it gives up."""
 RETRY_S = 1.5
@@ -82,7 +87,9 @@ class FaultCluster:
         self._loop = asyncio.get_running_loop()
         self._random = np.random.default_rng([scenario.seed, 1])
         self._message_faults: list[Fault] = []
-        self.workers = [WorkerNode(params, self.broker, self._random) for params in scenario.workers]
+        self.network = ModelledNetwork(meet_limit_s=MEET_LIMIT_S)
+        self.conductor = Conductor(self.broker, trace.say)
+        self.workers = [WorkerNode(params, self.broker, self._random, self.network) for params in scenario.workers]
         self.dispatchers = [
             DispatcherNode(_dispatcher_settings(scenario, name), self.broker, self._random)
             for name in scenario.dispatchers
@@ -163,6 +170,10 @@ class FaultCluster:
             self._later(fault, partial(self._message_faults.remove, fault))
         elif fault.target == BROKER:
             self._apply_to_broker(fault)
+        elif fault.kind in CHANGE_KINDS:
+            self.conductor.begin(fault)
+        elif fault.kind is FaultKind.LINK_CUT:
+            self._cut_link(fault)
         else:
             self._apply_to_node(fault, self._by_name[fault.target])
 
@@ -180,6 +191,13 @@ class FaultCluster:
         else:
             self.broker.available = False
             self._later(fault, self._return_broker)
+
+    def _cut_link(self, fault: Fault) -> None:
+        """Cut the way to the next worker."""
+        names = [worker.name for worker in self.workers]
+        pair = (WorkerId(fault.target), WorkerId(names[(names.index(fault.target) + 1) % len(names)]))
+        self.network.cut(*pair)
+        self._later(fault, partial(self.network.heal, *pair))
 
     def _return_broker(self) -> None:
         self.broker.available = True

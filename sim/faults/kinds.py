@@ -29,12 +29,22 @@ class FaultKind(StrEnum):
     DELAY = "delay"  # the same, up to 30 s late, so that they are reordered as well
     BROKER_CRASH = "broker_crash"  # SIGKILL; what was on its way is lost; it is back after the duration
     BROKER_HANG = "broker_hang"  # SIGSTOP, then SIGCONT
+    CHANGE = "change"  # workers form a group, or dissolve theirs
+    CHANGE_ABANDONED = "change_abandoned"  # the same, but its planner is gone when all are prepared
+    CHANGE_BY_HALF = "change_by_half"  # the same, but its planner is gone when it has told only one to commit
+    CHANGE_TWICE = "change_twice"  # the same, but every message comes twice, and an older planner speaks too
+    LINK_CUT = "link_cut"  # the connection between two workers breaks, and none is made for the duration
 
 
 BROKER = "broker"
 MESSAGE_KINDS = frozenset({FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.DELAY})
 WORKER_KINDS = frozenset({FaultKind.STUCK_STEP, FaultKind.FAILING_STEP})
 BROKER_KINDS = frozenset({FaultKind.BROKER_CRASH, FaultKind.BROKER_HANG})
+CHANGE_KINDS = frozenset(
+    {FaultKind.CHANGE, FaultKind.CHANGE_ABANDONED, FaultKind.CHANGE_BY_HALF, FaultKind.CHANGE_TWICE}
+)
+GROUP_KINDS = CHANGE_KINDS | {FaultKind.LINK_CUT}
+"""What happens to workers whose layers can be dropped; nothing of it ends a process."""
 MAX_DELAY_S = 30.0
 """Longest extra delay of a message."""
 
@@ -84,15 +94,18 @@ class FaultSpace:
     """Faults begin within this time."""
     max_faults: int = 6
     max_kinds: int = 4
+    num_changes: int = 0
+    """Changes of groups, besides; 0: the workers' layers stay where they are."""
 
 
 def draw_faults(space: FaultSpace, random: np.random.Generator) -> FaultPlan:
     """Return some faults of some kinds, in order of time."""
-    kinds = list(FaultKind)
+    kinds = [kind for kind in FaultKind if kind not in GROUP_KINDS]
     enabled = [kinds[i] for i in random.permutation(len(kinds))[: int(random.integers(1, space.max_kinds + 1))]]
     count = int(random.integers(1, space.max_faults + 1))
     faults = [_draw_fault(space, enabled[int(random.integers(len(enabled)))], random) for _ in range(count)]
     num_poisonous = 1 if random.random() < 0.15 else 0
+    faults += [_draw_change(space, random) for _ in range(space.num_changes)]
     return FaultPlan(tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind, fault.target))), num_poisonous)
 
 
@@ -104,6 +117,18 @@ def _draw_fault(space: FaultSpace, kind: FaultKind, random: np.random.Generator)
         target=_draw_target(space, kind, random),
         duration_s=_draw_duration_s(random),
         ratio=ratio,
+    )
+
+
+def _draw_change(space: FaultSpace, random: np.random.Generator) -> Fault:
+    """Return a change of roles, half of them undisturbed; its duration is how long a prepared worker waits."""
+    kinds = sorted(GROUP_KINDS)
+    kind = FaultKind.CHANGE if random.random() < 0.5 else kinds[int(random.integers(len(kinds)))]
+    return Fault(
+        at_s=round(float(random.random()) * space.span_s, 3),
+        kind=kind,
+        target=space.workers[int(random.integers(len(space.workers)))],
+        duration_s=round(float(random.uniform(0.3, 2.0)), 3),
     )
 
 

@@ -23,9 +23,10 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from services.worker.engine.types import Batch
+from services.worker.groups.modelled_device import ModelledNetwork
 from shared.bus import BusError
 from shared.errors import StartupError
-from shared.ids import Incarnation
+from shared.ids import Incarnation, WorkerId
 from shared.memory_bus import MemoryBroker, MemoryBus
 from sim.faults.process import ProcessState, SimProcess
 from sim.virtual_time import VirtualTimeLoop
@@ -195,8 +196,15 @@ class Node(ABC):
 class WorkerNode(Node):
     """A worker with a modelled device."""
 
-    def __init__(self, params: SimWorkerParams, broker: MemoryBroker, random: np.random.Generator) -> None:
+    def __init__(
+        self,
+        params: SimWorkerParams,
+        broker: MemoryBroker,
+        random: np.random.Generator,
+        network: ModelledNetwork | None = None,
+    ) -> None:
         super().__init__(params.worker_id, broker, random)
+        self._network = network or ModelledNetwork()
         self.params = replace(params, failure=self._fail_step)
         self.worker: SimWorker | None = None
         self.failing_ratio = 0.0
@@ -206,7 +214,10 @@ class WorkerNode(Node):
 
     async def serve(self, bus: MemoryBus) -> None:
         """See `Node`."""
-        self.worker = SimWorker(replace(self.params, incarnation=self.draw_incarnation()), bus, self.on_failure)
+        assert self.process is not None, "it serves in one"
+        self.process.on_death[partial(self._network.lose, WorkerId(self.name))] = None
+        params = replace(self.params, incarnation=self.draw_incarnation())
+        self.worker = SimWorker(params, bus, self.on_failure, self._network)
         await self.worker.start()
 
     async def leave(self, limit_s: float) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shared.cost import CostModel
+from shared.messages.report import ElasticFacts
 from shared.types import QoeTarget
-from sim.faults.kinds import FaultPlan, FaultSpace, draw_faults
+from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults
 from sim.faults.nodes import POISON_SEED
 from sim.requests import DAY_S, SimRequest
 from sim.worker import SimWorkerParams
@@ -66,6 +67,43 @@ def draw_scenario(seed: int) -> Scenario:
     asks = [_draw_ask(f"r{i}", len(dispatchers), random) for i in range(int(random.integers(8, 18)))]
     asks += [_draw_poison(f"poison{i}", len(dispatchers), random) for i in range(plan.num_poisonous)]
     return Scenario(seed, workers, dispatchers, planners, tuple(asks), plan)
+
+
+def draw_group_scenario(seed: int) -> Scenario:
+    """As `draw_scenario`, with workers that form groups and dissolve them, whatever else fails."""
+    random = np.random.default_rng([seed, 3])
+    scenario, num_workers = draw_scenario(seed), int(random.integers(2, 5))
+    params, has_others = scenario.workers[0], random.random() < 0.7
+    system = str(random.choice(["fcfs", "fcfs-chunked", "round-robin"]))
+    elastic = _elastic_facts(params.num_blocks)
+    workers = tuple(
+        replace(params, worker_id=f"w{i}", system=system, elastic=elastic, remap_s=0.02) for i in range(num_workers)
+    )
+    names = tuple(worker.worker_id for worker in workers)
+    others = (MONITOR, *scenario.planners)
+    space = FaultSpace(names, scenario.dispatchers, others, max_faults=3, num_changes=int(random.integers(2, 9)))
+    plan = draw_faults(space, random)
+    if not has_others:  # nothing but changes
+        plan = FaultPlan(tuple(fault for fault in plan.faults if fault.kind in GROUP_KINDS), 0)
+    asks = [ask for ask in scenario.asks if ask.request.seed != POISON_SEED]
+    asks += [_draw_poison(f"poison{i}", len(scenario.dispatchers), random) for i in range(plan.num_poisonous)]
+    return replace(scenario, workers=workers, asks=tuple(asks), plan=plan)
+
+
+def _elastic_facts(num_blocks: int) -> ElasticFacts:
+    """Return a model of 4 layers: of a whole instance's memory they take a third, KV of so many blocks the rest."""
+    num_layers, page_bytes = 4, BLOCK_SIZE * KV_BYTES // 8
+    return ElasticFacts(
+        layer_bytes=(num_blocks * page_bytes,) * num_layers,
+        outer_bytes=0,
+        first_stage_end=0,
+        last_stage_begin=0,
+        block_bytes=page_bytes,
+        page_bytes=page_bytes,
+        num_pages=3 * num_layers * num_blocks,
+        max_blocks=8 * num_blocks,
+        has_host_copy=True,
+    )
 
 
 def _draw_workers(random: np.random.Generator) -> tuple[SimWorkerParams, ...]:

@@ -13,10 +13,10 @@ from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts
 from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
+from sim.plan_driver import PlanDriver, states
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
-from tests.support.plan_driver import PlanDriver, states
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096

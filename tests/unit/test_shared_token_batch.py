@@ -167,7 +167,7 @@ def test_random_bytes_are_refused(tail: bytes, with_header: bool) -> None:
         (33, b"x", "padding"),
         (72, b"\0\0", "attempt 0"),
         (78, b"\x02", "add up"),
-        (81, b"\x06", "unknown finish"),
+        (81, b"\x07", "unknown finish"),
         (52, b"\xff\xff\xff\xff", "32 bits"),
     ],
 )
@@ -193,7 +193,7 @@ def test_columns_of_other_integer_types_are_converted_if_they_fit() -> None:
         ("attempt", 65_536),
         ("count", 256),
         ("tokens", 0.5),
-        ("finish", 6),
+        ("finish", 7),
         ("attempt", 0),
     ],
 )

@@ -6,6 +6,7 @@ that could not be written, or is too old, costs a second computation of the same
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from shared.bus import Bus, BusError, KeyValue
@@ -36,13 +37,14 @@ class Owners:
         self._bucket = subjects.owners_bucket()
         self._opened: KeyValue | None = None
 
-    async def find(self, request_id: RequestId) -> Owner | None:
-        """Return where the request runs, or None if nobody knows."""
+    async def find(self, request_id: RequestId, limit_s: float) -> Owner | None:
+        """Return where the request runs, or None if nobody knows, or says so in this time."""
         try:
-            entry = await (await self._records()).get(request_id)
+            async with asyncio.timeout(limit_s):
+                entry = await (await self._records()).get(request_id)
             return None if entry is None or entry.value is None else decode_json(entry.value, Owner)
-        except (BusError, WireError) as error:
-            _log.warning("owner_not_read", rid=request_id, error=str(error))
+        except (BusError, WireError, TimeoutError) as error:
+            _log.warning("owner_not_read", rid=request_id, error=str(error) or f"no answer within {limit_s:.2g} s")
             return None
 
     async def note(self, request_id: RequestId, owner: Owner) -> None:

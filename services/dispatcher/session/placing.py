@@ -93,7 +93,8 @@ class Placing:
 
     async def _take_over(self, session: Session, refused: set[WorkerId]) -> bool:
         """Ask the worker that may run the request for another dispatcher; return whether it goes on there."""
-        owner = await self._owners.find(session.request.request_id)
+        left_s = session.request.arrival_s + session.request.limit_s - self._now()
+        owner = await self._owners.find(session.request.request_id, max(left_s, 0.0))
         if owner is None:
             return False
         session.history.num_attempts = max(session.history.num_attempts, owner.attempt)

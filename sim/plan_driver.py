@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shared.bus import Bus, BusError
+from shared.bus import Bus, BusError, Message
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import (
@@ -59,14 +59,17 @@ class PlanDriver:
         self.epoch = 0
         self.limit_s = limit_s
         self.reports: dict[str, WorkerReport] = {}
+        self.heard_s: dict[str, float] = {}
+        """When each worker's last report came."""
 
     async def start(self) -> None:
         """Hear the workers' reports."""
         await self.bus.subscribe(SUBJECTS.all_reports(), self._on_report)
 
-    def _on_report(self, message: object) -> None:
-        report = decode_json(message.data, WorkerReport)  # type: ignore[attr-defined]
+    def _on_report(self, message: Message) -> None:
+        report = decode_json(message.data, WorkerReport)
         self.reports[report.worker_id] = report
+        self.heard_s[report.worker_id] = asyncio.get_running_loop().time()
 
     async def ask(self, worker_id: str, question: PreparePlan | CommitPlan | AbortPlan) -> PlanAnswer | None:
         """Return a worker's answer; None if there is none."""
@@ -87,7 +90,7 @@ class PlanDriver:
             *(
                 self.ask(
                     worker_id,
-                    PreparePlan(epoch=self.epoch, plan_id=plan_id, group=group, token="t", limit_s=self.limit_s),
+                    PreparePlan(epoch=self.epoch, plan_id=plan_id, group=group, limit_s=self.limit_s),
                 )
                 for worker_id, group in asked
             )
