@@ -16,7 +16,8 @@ class _Turn:
     """One wish for the gate: granted by the step loop, released by its owner."""
 
     def __init__(self) -> None:
-        self.granted: Future[None] = get_running_loop().create_future()
+        self.granted: Future[bool] = get_running_loop().create_future()
+        """False: it never will be."""
         self.released = Event()
 
 
@@ -47,7 +48,8 @@ class StepGate:
         if self._on_wanted is not None:
             self._on_wanted()
         try:
-            await turn.granted
+            if not await turn.granted:
+                raise GateClosedError("the step loop has ended")
             yield
         finally:
             if turn in self._turns:  # cancelled before its turn
@@ -63,7 +65,7 @@ class StepGate:
         turn = self._turns.popleft()
         if turn.granted.done():  # cancelled in this very moment; its owner will not enter
             return
-        turn.granted.set_result(None)
+        turn.granted.set_result(True)
         await turn.released.wait()
 
     def close(self) -> None:
@@ -72,4 +74,4 @@ class StepGate:
         while self._turns:
             turn = self._turns.popleft()
             if not turn.granted.done():
-                turn.granted.set_exception(GateClosedError("the step loop has ended"))
+                turn.granted.set_result(False)
