@@ -17,6 +17,7 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
+from services.worker.executor.channel import ModelledLink
 from services.worker.groups.modelled_device import ModelledNetwork
 from shared.memory_bus import LATENCY_S, MemoryBroker
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
@@ -41,6 +42,8 @@ class ClusterParams:
     """Seconds that they may wait."""
     latency_s: float = LATENCY_S
     """Of every message, from sender to receiver."""
+    link: ModelledLink | None = None
+    """Between workers; None: it costs no time."""
 
 
 class SimCluster:
@@ -49,7 +52,7 @@ class SimCluster:
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
         self.broker = MemoryBroker(params.latency_s)
-        self.network = ModelledNetwork()
+        self.network = ModelledNetwork(params.link)
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)

@@ -224,6 +224,12 @@ class SimWorker:
         self.pipeline = PipelineExecutor(stages, asyncio.get_running_loop().time)
         return self.pipeline
 
+    @property
+    def pipelines(self) -> list[PipelineExecutor]:
+        """The pipelines that this worker leads or has led."""
+        led = [] if self.groups is None else self.groups.pipelines
+        return led if self.pipeline is None else [self.pipeline]
+
     def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> Engine:
         assert self.kv is not None, "a pipeline's memory is bounded"
         return UnlimitedEngine(config, scheduler, num_blocks, on_grow=self.kv.grow)

@@ -10,6 +10,7 @@ import numpy as np
 
 from shared.bus import Message
 from shared.messages.event import Event
+from shared.messages.report import Liveness, WorkerPhase
 from shared.subjects import Subjects
 from shared.wire import decode_json
 from sim.cluster import SimCluster
@@ -66,9 +67,14 @@ class Sampler:
                 sum(each.num_blocks for each in stats),
                 sum(each.num_running for each in stats),
                 parked + sessions.num_queued,
-                sessions.cluster.num_ready * self._gpus_per_worker,
+                self._num_serving() * self._gpus_per_worker,
             )
         )
+
+    def _num_serving(self) -> int:
+        """Return how many workers compute, as leaders, members or alone."""
+        statuses = self._cluster.dispatcher.sessions.cluster.statuses
+        return sum(s.report.phase is WorkerPhase.READY and s.liveness is not Liveness.DEAD for s in statuses)
 
     def samples(self) -> Samples:
         """Return what was seen so far."""
@@ -92,7 +98,7 @@ class Sampler:
 
     def _bubble_ratio(self) -> float:
         """Return the idle time of pipelines' stages over all their time while their groups had work; 0 without any."""
-        stats = [worker.pipeline.stats for worker in self._cluster.workers if worker.pipeline is not None]
+        stats = [pipeline.stats for worker in self._cluster.workers for pipeline in worker.pipelines]
         whole_s = sum(len(each.busy_s) * each.span_s for each in stats)
         return 1 - sum(sum(each.busy_s) for each in stats) / whole_s if whole_s else 0.0
 

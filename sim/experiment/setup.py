@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from services.worker.executor.channel import ModelledLink
 from shared.errors import StartupError
 from shared.layers import even_split
+from shared.messages.report import ElasticFacts
 from shared.systems import find_system
+from sim.catalog.instance import InstanceFacts
 from sim.cluster import ClusterParams
 from sim.scenarios.scenario import Scenario
 from sim.worker import Pipeline, SimWorkerParams
@@ -15,6 +17,8 @@ from sim.workload.workload import Workload
 
 BLOCK_SIZE = 16
 """Token slots of a KV block, as vLLM's default."""
+PAGE_BYTES = 2 * 2**20
+"""Of device memory that changes hands between parameters and KV (KunServe v2, section 4.1)."""
 LINK_LATENCY_S = 50e-6
 """Of a message between the stages of a pipeline on two machines."""
 MAX_SEQUENCES = 4096
@@ -65,7 +69,28 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             kv_bytes_per_token=instance.kv_bytes_per_token,
             host_link_bytes_per_s=instance.host_link_bytes_per_s,
             pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
+            elastic=_elastic_facts(instance) if find_system(system).drops else None,
         )
         for i in range(scenario.instances // num_stages)
     )
-    return ExperimentCluster(ClusterParams(workers, system=system), instance.tp * num_stages)
+    return ExperimentCluster(ClusterParams(workers, system=system, link=link), instance.tp * num_stages)
+
+
+def _elastic_facts(instance: InstanceFacts) -> ElasticFacts:
+    """Return an instance's memory in pages: embedding and head count as spread evenly over the layers."""
+    num_layers, block_bytes = instance.num_layers, instance.kv_bytes_per_token * BLOCK_SIZE // (2 * instance.num_layers)
+    layer_bytes = -(-instance.parameter_bytes // num_layers)
+    layer_pages = -(-layer_bytes // PAGE_BYTES)
+    kv_pages = 2 * num_layers * -(-(instance.kv_tokens // BLOCK_SIZE) * block_bytes // PAGE_BYTES)
+    num_pages = layer_pages * num_layers + kv_pages
+    return ElasticFacts(
+        layer_bytes=(layer_bytes,) * num_layers,
+        outer_bytes=0,
+        first_stage_end=0,
+        last_stage_begin=0,
+        block_bytes=block_bytes,
+        page_bytes=PAGE_BYTES,
+        num_pages=num_pages,
+        max_blocks=2 * num_pages * PAGE_BYTES // block_bytes,
+        has_host_copy=True,
+    )

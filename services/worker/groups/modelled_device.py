@@ -193,6 +193,8 @@ class ModelledGroupDevice:
         """Plan and place of the pipeline that it is a stage of."""
         self.executor = self._open()
         """Of the whole model; of no use while the device is a stage."""
+        self.pipelines: list[PipelineExecutor] = []
+        """Those that it has led, for their stats."""
 
     @property
     def facts(self) -> ElasticFacts:
@@ -221,7 +223,9 @@ class ModelledGroupDevice:
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> Executor:
         """Be the first stage; see `GroupDevice`."""
         stages = await self._meet(place, on_end)
-        return PipelineExecutor(stages, asyncio.get_running_loop().time, on_end)
+        executor = PipelineExecutor(stages, asyncio.get_running_loop().time, on_end)
+        self.pipelines.append(executor)
+        return executor
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
         """Be another stage; see `GroupDevice`."""
