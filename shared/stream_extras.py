@@ -1,9 +1,10 @@
-"""What travels with tokens only now and then: how much of a prompt was cached, and log-probabilities.
+"""What travels with tokens only now and then: how much of a prompt was cached, log-probabilities, who goes on.
 
 The end of a `TokenBatch`, empty in almost every step. Little-endian; rows in ascending order, each at most once:
 
-    per row     u32 row · u32 cached tokens (0xFFFFFFFF: not said) · u8 n · 3 zero bytes · n times:
+    per row     u32 row · u32 cached tokens (0xFFFFFFFF: not said) · u8 n · u8 w · 2 zero bytes · n times:
     per token     f32 log-probability · u8 k · 3 zero bytes · k times (u32 id · f32 log-probability)
+                then w bytes, the id of a worker
 
 12 bytes per row, 8 per token and 8 per alternative. Logits are float32, so float32 loses nothing.
 """
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shared.errors import WireError
+from shared.subjects import check_token
 from shared.types import MAX_TOP_LOGPROBS
 
 MAX_ROW_LOGPROBS: Final = 255
 """Most tokens of one row, as in a `TokenBatch`."""
-_ROW: Final = struct.Struct("<IIB3x")
+_ROW: Final = struct.Struct("<IIBB2x")
+_ROW_PADDING: Final = 2
+_TOKEN_PADDING: Final = 3
 _TOKEN: Final = struct.Struct("<fB3x")
 _PAIR_BYTES: Final = 8
 _NOT_SAID: Final = 2**32 - 1
@@ -46,12 +50,14 @@ class StreamExtra:
     """Prompt tokens whose KV was there already; None: not said here."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token of the row, or none at all."""
+    moved_to: str = ""
+    """The worker at which a sequence should go on that this one gives up; empty: wherever there is room."""
 
     @property
     def packed_bytes(self) -> int:
         """Bytes that it takes in `pack_extras`."""
         tokens = sum(_TOKEN.size + _PAIR_BYTES * len(token.top) for token in self.logprobs)
-        return _ROW.size + tokens
+        return _ROW.size + tokens + len(self.moved_to)
 
 
 def pack_extras(extras: Sequence[StreamExtra]) -> bytes:
@@ -76,9 +82,10 @@ def unpack_extras(data: bytes) -> list[StreamExtra]:
     reader = _Reader(data)
     extras: list[StreamExtra] = []
     while reader.offset < len(data):
-        row, cached, num_tokens = reader.take(_ROW)
+        row, cached, num_tokens, name_size = reader.take(_ROW, _ROW_PADDING)
         logprobs = tuple(reader.token() for _ in range(num_tokens))
-        extras.append(StreamExtra(row, None if cached == _NOT_SAID else cached, logprobs))
+        moved_to = reader.name(name_size) if name_size else ""
+        extras.append(StreamExtra(row, None if cached == _NOT_SAID else cached, logprobs, moved_to))
     try:
         _check_order(extra.row for extra in extras)
     except ValueError as error:
@@ -99,7 +106,9 @@ def _pack_row(extra: StreamExtra) -> Iterator[bytes]:
         raise ValueError(f"{len(extra.logprobs)} log-probabilities in a row, the limit is {MAX_ROW_LOGPROBS}")
     if extra.cached_tokens == _NOT_SAID:
         raise ValueError(f"{_NOT_SAID} cached tokens cannot be said")
-    yield _ROW.pack(extra.row, _NOT_SAID if extra.cached_tokens is None else extra.cached_tokens, len(extra.logprobs))
+    cached = _NOT_SAID if extra.cached_tokens is None else extra.cached_tokens
+    name = check_token(extra.moved_to).encode() if extra.moved_to else b""
+    yield _ROW.pack(extra.row, cached, len(extra.logprobs), len(name))
     for token in extra.logprobs:
         if len(token.top) > MAX_TOP_LOGPROBS:
             raise ValueError(f"{len(token.top)} alternatives of a token, the limit is {MAX_TOP_LOGPROBS}")
@@ -107,6 +116,7 @@ def _pack_row(extra: StreamExtra) -> Iterator[bytes]:
             raise ValueError("a log-probability is at most 0")
         yield _TOKEN.pack(token.logprob, len(token.top))
         yield struct.pack("<" + "If" * len(token.top), *(part for pair in token.top for part in pair))
+    yield name
 
 
 class _Reader:
@@ -116,22 +126,30 @@ class _Reader:
         self._data = data
         self.offset = 0
 
-    def take(self, record: struct.Struct) -> tuple[Any, ...]:
-        """Return the fields of the next record, whose last three bytes are zero."""
+    def take(self, record: struct.Struct, padding: int) -> tuple[Any, ...]:
+        """Return the fields of the next record, whose last bytes are zero."""
         fields = self._read(record)
-        if any(self._data[self.offset - 3 : self.offset]):
+        if any(self._data[self.offset - padding : self.offset]):
             raise WireError("extras: padding is not zero")
         return fields
 
     def token(self) -> TokenLogprob:
         """Return the next token's log-probability and alternatives."""
-        logprob, num_top = self.take(_TOKEN)
+        logprob, num_top = self.take(_TOKEN, _TOKEN_PADDING)
         if num_top > MAX_TOP_LOGPROBS:
             raise WireError(f"extras: {num_top} alternatives of a token are over the limit of {MAX_TOP_LOGPROBS}")
         flat = self._read(struct.Struct("<" + "If" * num_top))
         if not all(value <= 0 for value in (logprob, *flat[1::2])):
             raise WireError("extras: a log-probability is over 0 or no number")
         return TokenLogprob(logprob, tuple(zip(flat[::2], flat[1::2], strict=True)))
+
+    def name(self, size: int) -> str:
+        """Return a worker's id."""
+        (data,) = self._read(struct.Struct(f"<{size}s"))
+        try:
+            return check_token(data.decode("ascii"))
+        except ValueError:
+            raise WireError("extras: what should be a worker's id is none") from None
 
     def _read(self, record: struct.Struct) -> tuple[Any, ...]:
         if self.offset + record.size > len(self._data):

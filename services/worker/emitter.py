@@ -133,7 +133,7 @@ def _pack_extras(events: StepEvents, chosen: slice | NDArray[np.bool_]) -> bytes
     row_of[chosen] = np.arange(row_of[chosen].size)
     return pack_extras(
         [
-            StreamExtra(int(row_of[extra.index]), extra.cached_tokens, extra.logprobs)
+            StreamExtra(int(row_of[extra.index]), extra.cached_tokens, extra.logprobs, extra.moved_to)
             for extra in events.extras
             if row_of[extra.index] >= 0
         ]

@@ -39,7 +39,8 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     """Return the cluster: so many equal instances, each a worker, or joined to pipelines of the system's length.
 
     The KV of a finished request is not kept for others: prompts are random, and the papers' baselines have no prefix
-    cache. A preempted request computes all of its KV again.
+    cache. A preempted request computes all of its KV again. Only where groups form is KV kept by what it holds, which
+    is how it finds its way into the group.
 
     Raises:
         StartupError: the catalogue has no such model or GPU, they do not fit, or the pipelines do not come out even.
@@ -62,7 +63,7 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             block_size=BLOCK_SIZE,
             system=system,
             max_model_len=longest,
-            prefix_caching=False,
+            prefix_caching=find_system(system).drops,
             max_sequences=max(MAX_SEQUENCES, scenario.max_batch_rows),
             max_batch_rows=scenario.max_batch_rows,
             max_batch_tokens=scenario.max_batch_tokens,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from services.worker.executor.channel import ModelledLink
 from shared.cost import load_profile
 from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts
@@ -20,6 +22,7 @@ from sim.worker import SimWorkerParams
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096
+LINK_BYTES_PER_S = 1e6
 
 
 def elastic_facts(num_pages: int = 500) -> ElasticFacts:
@@ -158,3 +161,40 @@ def test_four_workers_form_two_groups_and_then_one() -> None:
         assert states(await room.driver.restore(["w0", "w1", "w2", "w3"])) == ["done"] * 4
 
     in_room(main, params(4))
+
+
+def test_kv_goes_along_so_that_little_is_computed_again() -> None:
+    """Of each sequence at most the last block, which is not full."""
+
+    async def main(room: Room) -> None:
+        rng = np.random.default_rng(9)
+        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 150 + i), 90, seed=i) for i in range(8)))
+        await asyncio.sleep(0.4)
+        engines = [worker.service.engine for worker in room.cluster.workers]
+        assert [engine.stats.num_running for engine in engines] == [4, 4]
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        await asyncio.sleep(0.1)
+        leader = engines[0].stats
+        assert leader.num_running == 8
+        assert 0 <= engines[0].totals.num_recomputed_tokens <= 4 * 16
+        found = leader.num_prefix_cache_hits
+        assert found >= sum(150 // 16 * 16 for _ in range(4)), "what the member had computed"
+        await room.check()
+
+    in_room(main, params(num_pages=900))
+
+
+def test_an_exchange_takes_the_time_of_the_link() -> None:
+    async def main(room: Room) -> None:
+        rng = np.random.default_rng(9)
+        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, seed=i) for i in range(8)))
+        await asyncio.sleep(0.4)
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        blocks = 4 * 160 // 16
+        least_s = blocks * NUM_LAYERS // 2 * PAGE_BYTES / LINK_BYTES_PER_S
+        assert least_s < loop.time() - begun_s < 2 * least_s + 0.2
+        await room.check()
+
+    in_room(main, replace(params(num_pages=900), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))

@@ -103,13 +103,22 @@ class Placing:
         refused.add(owner.worker_id)
         return await self._submit(session, owner.worker_id)
 
-    async def place_again(self, session: Session, lost: WorkerId | None) -> None:
+    async def place_again(self, session: Session, lost: WorkerId | None, toward: WorkerId | None = None) -> None:
         """Return once a worker has accepted a session whose worker is lost, or the session has ended.
+
+        Args:
+            session: runs nowhere.
+            lost: not asked at first.
+            toward: asked first.
 
         Raises:
             RequestFailedError: no room in time.
         """
         refused = set() if lost is None else {lost}
+        if toward is not None and toward not in self._leases.lost_workers:
+            if await self._submit(session, toward):
+                return
+            refused.add(toward)
         if not await self._submit_somewhere(session, refused) and not session.ended.is_set():
             await self._wait_and_submit(session, first=True)
         if session.ended.is_set():

@@ -49,8 +49,8 @@ class Recovery:
         """Sessions that ended because they were blamed for their workers' deaths."""
         return self._placing.num_poison
 
-    def lost(self, session: Session, loss: Loss) -> None:
-        """A running session's worker no longer runs it."""
+    def lost(self, session: Session, loss: Loss, toward: WorkerId | None = None) -> None:
+        """A running session's worker no longer runs it; `toward` has its KV, and is asked first."""
         worker_id = session.worker_id
         if worker_id is None or not session.is_running:
             return
@@ -66,7 +66,7 @@ class Recovery:
             session.fail(FailureCode.REQUEST_FAILED)
             return
         away_from = None if loss is Loss.UNKNOWN else worker_id
-        self._tasks.start(self._recover(session, away_from), name=f"recover-{request_id}")
+        self._tasks.start(self._recover(session, away_from, toward), name=f"recover-{request_id}")
 
     def leave(self, session: Session) -> None:
         """Bring a session away from a worker that is about to stop, if another one takes it."""
@@ -85,13 +85,13 @@ class Recovery:
         history.on_probation = True
         return history.num_blames >= MAX_BLAMES
 
-    async def _recover(self, session: Session, away_from: WorkerId | None) -> None:
+    async def _recover(self, session: Session, away_from: WorkerId | None, toward: WorkerId | None) -> None:
         try:
             if session.history.on_probation:
                 async with self._probation:
                     await self._place_and_watch(session, away_from)
             else:
-                await self._placing.place_again(session, away_from)
+                await self._placing.place_again(session, away_from, toward)
         except RequestFailedError as error:
             _log.warning("not_recovered", rid=session.request.request_id, reason=error.code.value)
             session.fail(error.code)

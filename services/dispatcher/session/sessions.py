@@ -228,9 +228,9 @@ class Sessions:
     def _on_disowned(self, session: Session) -> None:
         self.recovery.lost(session, Loss.UNKNOWN)
 
-    def _on_released(self, session: Session) -> None:
+    def _on_released(self, session: Session, moved_to: str) -> None:
         session.history.is_released = True  # if its submission has not been answered, who waits for that sees to it
-        self.recovery.lost(session, Loss.RELEASED)
+        self.recovery.lost(session, Loss.RELEASED, WorkerId(moved_to) if moved_to else None)
 
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
         for session in self.table.on_worker(worker_id):

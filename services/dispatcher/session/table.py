@@ -44,7 +44,7 @@ class SessionTable:
     Args:
         on_gap: called with a session that misses tokens.
         on_disowned: called with a session that its worker has ended though its time is not over.
-        on_released: called with a session that its worker has given up, to go on elsewhere.
+        on_released: called with a session that its worker has given up, and with the worker that gets its KV, if any.
         first_stream: the first handle. Different in each process of a dispatcher: workers may still send tokens for
             requests of the process before, and these must not meet a handle of this one.
     """
@@ -53,7 +53,7 @@ class SessionTable:
         self,
         on_gap: Callable[[Session], None],
         on_disowned: Callable[[Session], None] = lambda _: None,
-        on_released: Callable[[Session], None] = lambda _: None,
+        on_released: Callable[[Session, str], None] = lambda *_: None,
         *,
         first_stream: int = 0,
     ) -> None:
@@ -151,7 +151,7 @@ class SessionTable:
             session.fail(FailureCode.INTERNAL)
             return
         if is_released and not session.ended.is_set():
-            self._on_released(session)
+            self._on_released(session, "" if extra is None else extra.moved_to)
         elif not complete:
             self._on_gap(session)
 

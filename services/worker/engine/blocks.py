@@ -191,13 +191,17 @@ class BlockManager:
         """Make ids up to num_blocks - 1 known and those that are new usable."""
         known = self.refcount.size
         assert num_blocks >= known, f"{num_blocks} blocks are fewer than the {known} known; take them away by id"
-        more = num_blocks - known
+        self.learn(num_blocks)
+        self.set_usable(np.arange(known, num_blocks, dtype=np.int32), usable=True)
+
+    def learn(self, num_blocks: int) -> None:
+        """Make ids up to num_blocks - 1 known; those that are new are not usable."""
+        more = num_blocks - self.refcount.size
         self.refcount = np.concatenate([self.refcount, np.zeros(more, dtype=np.int32)])
         self.pins = np.concatenate([self.pins, np.zeros(more, dtype=np.int32)])
         self.usable = np.concatenate([self.usable, np.zeros(more, dtype=np.bool_)])
         self.index.grow(num_blocks)
         self._free_blocks.grow(num_blocks)
-        self.set_usable(np.arange(known, num_blocks, dtype=np.int32), usable=True)
 
     def set_usable(self, ids: I32, *, usable: bool) -> None:
         """Add memory behind some ids, or take it away from ids that nobody holds or pins. Idempotent."""

@@ -34,12 +34,14 @@ from services.worker.engine.token_log import TokenLog
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import (
     I32,
+    NOTHING_KEPT,
     Batch,
     BatchFailedError,
     BatchOutput,
     Flight,
     HostCopy,
     HostMemory,
+    KeptKv,
 )
 from services.worker.engine.viewing import view_of
 from services.worker.policy.view import Limits, MoveCost, Scheduler, SchedulerOutput
@@ -229,22 +231,38 @@ class Engine:
         assert not self.is_copying, "memory changes only while nothing is copied"
         self._room.set_backed(ids, backed=backed)
 
-    def change_executor(self, num_blocks: int, num_lanes: int) -> None:
-        """Go on with another executor, which has so many blocks, all empty, and knows no row. Nothing may be in flight.
+    def leave_executor(self) -> KeptKv:
+        """Preempt all that runs: the executor is about to be another one. Nothing may be in flight or pinned.
 
-        Sequences that run are preempted, and what was cached is forgotten. No block may be pinned.
+        Returns:
+            What sequences that run, or did before, have computed in full blocks.
         """
         assert not self.flights, "the executor changes only while nothing is in flight"
         assert self.swapping is None, "KV on the host would belong to another executor"
         self._transitions.forget_executor()
-        self._room.replace(num_blocks)
+        kept = {name: block for row in self.table.preempted.view.tolist() for name, block in self.sharing.kept(row)}
+        return KeptKv(tuple(kept), np.array(list(kept.values()), dtype=np.int32))
+
+    def enter_executor(self, num_blocks: int, num_lanes: int, kept: KeptKv = NOTHING_KEPT) -> None:
+        """Go on with another executor, which knows no row, after `leave_executor`; no step was made in between.
+
+        Args:
+            num_blocks: that it has.
+            num_lanes: batches in flight at most.
+            kept: which of the blocks hold what; the others are empty.
+        """
+        self._room.furnish(num_blocks, kept)
         self.config = replace(self.config, num_lanes=num_lanes)
         self.limits = _limits(self.config)
 
-    def release_all(self) -> None:
-        """End every sequence here, to go on at another worker. Nothing may be in flight."""
+    def release_all(self, moved_to: str = "") -> None:
+        """End every sequence here, to go on at another worker. Nothing may be in flight.
+
+        Args:
+            moved_to: the worker that gets their KV.
+        """
         assert not self.flights, "sequences are released only while nothing is in flight"
-        self.residents.release_all()
+        self.residents.release_all(moved_to)
 
     def pin(self, ids: I32, owner: Hashable) -> None:
         """Keep blocks from being reused until their owner unpins them."""

@@ -27,6 +27,8 @@ class RowExtra:
     """Prompt tokens whose KV was there already; said with the first token."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """Of the entry's token, if its request asks for them."""
+    moved_to: str = ""
+    """Of a sequence that is released: the worker at which its KV will be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine.blocks import BlockManager
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence, check_new, max_outputs
-from services.worker.engine.events import NO_EVENTS, StepEvents
+from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.sequence import FinishedStore, SequenceKey
 from services.worker.engine.sharing import Sharing
 from services.worker.engine.stops import StopRules
@@ -157,9 +158,11 @@ class Residents:
             self.forget(row, finish)
         return events
 
-    def release_all(self) -> None:
-        """End every row with RELEASED."""
-        self._events.append(self.end(sorted(self.row_of.values()), FinishReason.RELEASED))
+    def release_all(self, moved_to: str) -> None:
+        """End every row with RELEASED, to go on at another worker."""
+        events = self.end(sorted(self.row_of.values()), FinishReason.RELEASED)
+        extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
+        self._events.append(replace(events, extras=extras))
 
     def note_started(self, rows: Sequence[int]) -> None:
         """Say that rows are in a step for the first time: events without a token and without an end."""

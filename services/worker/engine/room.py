@@ -8,7 +8,7 @@ from services.worker.engine.blocks import BlockManager
 from services.worker.engine.forks import Forks
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.transitions import Transitions
-from services.worker.engine.types import I32
+from services.worker.engine.types import I32, KeptKv
 
 
 class Room:
@@ -33,13 +33,15 @@ class Room:
         self._blocks.set_usable(ids, usable=backed)
         self._review()
 
-    def replace(self, num_blocks: int) -> None:
-        """Have blocks 0 to num_blocks - 1, all of them empty, in place of those known so far, which nobody holds."""
-        blocks, known = self._blocks, self._blocks.refcount.size
-        blocks.set_usable(np.arange(known, dtype=np.int32), usable=False)
-        blocks.set_usable(np.arange(min(num_blocks, known), dtype=np.int32), usable=True)
-        if num_blocks > known:
-            blocks.grow(num_blocks)
+    def furnish(self, num_blocks: int, kept: KeptKv) -> None:
+        """Have blocks 0 to num_blocks - 1, some named, in place of those so far, which nobody holds."""
+        blocks = self._blocks
+        blocks.set_usable(np.arange(blocks.refcount.size, dtype=np.int32), usable=False)
+        if num_blocks > blocks.refcount.size:
+            blocks.learn(num_blocks)
+        for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
+            blocks.index.add(name, block)
+        blocks.set_usable(np.arange(num_blocks, dtype=np.int32), usable=True)
         self._review()
 
     def _review(self) -> None:

@@ -118,6 +118,11 @@ class Sharing:
                     self._settle(row, chain, min(num_full, chain.num_claimed))
         self.forks.review()
 
+    def kept(self, row: int) -> list[tuple[RunName, int]]:
+        """Return name and block of a parked row's first full blocks, as far as their contents are here."""
+        names = self._chains[row].names[1:] if self.prefix_caching else []
+        return list(zip(names, self._blocks.index.find(names), strict=False))
+
     def release(self, row: int, *, is_sound: bool = True) -> None:
         """Take all blocks from a row and keep the contents of those that are full.
 

@@ -146,6 +146,22 @@ class HostCopy:
     """From the device to the host, or back."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptKv:
+    """Blocks whose KV sequences can go on with at another executor: full ones, by what they hold."""
+
+    names: tuple[bytes, ...] = ()
+    """[n] of `engine/prefix.py`, each once."""
+    ids: I32 = field(default_factory=lambda: EMPTY_I32)
+    """[n] block ids."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+NOTHING_KEPT = KeptKv()
+
+
 class CopyFailedError(Exception):
     """A copy did not finish: the blocks that it was to fill hold garbage; those it read are as they were."""
 

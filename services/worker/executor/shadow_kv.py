@@ -176,6 +176,10 @@ class ShadowKv:
             self._slots[copy.device] = self._host_slots[copy.host]
             self._host_slots[copy.host] = np.uint64(_POISON)
 
+    def take_from(self, other: ShadowKv, source: I32, target: I32) -> None:
+        """Copy blocks [n] of another memory into blocks [n] of this one; the layers need not be the same ones."""
+        self._slots[target] = other._slots[source]
+
     def grow(self, num_blocks: int) -> None:
         """Add memory; it holds garbage."""
         known = self.num_blocks

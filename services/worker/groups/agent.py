@@ -4,13 +4,15 @@
       ▲                        │ abort, or `limit_s` of silence                    │ the group did not come about
       └────────────────────────┴◄──────────────────────────────────────────────────┴─ a whole instance again
 
-Everything is fenced by epochs and idempotent by plan: a message may come twice, late, or never. A change of role takes
-all KV from the sequences that are here. A leader's are computed again, for the group; a member's are released, and
-their dispatchers bring them to workers that take requests. A group of which a stage or a connection is lost is over:
-each of its members, by itself, loads the layers that it lacks.
+Everything is fenced by epochs and idempotent by plan: a message may come twice, late, or never. A change of role
+preempts all sequences that are here. A leader's wait for their turn again; a member's are released, and their
+dispatchers bring them to the leader. Their KV travels by what it is, not by whose it is: full blocks with their names
+(`engine/prefix.py`), so that in the group they are found as any cached prefix is. A group of which a stage or a
+connection is lost is over: each of its members, by itself, loads the layers that it lacks, and computes KV anew.
 
-Source: KunServe v2, section 4.1 (a drop changes page tables and roles between two steps). Deviations: the protocol,
-epochs and the way back, of which the papers say nothing; KV does not survive yet (v1, section 4.2 exchanges it).
+Source: KunServe v2, section 4.1 (a drop changes page tables and roles between two steps) and 4.2 (KV is exchanged).
+Deviations: the protocol, epochs and the way back, of which the papers say nothing; KV is exchanged before the group
+runs its first step, while v2 stalls only the requests whose KV is on its way.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pydantic import TypeAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor
+from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
 from services.worker.groups.role import Role, role_in
 from services.worker.groups.role_executor import RoleExecutor
@@ -301,28 +303,31 @@ class PlanAgent:
 
     async def _lead(self, place: GroupPlace) -> int:
         await self._leave_pipeline()
+        kept = self._engine.leave_executor()
         self._pipeline = place.plan_id
-        executor = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason))
-        self._take(executor)
+        led = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason), kept)
+        self._take(led.executor, led.kept)
         self._intake.serve_again()
         self._enter(role_in(place))
-        return executor.capacity.num_blocks
+        return led.executor.capacity.num_blocks
 
     async def _join(self, place: GroupPlace) -> int:
         await self._leave_pipeline()
         self._intake.stand_aside()
-        self._engine.release_all()
-        self._engine.change_executor(0, 1)
+        kept = self._engine.leave_executor()
+        self._engine.release_all(place.stages[0].worker_id)
+        self._engine.enter_executor(0, 1)
         self._loop.flush()  # who waits for these sequences hears of it now, not when the group stands
         self._pipeline = place.plan_id
-        num_blocks = await self._device.join(place, lambda reason: self._on_end(place.plan_id, reason))
+        num_blocks = await self._device.join(place, lambda reason: self._on_end(place.plan_id, reason), kept)
         self._enter(role_in(place))
         return num_blocks
 
     async def _stand_alone(self, plan_id: int) -> int:
         await self._leave_pipeline()
+        self._engine.leave_executor()
         executor = await self._device.alone()
-        self._take(executor)
+        self._take(executor, NOTHING_KEPT)
         self._intake.serve_again()
         self._enter(Role(self._device.layers, plan_id=plan_id))
         return executor.capacity.num_blocks
@@ -333,10 +338,10 @@ class PlanAgent:
         if self.role.is_leader:
             await self._executor.close()
 
-    def _take(self, executor: Executor) -> None:
-        """Go on with an executor that knows nothing of what ran before."""
+    def _take(self, executor: Executor, kept: KeptKv) -> None:
+        """Go on with an executor that knows no sequence, and of what they had computed this."""
         self._executor.switch(executor)
-        self._engine.change_executor(executor.capacity.num_blocks, executor.depth)
+        self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept)
         self._loop.mended()
 
     def _enter(self, role: Role) -> None:

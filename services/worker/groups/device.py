@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.engine.types import Executor
+from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
@@ -45,6 +45,15 @@ class GroupPlace:
         return self.stages[self.index]
 
 
+@dataclass(frozen=True, slots=True)
+class Led:
+    """A group that stands, as its leader sees it."""
+
+    executor: Executor
+    kept: KeptKv = NOTHING_KEPT
+    """Blocks of the group that hold what its members computed before."""
+
+
 class GroupFailedError(Exception):
     """The group did not come about: a member did not come, or a connection broke."""
 
@@ -52,7 +61,8 @@ class GroupFailedError(Exception):
 class GroupDevice(Protocol):
     """Memory and model of a worker whose layers can be dropped. Changed only while no step is in flight.
 
-    KV does not survive a change: whoever calls it has taken all blocks from all sequences before.
+    Whoever calls it has taken all blocks from all sequences before. Of the KV in them only what is named survives, and
+    only in a group that forms: each stage gets its layers of it.
     """
 
     @property
@@ -74,8 +84,8 @@ class GroupDevice(Protocol):
         """Return why this device cannot come to hold exactly these layers; None if it can."""
         ...
 
-    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> Executor:
-        """Drop all but the own layers, connect to the members, and return the group's executor.
+    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
+        """Drop all but the own layers, connect to the members, exchange KV, and return the group's executor.
 
         The executor before must not be used any more; it need not be closed. The new one is closed by the caller before
         the next change, which ends the pipeline in order.
@@ -83,19 +93,21 @@ class GroupDevice(Protocol):
         Args:
             place: the group.
             on_end: called once on the loop, with the reason, if the pipeline breaks.
+            kept: blocks of this worker, or of the group that it leads, whose contents should survive.
 
         Raises:
             GroupFailedError: the group did not come about; `alone` has to be called.
         """
         ...
 
-    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
+    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> int:
         """Drop all but the own layers, and compute them for the group's leader from now on.
 
         Args:
             place: the group.
             on_end: called once on the loop, when the pipeline ends: with the reason if it is broken, None if the leader
                 has closed it. Not called after `alone`.
+            kept: as for `lead`; nothing for who was a member before.
 
         Returns:
             KV blocks that this device has for its layers.

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
-from services.worker.engine.types import Executor
+import numpy as np
+
+from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector
 from services.worker.executor.modelled_pipeline import ModelledStages, StageOwner
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
-from services.worker.groups.device import GroupFailedError, GroupPlace
+from services.worker.groups.device import GroupFailedError, GroupPlace, Led
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.memory.spans import Spans
@@ -35,8 +37,24 @@ from shared.messages.report import ElasticFacts
 class _Arrival:
     worker_id: WorkerId
     stage: ModelledStage
+    before: Estate
     on_end: Callable[[str | None], None]
     context: Context
+
+
+@dataclass(frozen=True, slots=True)
+class Estate:
+    """What a worker brings into a group."""
+
+    layers: LayerRange
+    """Held before."""
+    kv: ShadowKv
+    """Their memory."""
+    group: WorkerId
+    """Who led the group that it was in, itself if it was alone: that one says which blocks are kept."""
+    kept: KeptKv
+    block_bytes: int
+    """Of a block's keys and values in one layer."""
 
 
 @dataclass(slots=True)
@@ -45,7 +63,9 @@ class _Meeting:
 
     arrived: dict[int, _Arrival] = field(default_factory=dict)
     stages: Future[ModelledStages] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done when all are there, or fails."""
+    """Done when all are there."""
+    kept: KeptKv = NOTHING_KEPT
+    exchange_s: float = 0.0
 
 
 class ModelledNetwork:
@@ -64,26 +84,28 @@ class ModelledNetwork:
         self._cut: set[frozenset[WorkerId]] = set()
 
     async def meet(
-        self, place: GroupPlace, stage: ModelledStage, on_end: Callable[[str | None], None]
-    ) -> ModelledStages:
-        """Wait for the other stages of a group, and return all of them.
+        self, place: GroupPlace, stage: ModelledStage, before: Estate, on_end: Callable[[str | None], None]
+    ) -> tuple[ModelledStages, KeptKv]:
+        """Wait for the other stages of a group and for the exchange of KV; return the stages, and what the blocks hold.
 
         Raises:
             GroupFailedError: they did not come in time.
         """
         meeting = self._meetings.setdefault(place.plan_id, _Meeting())
-        meeting.arrived[place.index] = _Arrival(place.own.worker_id, stage, on_end, copy_context())
+        meeting.arrived[place.index] = _Arrival(place.own.worker_id, stage, before, on_end, copy_context())
         await asyncio.sleep(self._link.latency_s)
         if len(meeting.arrived) == len(place.stages) and not meeting.stages.done() and not self._is_cut(place):
             self._begin(place, meeting)
         try:
             async with asyncio.timeout(self._meet_limit_s):
-                return await asyncio.shield(meeting.stages)
+                stages = await asyncio.shield(meeting.stages)
         except TimeoutError:
             missing = [s.worker_id for i, s in enumerate(place.stages) if i not in meeting.arrived]
             self._meetings.pop(place.plan_id, None)
             said = ", ".join(missing) if missing else "a connection"
             raise GroupFailedError(f"{said} did not come within {self._meet_limit_s:g} s") from None
+        await asyncio.sleep(meeting.exchange_s)
+        return stages, meeting.kept
 
     def _is_cut(self, place: GroupPlace) -> bool:
         named = {stage.worker_id for stage in place.stages}
@@ -94,6 +116,8 @@ class ModelledNetwork:
         owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
         owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
         stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
+        meeting.kept, most_bytes = exchange([arrival.before for arrival in arrivals], [a.stage for a in arrivals])
+        meeting.exchange_s = most_bytes / self._link.bytes_per_s
         del self._meetings[place.plan_id]
         self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
         meeting.stages.set_result(stages)
@@ -137,6 +161,36 @@ class ModelledNetwork:
     def heal(self, one: WorkerId, other: WorkerId) -> None:
         """Let them connect again."""
         self._cut.discard(frozenset((one, other)))
+
+
+def exchange(before: Sequence[Estate], stages: Sequence[ModelledStage]) -> tuple[KeptKv, int]:
+    """Give every stage its layers of the blocks that are kept, under new ids: those of the first worker come first.
+
+    Pages need no room of their own on the way: what a worker has sent makes room for what it gets.
+
+    Returns:
+        What the group's blocks hold, and the most bytes that one worker sends or receives.
+    """
+    num_blocks = min(stage.capacity.num_blocks for stage in stages)
+    names: dict[bytes, int] = {}
+    sent, received = [0] * len(stages), [0] * len(stages)
+    for owner in before:
+        fresh = [i for i, name in enumerate(owner.kept.names) if name not in names][: num_blocks - len(names)]
+        source = owner.kept.ids[fresh]
+        target = np.arange(len(names), len(names) + len(fresh), dtype=np.int32)
+        names.update(zip([owner.kept.names[i] for i in fresh], target.tolist(), strict=True))
+        holders = [i for i, other in enumerate(before) if other.group == owner.group]
+        for index, stage in enumerate(stages):
+            for holder in holders:
+                part = before[holder].layers.overlap(stage.layers)
+                if part is None or not fresh:
+                    continue
+                stage.kv.take_from(before[holder].kv, source, target)
+                if holder != index:
+                    num_bytes = len(fresh) * owner.block_bytes * len(part)
+                    sent[holder] += num_bytes
+                    received[index] += num_bytes
+    return KeptKv(tuple(names), np.array(list(names.values()), dtype=np.int32)), max(*sent, *received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +243,11 @@ class ModelledGroupDevice:
                 max_blocks=facts.max_blocks,
             )
         )
+        self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
+        self._group = WorkerId("")
         self._seat: tuple[int, int] | None = None
         """Plan and place of the pipeline that it is a stage of."""
-        self.executor = self._open()
+        self.executor = make_executor(self._kv)
         """Of the whole model; of no use while the device is a stage."""
         self.pipelines: list[PipelineExecutor] = []
         """Those that it has led, for their stats."""
@@ -220,33 +276,39 @@ class ModelledGroupDevice:
             return f"the model has layers {self._all_layers}, not {layers}"
         return None if self.num_blocks(layers) else f"layers {layers} leave no memory for KV"
 
-    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> Executor:
+    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
         """Be the first stage; see `GroupDevice`."""
-        stages = await self._meet(place, on_end)
+        stages, kept = await self._meet(place, on_end, kept)
         executor = PipelineExecutor(stages, asyncio.get_running_loop().time, on_end)
         self.pipelines.append(executor)
-        return executor
+        return Led(executor, kept)
 
-    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
+    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> int:
         """Be another stage; see `GroupDevice`."""
-        await self._meet(place, on_end)
+        await self._meet(place, on_end, kept)
         return self.num_blocks(self.layers)
 
-    async def _meet(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> ModelledStages:
+    async def _meet(
+        self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv
+    ) -> tuple[ModelledStages, KeptKv]:
         self._leave()
+        own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
+        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes)
         self.layers = layers = place.own.layers
+        self._group = place.stages[0].worker_id
         await asyncio.sleep(self._params.remap_s)
         num_layers, num_blocks = len(self._all_layers), self.num_blocks(layers)
         if not num_blocks:
             raise GroupFailedError(f"layers {layers} leave no memory for KV")
+        self._kv = self._shadow_kv(num_blocks, layer_weight(layers, num_layers))
         stage = ModelledStage(
             StageCost(self._params.cost, layers, num_layers),
-            self._shadow_kv(num_blocks, layer_weight(layers, num_layers)),
+            self._kv,
             failure=self._params.failure if place.index == 0 else None,
         )
-        stages = await self._network.meet(place, stage, on_end)
+        met = await self._network.meet(place, stage, before, on_end)
         self._seat = (place.plan_id, place.index)
-        return stages
+        return met
 
     async def alone(self) -> Executor:
         """Hold the whole model; see `GroupDevice`."""
@@ -255,8 +317,9 @@ class ModelledGroupDevice:
             facts = self._params.facts
             missing = sum(facts.layer_bytes[layer] for layer in self._all_layers if layer not in self.layers)
             await asyncio.sleep(self._params.remap_s + missing / self._params.load_bytes_per_s)
-        self.layers = self._all_layers
-        self.executor = self._open()
+        self.layers, self._group = self._all_layers, WorkerId("")
+        self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
+        self.executor = self._make_executor(self._kv)
         return self.executor
 
     async def close(self) -> None:
@@ -270,9 +333,6 @@ class ModelledGroupDevice:
             self._network.leave(plan_id, index)
             if index == 0:
                 self._network.close(plan_id)
-
-    def _open(self) -> Executor:
-        return self._make_executor(self._shadow_kv(self.num_blocks(self._all_layers), 1))
 
     def _shadow_kv(self, num_blocks: int, weight: int) -> ShadowKv:
         return ShadowKv(num_blocks, self._params.block_size, self._params.draw, weight=weight)
