@@ -198,3 +198,36 @@ def test_an_exchange_takes_the_time_of_the_link() -> None:
         await room.check()
 
     in_room(main, replace(params(num_pages=900), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
+
+
+def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves() -> None:
+    async def main(room: Room) -> None:
+        rng = np.random.default_rng(9)
+        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 150 + i), 120, seed=i) for i in range(8)))
+        await asyncio.sleep(0.4)
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        await asyncio.sleep(0.3)
+        assert states(await room.driver.restore(["w0", "w1"])) == ["done"] * 2
+        await asyncio.sleep(0.1)
+        engines = [worker.service.engine for worker in room.cluster.workers]
+        assert [engine.stats.num_running for engine in engines] == [4, 4]
+        assert engines[0].totals.num_recomputed_tokens <= 2 * 8 * 16
+        came = engines[1].stats.num_prefix_cache_hits
+        assert came >= 4 * (150 // 16 * 16), "what the group had computed for those that go on at the member"
+        await room.check()
+
+    in_room(main, params(num_pages=900))
+
+
+def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_else() -> None:
+    async def main(room: Room) -> None:
+        room.ask(*requests(3, 20))
+        await asyncio.sleep(0.3)
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        await asyncio.sleep(0.3)
+        assert states(await room.driver.restore(["w0"])) == ["done"]
+        await room.check()
+        await asyncio.sleep(2.0)
+        assert room.role(1) == ("", 0, (0, 8)), "it has noticed that its group is gone"
+
+    in_room(main, params())

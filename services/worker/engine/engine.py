@@ -9,7 +9,7 @@ in flight is never touched by anybody else: a cancel only marks it. Copies to ho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -240,8 +240,7 @@ class Engine:
         assert not self.flights, "the executor changes only while nothing is in flight"
         assert self.swapping is None, "KV on the host would belong to another executor"
         self._transitions.forget_executor()
-        kept = {name: block for row in self.table.preempted.view.tolist() for name, block in self.sharing.kept(row)}
-        return KeptKv(tuple(kept), np.array(list(kept.values()), dtype=np.int32))
+        return self.sharing.kept(self.table.preempted.view.tolist())
 
     def enter_executor(self, num_blocks: int, num_lanes: int, kept: KeptKv = NOTHING_KEPT) -> None:
         """Go on with another executor, which knows no row, after `leave_executor`; no step was made in between.
@@ -255,14 +254,10 @@ class Engine:
         self.config = replace(self.config, num_lanes=num_lanes)
         self.limits = _limits(self.config)
 
-    def release_all(self, moved_to: str = "") -> None:
-        """End every sequence here, to go on at another worker. Nothing may be in flight.
-
-        Args:
-            moved_to: the worker that gets their KV.
-        """
+    def release(self, rows: Sequence[int], moved_to: str) -> None:
+        """End some sequences, to go on at another worker, which gets their KV. Nothing may be in flight."""
         assert not self.flights, "sequences are released only while nothing is in flight"
-        self.residents.release_all(moved_to)
+        self.residents.release(rows, moved_to)
 
     def pin(self, ids: I32, owner: Hashable) -> None:
         """Keep blocks from being reused until their owner unpins them."""

@@ -158,9 +158,9 @@ class Residents:
             self.forget(row, finish)
         return events
 
-    def release_all(self, moved_to: str) -> None:
-        """End every row with RELEASED, to go on at another worker."""
-        events = self.end(sorted(self.row_of.values()), FinishReason.RELEASED)
+    def release(self, rows: Sequence[int], moved_to: str) -> None:
+        """End rows with RELEASED, to go on at another worker."""
+        events = self.end(rows, FinishReason.RELEASED)
         extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
         self._events.append(replace(events, extras=extras))
 

@@ -8,7 +8,7 @@ block can wait for it instead of computing it too.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ from services.worker.engine.forks import Forks
 from services.worker.engine.prefix import RunName, following_names, root_name
 from services.worker.engine.table import SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
-from services.worker.engine.types import EMPTY_I32, I32
+from services.worker.engine.types import EMPTY_I32, I32, KeptKv
 from services.worker.policy.view import NOTHING_CACHED, CachedPrefix
 
 
@@ -118,10 +118,13 @@ class Sharing:
                     self._settle(row, chain, min(num_full, chain.num_claimed))
         self.forks.review()
 
-    def kept(self, row: int) -> list[tuple[RunName, int]]:
-        """Return name and block of a parked row's first full blocks, as far as their contents are here."""
-        names = self._chains[row].names[1:] if self.prefix_caching else []
-        return list(zip(names, self._blocks.index.find(names), strict=False))
+    def kept(self, rows: Iterable[int]) -> KeptKv:
+        """Return the first full blocks of parked rows, as far as their contents are here."""
+        found: dict[RunName, int] = {}
+        for row in rows if self.prefix_caching else ():
+            names = self._chains[row].names[1:]
+            found.update(zip(names, self._blocks.index.find(names), strict=False))
+        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
 
     def release(self, row: int, *, is_sound: bool = True) -> None:
         """Take all blocks from a row and keep the contents of those that are full.

@@ -27,11 +27,13 @@ from pydantic import TypeAdapter
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
-from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.engine.sequence import SequenceKey
+from services.worker.engine.types import Executor, KeptKv
+from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Parting, StagePlace
 from services.worker.groups.role import Role, role_in
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.intake import Intake
+from services.worker.policy.parting import share_out
 from services.worker.reporter import Reporter
 from shared.bus import Message
 from shared.ids import WorkerId
@@ -49,6 +51,8 @@ from shared.messages.plan import (
 from shared.tasks import TaskOwner
 from shared.wire import decode_union_json, encode_json
 
+CLOSED = "its leader has closed the pipeline"
+"""Why a pipeline is over that ended in order: the leader's part of the same plan may come first."""
 _log = get_logger()
 _MESSAGES: TypeAdapter[PlanMessage] = TypeAdapter(PlanMessage)
 
@@ -134,6 +138,8 @@ class PlanAgent:
         self._last = _Outcome(0, PlanState.DONE)
         self._pipeline: int | None = None
         """Plan of the pipeline that this worker is a stage of, or is about to be."""
+        self._place_now: GroupPlace | None = None
+        """In the group that stands."""
         self._broken: str | None = None
         """Why that pipeline is over, until this worker has left it."""
         reporter.take_role(self.role)
@@ -271,7 +277,7 @@ class PlanAgent:
         place = self._place(asked)
         try:
             if place is None:
-                num_blocks = await self._stand_alone(asked.plan_id)
+                num_blocks = await self._part(asked.plan_id)
             elif place.index == 0:
                 num_blocks = await self._lead(place)
             else:
@@ -309,28 +315,59 @@ class PlanAgent:
         self._take(led.executor, led.kept)
         self._intake.serve_again()
         self._enter(role_in(place))
+        self._place_now = place
         return led.executor.capacity.num_blocks
 
     async def _join(self, place: GroupPlace) -> int:
         await self._leave_pipeline()
         self._intake.stand_aside()
         kept = self._engine.leave_executor()
-        self._engine.release_all(place.stages[0].worker_id)
+        self._engine.release(sorted(self._engine.row_of.values()), place.stages[0].worker_id)
         self._engine.enter_executor(0, 1)
         self._loop.flush()  # who waits for these sequences hears of it now, not when the group stands
         self._pipeline = place.plan_id
         num_blocks = await self._device.join(place, lambda reason: self._on_end(place.plan_id, reason), kept)
         self._enter(role_in(place))
+        self._place_now = place
         return num_blocks
 
-    async def _stand_alone(self, plan_id: int) -> int:
+    async def _part(self, plan_id: int) -> int:
+        """Dissolve the group together with its other members: a leader shares out sequences and KV."""
+        place = self._place_now
+        if place is None or self._broken not in (None, CLOSED):
+            return await self._stand_alone(plan_id)
         await self._leave_pipeline()
         self._engine.leave_executor()
-        executor = await self._device.alone()
-        self._take(executor, NOTHING_KEPT)
+        shares = self._share_out(place) if self.role.is_leader else []
+        row_of = self._engine.row_of
+        kept = tuple(self._engine.sharing.kept([row_of[key] for key in keys]) for keys in shares)
+        num_blocks = await self._go_on_alone(plan_id, Parting(kept))
+        for stage, keys in list(zip(place.stages, shares, strict=False))[1:]:
+            # now, when that worker is about to serve again; some have ended meanwhile
+            self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
+        self._loop.flush()
+        return num_blocks
+
+    def _share_out(self, place: GroupPlace) -> list[list[SequenceKey]]:
+        """Return which sequences go on at which stage's worker, the own ones first."""
+        table, row_of = self._engine.table, self._engine.row_of
+        keys = sorted(row_of, key=lambda key: (table.arrival_s[row_of[key]], table.order[row_of[key]]))
+        sizes = -(-table.num_known[[row_of[key] for key in keys]] // self._engine.config.block_size)
+        return share_out(keys, sizes.tolist(), len(place.stages), self._device.whole_blocks)
+
+    async def _stand_alone(self, plan_id: int) -> int:
+        """Be a whole instance, whatever the others do; KV is lost."""
+        await self._leave_pipeline()
+        self._engine.leave_executor()
+        return await self._go_on_alone(plan_id, None)
+
+    async def _go_on_alone(self, plan_id: int, parting: Parting | None) -> int:
+        alone = await self._device.alone(parting)
+        self._take(alone.executor, alone.kept)
         self._intake.serve_again()
         self._enter(Role(self._device.layers, plan_id=plan_id))
-        return executor.capacity.num_blocks
+        self._place_now = None
+        return alone.executor.capacity.num_blocks
 
     async def _leave_pipeline(self) -> None:
         """Count as in no pipeline; one that this worker leads ends in order."""
@@ -360,7 +397,7 @@ class PlanAgent:
     def _on_end(self, plan_id: int, reason: str | None) -> None:
         """A pipeline has ended in which this worker is a stage."""
         if plan_id == self._pipeline:
-            self._break(reason or "its leader has closed the pipeline")
+            self._break(reason or CLOSED)
 
     def _break(self, reason: str) -> None:
         if self._broken is None:

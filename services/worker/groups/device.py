@@ -47,11 +47,19 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """A group that stands, as its leader sees it."""
+    """What a leader, or a worker that stands alone, goes on with."""
 
     executor: Executor
     kept: KeptKv = NOTHING_KEPT
-    """Blocks of the group that hold what its members computed before."""
+    """Blocks that hold what was computed before the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A group is dissolved by all of its members together."""
+
+    shares: tuple[KeptKv, ...] = ()
+    """The leader says which blocks go to which stage's worker; the others say nothing."""
 
 
 class GroupFailedError(Exception):
@@ -117,8 +125,17 @@ class GroupDevice(Protocol):
         """
         ...
 
-    async def alone(self) -> Executor:
+    @property
+    def whole_blocks(self) -> int:
+        """KV blocks that there is memory for beside the whole model."""
+        ...
+
+    async def alone(self, parting: Parting | None = None) -> Led:
         """Leave any group, load what is missing, and return the executor of the whole model. Idempotent.
+
+        Args:
+            parting: if the other members of its group do the same now: KV goes to where its sequences go. Who does not
+                come in time is not waited for; then KV is lost.
 
         Raises:
             StartupError: a layer cannot be loaded again; the worker must end.

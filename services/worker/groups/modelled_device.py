@@ -23,7 +23,7 @@ from services.worker.executor.modelled_pipeline import ModelledStages, StageOwne
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
-from services.worker.groups.device import GroupFailedError, GroupPlace, Led
+from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.memory.spans import Spans
@@ -31,6 +31,9 @@ from shared.cost import CostModel, StageCost
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
+
+PART_LIMIT_S = 1.0
+"""How long a worker waits for the others when their group dissolves in order."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,29 @@ class _Meeting:
     exchange_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A worker that leaves a group in order."""
+
+    layers: LayerRange
+    """Held in the group."""
+    kv: ShadowKv
+    """Their memory."""
+    whole: ShadowKv
+    """Memory of the whole model, to be filled."""
+    shares: tuple[KeptKv, ...]
+    """Of the leader: what goes to whom."""
+    block_bytes: int
+    """Of a block's keys and values in one layer."""
+
+
+@dataclass(slots=True)
+class _Departure:
+    shares: dict[int, Share] = field(default_factory=dict)
+    kept: Future[list[KeptKv]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    exchange_s: float = 0.0
+
+
 class ModelledNetwork:
     """Where modelled workers find each other; one per cluster.
 
@@ -81,6 +107,7 @@ class ModelledNetwork:
         self._meet_limit_s = meet_limit_s
         self._meetings: dict[int, _Meeting] = {}
         self._pipelines: dict[int, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
+        self._partings: dict[int, _Departure] = {}
         self._cut: set[frozenset[WorkerId]] = set()
 
     async def meet(
@@ -121,6 +148,28 @@ class ModelledNetwork:
         del self._meetings[place.plan_id]
         self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
         meeting.stages.set_result(stages)
+
+    async def part(self, place: GroupPlace, share: Share) -> KeptKv:
+        """Wait for the other members of a group that dissolves, and for the KV; return what this worker's blocks hold.
+
+        Nothing if they do not come in time.
+        """
+        parting = self._partings.setdefault(place.plan_id, _Departure())
+        parting.shares[place.index] = share
+        await asyncio.sleep(self._link.latency_s)
+        if len(parting.shares) == len(place.stages) and not parting.kept.done() and not self._is_cut(place):
+            del self._partings[place.plan_id]
+            kept, most_bytes = hand_out([parting.shares[i] for i in range(len(place.stages))])
+            parting.exchange_s = most_bytes / self._link.bytes_per_s
+            parting.kept.set_result(kept)
+        try:
+            async with asyncio.timeout(PART_LIMIT_S):
+                kept = await asyncio.shield(parting.kept)
+        except TimeoutError:
+            self._partings.pop(place.plan_id, None)
+            return NOTHING_KEPT
+        await asyncio.sleep(parting.exchange_s)
+        return kept[place.index]
 
     def leave(self, plan_id: int, index: int) -> None:
         """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
@@ -193,6 +242,27 @@ def exchange(before: Sequence[Estate], stages: Sequence[ModelledStage]) -> tuple
     return KeptKv(tuple(names), np.array(list(names.values()), dtype=np.int32)), max(*sent, *received)
 
 
+def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
+    """Give every member of a group that dissolves all layers of the blocks that are its share.
+
+    Returns:
+        What each one's blocks hold, and the most bytes that one of them sends or receives.
+    """
+    kept: list[KeptKv] = []
+    sent, received = [0] * len(members), [0] * len(members)
+    for index, (member, share) in enumerate(zip(members, members[0].shares, strict=True)):
+        count = min(len(share), member.whole.num_blocks)
+        target = np.arange(count, dtype=np.int32)
+        for holder, other in enumerate(members):
+            member.whole.take_from(other.kv, share.ids[:count], target)
+            if holder != index:
+                num_bytes = count * other.block_bytes * len(other.layers)
+                sent[holder] += num_bytes
+                received[index] += num_bytes
+        kept.append(KeptKv(share.names[:count], target))
+    return kept, max(*sent, *received)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelledDeviceParams:
     """What a modelled device is like."""
@@ -245,8 +315,8 @@ class ModelledGroupDevice:
         )
         self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
         self._group = WorkerId("")
-        self._seat: tuple[int, int] | None = None
-        """Plan and place of the pipeline that it is a stage of."""
+        self._place: GroupPlace | None = None
+        """In the pipeline that it is a stage of."""
         self.executor = make_executor(self._kv)
         """Of the whole model; of no use while the device is a stage."""
         self.pipelines: list[PipelineExecutor] = []
@@ -307,32 +377,40 @@ class ModelledGroupDevice:
             failure=self._params.failure if place.index == 0 else None,
         )
         met = await self._network.meet(place, stage, before, on_end)
-        self._seat = (place.plan_id, place.index)
+        self._place = place
         return met
 
-    async def alone(self) -> Executor:
+    @property
+    def whole_blocks(self) -> int:
+        """KV blocks beside the whole model."""
+        return self.num_blocks(self._all_layers)
+
+    async def alone(self, parting: Parting | None = None) -> Led:
         """Hold the whole model; see `GroupDevice`."""
+        place, whole, kept = self._place, self._shadow_kv(self.whole_blocks, 1), NOTHING_KEPT
+        if parting is not None and place is not None:
+            share = Share(self.layers, self._kv, whole, parting.shares, 2 * self._params.facts.block_bytes)
+            kept = await self._network.part(place, share)
         self._leave()
         if self.layers != self._all_layers:
             facts = self._params.facts
             missing = sum(facts.layer_bytes[layer] for layer in self._all_layers if layer not in self.layers)
             await asyncio.sleep(self._params.remap_s + missing / self._params.load_bytes_per_s)
         self.layers, self._group = self._all_layers, WorkerId("")
-        self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
+        self._kv = whole
         self.executor = self._make_executor(self._kv)
-        return self.executor
+        return Led(self.executor, kept)
 
     async def close(self) -> None:
         """Leave any group. Idempotent."""
         self._leave()
 
     def _leave(self) -> None:
-        if self._seat is not None:
-            plan_id, index = self._seat
-            self._seat = None
-            self._network.leave(plan_id, index)
-            if index == 0:
-                self._network.close(plan_id)
+        if self._place is not None:
+            place, self._place = self._place, None
+            self._network.leave(place.plan_id, place.index)
+            if place.index == 0:
+                self._network.close(place.plan_id)
 
     def _shadow_kv(self, num_blocks: int, weight: int) -> ShadowKv:
         return ShadowKv(num_blocks, self._params.block_size, self._params.draw, weight=weight)
