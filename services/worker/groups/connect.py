@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Coroutine, Mapping
 from typing import Any, Final, TypeVar
@@ -219,8 +220,7 @@ async def dial(
         await say(sock, hello(place, index, role))
         return sock, read_greeting(await _hear(sock), StageWelcome)
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {said}") from error
+        raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {_why(error)}") from error
     except StageRefusedError as error:
         raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {error}") from None
 
@@ -273,6 +273,13 @@ async def _read(sock: socket.socket, size: int) -> bytes:
             raise ConnectionResetError("it hung up")
         data += part
     return data
+
+
+def _why(error: Exception) -> str:
+    """Return what the system says of an error; the event loop puts the address there instead."""
+    if isinstance(error, ConnectionError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _watch(sock: socket.socket) -> None:
