@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-
 SHARED = ("asyncio_", "log")
 """Beginnings of names of threads that belong to the event loop and to the process."""
 

@@ -55,17 +55,21 @@ async def listening(wait_s: float = 5.0) -> AsyncIterator[StageListener]:
     assert asyncio.all_tasks() == tasks
 
 
+def port_of(listener: StageListener) -> int:
+    return int(listener.address.rpartition(":")[2])
+
+
 async def raw(listener: StageListener, data: bytes) -> bytes:
     """Say some bytes, and return what comes until the end of the connection."""
-    port = int(listener.address.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(data)
-    try:
+    loop, heard = asyncio.get_running_loop(), b""
+    with socket.socket() as sock:
+        sock.settimeout(0)
         async with asyncio.timeout(10):
-            return await reader.read()
-    finally:
-        writer.close()
-        await writer.wait_closed()
+            await loop.sock_connect(sock, ("127.0.0.1", port_of(listener)))
+            await loop.sock_sendall(sock, data)
+            while part := await loop.sock_recv(sock, 4096):
+                heard += part
+    return heard
 
 
 def framed(message: ControlMessage) -> bytes:
@@ -173,15 +177,13 @@ async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_more_callers_than_are_greeted_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "MAX_GREETINGS", 2)
     async with listening() as listener:
-        port = int(listener.address.rpartition(":")[2])
-        waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        waiting = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(2)]
         while len(listener._tasks) < 3:
             await asyncio.sleep(0.001)
         assert await raw(listener, b"") == b""
         assert listener.num_refused == 1
-        for _, writer in waiting:
-            writer.close()
-            await writer.wait_closed()
+        for sock in waiting:
+            sock.close()
         while len(listener._tasks) > 1:
             await asyncio.sleep(0.001)
         assert listener.num_refused == 3, "who hangs up gives its place back"
@@ -225,7 +227,7 @@ async def test_a_listener_tells_others_the_name_that_it_was_given() -> None:
     for host, advertise, shown in (("127.0.0.1", "", "127.0.0.1"), ("0.0.0.0", "w0.local", "w0.local")):
         listener = await StageListener.open(host, advertise=advertise)
         assert listener.address.startswith(f"{shown}:")
-        assert int(listener.address.rpartition(":")[2]) > 0
+        assert port_of(listener) > 0
         await listener.close()
     with contextlib.suppress(OSError):  # a machine without IPv6 has nothing to show
         listener = await StageListener.open("::1")
