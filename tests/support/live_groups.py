@@ -98,11 +98,9 @@ async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]
     """Let devices become a group; the leader is told of it first."""
     own = places(devices, ranges)
     ends: dict[int, list[str | None]] = {i: [] for i in range(1, len(devices))}
-    executor, *num_blocks = await asyncio.gather(
-        devices[0].lead(own[0]), *(devices[i].join(own[i], ends[i].append) for i in ends)
-    )
-    assert not isinstance(executor, int)
-    return Group(executor, [said for said in num_blocks if isinstance(said, int)], ends)
+    leading = asyncio.ensure_future(devices[0].lead(own[0]))
+    num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append) for i in ends))
+    return Group(await leading, num_blocks, ends)
 
 
 def tokens_of(seed: int, num: int) -> list[int]:
@@ -134,7 +132,8 @@ async def texts_of(executor: Executor, *, num_tokens: int = 8, steps_until: int 
         num_tokens: of each answer.
         steps_until: after so many steps `then` is called.
     """
-    engine, texts, num_steps = new_engine(executor.depth, executor.capacity.num_blocks), {}, count(1)
+    engine, num_steps = new_engine(executor.depth, executor.capacity.num_blocks), count(1)
+    texts: Texts = {}
 
     def say(events: StepEvents) -> None:
         for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
@@ -189,7 +188,13 @@ def _warm() -> None:
 
 @asynccontextmanager
 async def live_devices(
-    num: int, name: str = "llama", *, limit_s: float = 5.0, folder: Path | None = None, **changes: object
+    num: int,
+    name: str = "llama",
+    *,
+    limit_s: float = 5.0,
+    wait_s: float = 5.0,
+    folder: Path | None = None,
+    **changes: object,
 ) -> AsyncIterator[list[TorchGroupDevice]]:
     """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
     _warm()
@@ -198,7 +203,7 @@ async def live_devices(
     devices = []
     for _ in range(num):
         model = open_elastic_model(SHAPES[name], folder, **changes)
-        devices.append(TorchGroupDevice(model, await StageListener.open(wait_s=limit_s), limit_s=limit_s))
+        devices.append(TorchGroupDevice(model, await StageListener.open(wait_s=wait_s), limit_s=limit_s))
         await devices[-1].alone()
     try:
         yield devices

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.types import BatchFailedError
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.groups.device import GroupDevice, GroupFailedError, StagePlace
+from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.load import check_start, load_executor
 from shared.errors import StartupError
@@ -28,6 +29,7 @@ from tests.support.checkpoints import stored_checkpoint
 from tests.support.live_groups import (
     PAGE,
     SHAPES,
+    Group,
     Texts,
     calm_texts,
     check,
@@ -94,14 +96,14 @@ async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
             assert await texts_of(group.executor) == expected
             assert await texts_of(group.executor) == expected
             await group.executor.close()
-            await _ended(group.ends)
+            await ended(group.ends)
             assert group.ends == {i: [None] for i in range(1, len(devices))}
             for device in devices:
                 assert await texts_of(await device.alone()) == expected
             check(devices)
 
 
-async def _ended(ends: dict[int, list[str | None]]) -> None:
+async def ended(ends: dict[int, list[str | None]]) -> None:
     """Wait until every member has heard of the end."""
     async with asyncio.timeout(10):
         while not all(ends.values()):
@@ -182,12 +184,14 @@ async def test_a_member_whose_process_is_gone_fails_the_group_at_once() -> None:
 
 
 async def test_members_of_another_plan_or_token_do_not_come_together() -> None:
-    async with live_devices(2, limit_s=0.3) as devices:
-        own, other = places(devices, HALVES), places(devices, HALVES, token="another")
-        wrong_token = replace(own[1], token="another")
-        for theirs, reason in ((wrong_token, "the token is not that of plan"), (other[1], "has not joined plan")):
+    async with live_devices(2, limit_s=0.4, wait_s=0.05) as devices:
+        own, other = places(devices, HALVES), places(devices, HALVES)
+        for theirs, reason in (
+            (replace(own[1], token="another"), f"the token is not that of plan {own[1].plan_id}"),
+            (other[1], f"this worker has not joined plan {own[0].plan_id} within 0.05 s"),
+        ):
             said, _ = await failure_of(devices[0].lead(own[0]), devices[1].join(theirs, unheard))
-            assert reason in said or "did not come" in said
+            assert said == f"w1 at {own[1].own.address}: it refuses: {reason}"
         await be_alone(*devices)
 
 
@@ -213,7 +217,7 @@ async def test_a_member_that_dies_in_a_step_breaks_the_group_and_all_are_whole_a
 
         with pytest.raises(ExecutorBrokenError):
             await texts_of(group.executor, steps_until=4, then=die)
-        await _ended({2: group.ends[2]})
+        await ended({2: group.ends[2]})
         assert len(group.ends[2]) == 1
         assert group.ends[2][0]
         assert group.ends[1] == [], "who leaves by itself need not be told"
@@ -239,27 +243,34 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
         group = await form(devices, ranges_of(1, 2, 4))
         for channel in group.executor._stages._members:  # type: ignore[attr-defined]
             channel._socket.shutdown(socket.SHUT_RDWR)
-        await _ended(group.ends)
+        await ended(group.ends)
         assert all(len(reasons) == 1 and reasons[0] for reasons in group.ends.values())
         await group.executor.close()
         await be_alone(*devices)
 
 
-@pytest.mark.parametrize("leads", [True, False])
-async def test_a_change_that_is_cancelled_half_way_can_be_taken_back(leads: bool) -> None:
+async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
     async with live_devices(2, limit_s=60) as devices:
-        own = places(devices, HALVES)
-        change = devices[0].lead(own[0]) if leads else devices[1].join(own[1], unheard)
-        task: asyncio.Task[object] = asyncio.create_task(change)  # type: ignore[arg-type]
-        device = devices[0 if leads else 1]
-        for _ in range(2 if leads else 0):  # else it is cancelled while layers are dropped
-            while len(devices[1]._listener._tasks) < 3:
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0)
-        task.cancel()
+        leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0]))
+        while len(devices[1]._listener._tasks) < 3:
+            await asyncio.sleep(0.001)
+        leading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
-        await be_alone(device)
+            await leading
+        await be_alone(devices[0])
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+async def test_a_member_that_is_cancelled_anywhere_can_be_whole_again(num_turns: int) -> None:
+    """After some turns of the event loop: while the executor ends, while layers are dropped, while it waits."""
+    async with live_devices(2, limit_s=60) as devices:
+        joining = asyncio.create_task(devices[1].join(places(devices, HALVES)[1], unheard))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        await be_alone(devices[1])
 
 
 async def test_memory_that_refuses_a_drop_fails_the_group_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +334,99 @@ async def test_a_leader_and_a_member_can_be_closed_as_they_are() -> None:
     async with live_devices(2) as devices:
         await form(devices, HALVES)
         await asyncio.gather(*(device.close() for device in devices))
+
+
+# Random lives
+
+
+class Life:
+    """Workers that form groups, end them, leave them and fail to form them, as a seed says.
+
+    Args:
+        devices: alone.
+        seed: of all that happens.
+    """
+
+    def __init__(self, devices: list[TorchGroupDevice], seed: int) -> None:
+        self.devices = devices
+        self.rng = np.random.default_rng(seed)
+        self.groups: list[tuple[list[TorchGroupDevice], Group]] = []
+        self.done: set[str] = set()
+
+    async def step(self) -> None:
+        busy = [device for members, _ in self.groups for device in members]
+        free = [device for device in self.devices if device not in busy]
+        if len(free) >= 2 and (not self.groups or self.rng.random() < 0.5):
+            await self.gather(free, misses=bool(self.rng.random() < 0.3))
+        else:
+            members, group = self.groups.pop(int(self.rng.integers(len(self.groups))))
+            name = ("end", "leave", "part")[int(self.rng.integers(3))]
+            await getattr(self, name)(members, group)
+            self.done.add(name)
+        check(self.devices)
+
+    async def gather(self, free: list[TorchGroupDevice], *, misses: bool) -> None:
+        chosen = [free[i] for i in self.rng.permutation(len(free))[: int(self.rng.integers(2, len(free) + 1))]]
+        ends = sorted(int(at) for at in self.rng.choice([1, 2, 3], len(chosen) - 1, replace=False))
+        ranges = ranges_of(*ends, 4)
+        for device, layers in zip(chosen, ranges, strict=True):
+            if device.refusal(layers) is not None:
+                await device.alone()
+        if misses:
+            own = places(chosen, ranges)
+            for device in chosen:
+                device._limit_s = 0.05
+            await self.fail(chosen, own)
+            for device in chosen:
+                device._limit_s = 5.0
+            self.done.add("miss")
+            return
+        group = await form(chosen, ranges)
+        self.groups.append((chosen, group))
+        assert await texts_of(group.executor, num_tokens=2) == {i: text[:2] for i, text in (await calm()).items()}
+
+    async def fail(self, chosen: list[TorchGroupDevice], own: list[GroupPlace]) -> None:
+        """The last one does not come. Who has all its own connections by then has joined, and hears of the end."""
+        told: dict[int, list[str | None]] = {i: [] for i in range(1, len(own) - 1)}
+        leading = asyncio.ensure_future(chosen[0].lead(own[0]))
+        joined = await asyncio.gather(*(chosen[i].join(own[i], told[i].append) for i in told), return_exceptions=True)
+        with pytest.raises(GroupFailedError):
+            await leading
+        for i, result in zip(list(told), joined, strict=True):
+            if isinstance(result, GroupFailedError):
+                assert told.pop(i) == []
+        await ended(told)
+        assert all(len(reasons) == 1 and reasons[0] for reasons in told.values())
+
+    async def end(self, members: list[TorchGroupDevice], group: Group) -> None:
+        await group.executor.close()
+        await ended(group.ends)
+        assert group.ends == {i: [None] for i in range(1, len(members))}
+
+    async def leave(self, members: list[TorchGroupDevice], group: Group) -> None:
+        index = int(self.rng.integers(1, len(members)))
+        await members[index].alone()
+        del group.ends[index]
+        await ended(group.ends)
+        assert all(len(said) == 1 and said[0] for said in group.ends.values())
+        await group.executor.close()
+
+    async def part(self, members: list[TorchGroupDevice], group: Group) -> None:
+        """The leader is whole again, and has closed nothing before."""
+        await members[0].alone()
+        await self.end(members, group)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_lives_of_workers_end_with_whole_ones(seed: int) -> None:
+    async with live_devices(4) as devices:
+        life = Life(devices, seed)
+        for _ in range(25):
+            await life.step()
+        assert life.done == {"miss", "end", "leave", "part"}
+        for _, group in life.groups:
+            await group.executor.close()
+        await be_alone(*devices)
 
 
 # Loading

@@ -115,7 +115,11 @@ class TorchGroupDevice:
             return self._executor
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
-        """Become another stage of a group; see `GroupDevice`."""
+        """Become another stage of a group; see `GroupDevice`.
+
+        It returns when this stage has its own connections. If another one lacks some, the leader gives up, and `on_end`
+        is called.
+        """
         async with self._changing:
             if not place.index:
                 raise GroupFailedError("the first stage leads, it does not join")
