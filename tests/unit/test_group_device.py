@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ModelFacts
 from services.worker.config import KernelKind, WorkerSettings
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.types import BatchFailedError
@@ -24,6 +26,7 @@ from services.worker.load import check_start, load_executor
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts
 from shared.systems import SYSTEMS, System
 from tests.support.checkpoints import stored_checkpoint
 from tests.support.live_groups import (
@@ -59,6 +62,12 @@ async def calm() -> Texts:
     return await calm_texts("llama", "float32", KERNELS)
 
 
+def planned(facts: ElasticFacts, layers: LayerRange) -> int:
+    """Return the KV blocks that a planner expects, which knows the device by what it reports."""
+    sizes = facts.model_dump(exclude={"num_pages", "max_blocks", "token_s", "has_host_copy"})
+    return CapacityRule(ModelFacts(**sizes, block_size=16)).blocks(layers, facts.num_pages, facts.max_blocks)
+
+
 async def be_alone(*devices: TorchGroupDevice) -> None:
     """Let devices be whole instances again, and look at all there is to see."""
     for device in devices:
@@ -84,6 +93,7 @@ async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
             ([third, first], ranges_of(3, 4)),
         ):
             claimed = [device._model.blocks_with(layers) for device, layers in zip(devices, ranges, strict=True)]
+            assert claimed == [planned(device.facts, layers) for device, layers in zip(devices, ranges, strict=True)]
             assert [device.refusal(layers) for device, layers in zip(devices, ranges, strict=True)] == [None] * len(
                 ranges
             )
@@ -260,7 +270,7 @@ async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() ->
         await be_alone(devices[0])
 
 
-@pytest.mark.parametrize("num_turns", range(8))
+@pytest.mark.parametrize("num_turns", range(0, 10, 2))
 async def test_a_member_that_is_cancelled_anywhere_can_be_whole_again(num_turns: int) -> None:
     """After some turns of the event loop: while the executor ends, while layers are dropped, while it waits."""
     async with live_devices(2, limit_s=60) as devices:
@@ -417,7 +427,7 @@ class Life:
         await self.end(members, group)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_random_lives_of_workers_end_with_whole_ones(seed: int) -> None:
     async with live_devices(4) as devices:
         life = Life(devices, seed)

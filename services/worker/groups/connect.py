@@ -175,16 +175,17 @@ class StageListener:
                 said = read_greeting(await _hear(sock), StageHello)
             (await self._seats_of(said.plan_id)).take(said, sock)
         except (OSError, TimeoutError, StageRefusedError) as error:
-            self.num_refused += 1
-            reason = str(error) or "no greeting in time"
-            get_logger().warning("a stage was refused", address=address, reason=reason)
-            with contextlib.suppress(OSError, TimeoutError):  # it has gone
-                async with asyncio.timeout(GREETING_S):
-                    await say(sock, refused(reason))
-            sock.close()
+            await self._refuse(sock, address, str(error) or "no greeting in time")
         except BaseException:
             sock.close()
             raise
+
+    async def _refuse(self, sock: socket.socket, address: str, reason: str) -> None:
+        self.num_refused += 1
+        get_logger().warning("a stage was refused", address=address, reason=reason)
+        with sock, contextlib.suppress(OSError, TimeoutError):  # it has gone
+            async with asyncio.timeout(GREETING_S):
+                await say(sock, refused(reason))
 
     async def _seats_of(self, plan_id: int) -> Seats:
         try:
