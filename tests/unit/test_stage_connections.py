@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from services.worker.groups import connect
-from services.worker.groups.connect import Seats, StageListener, dial, say, together
+from services.worker.groups.connect import Seats, StageListener, dial, together
 from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
 from services.worker.groups.greeting import (
     StageHello,
@@ -25,6 +25,7 @@ from services.worker.groups.greeting import (
     read_greeting,
     why_refused,
 )
+from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
 from shared.ids import WorkerId
 from shared.layers import even_split

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 from services.worker.groups.device import GroupFailedError, GroupPlace
 from services.worker.groups.greeting import (
-    MAX_GREETING_BYTES,
     StageHello,
     StageRefusedError,
     StageRole,
@@ -30,18 +28,14 @@ from services.worker.groups.greeting import (
     refused,
     why_refused,
 )
+from services.worker.groups.sockets import hear, resolve, say, split_address, watch, what_failed
 from shared.log import get_logger
-from shared.messages.base import ControlMessage
 from shared.tasks import TaskOwner
-from shared.wire import encode
 
 GREETING_S: Final = 3.0
 """Longest time for what a caller says first."""
 MAX_GREETINGS: Final = 64
 """Most connections that are greeted or kept waiting at a time; more are closed at once."""
-DEAD_AFTER_S: Final = 10
-"""A connection breaks when the other machine has been silent for so long, or takes nothing."""
-_TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
 T = TypeVar("T")
 
@@ -115,7 +109,7 @@ class StageListener:
         Raises:
             OSError: the address is not this machine's, or taken.
         """
-        family, kind, protocol, where = await _resolve(host, port)
+        family, kind, protocol, where = await resolve(host, port)
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,9 +164,9 @@ class StageListener:
     async def _greet(self, sock: socket.socket, address: str) -> None:
         try:
             sock.settimeout(0)
-            _watch(sock)
+            watch(sock)
             async with asyncio.timeout(GREETING_S):
-                said = read_greeting(await _hear(sock), StageHello)
+                said = read_greeting(await hear(sock), StageHello)
             (await self._seats_of(said.plan_id)).take(said, sock)
         except (OSError, TimeoutError, StageRefusedError) as error:
             await self._refuse(sock, address, str(error) or "no greeting in time")
@@ -213,15 +207,15 @@ async def dial(
     """
     stage = place.stages[index]
     try:
-        family, kind, protocol, where = await _resolve(*_split(stage.address))
+        family, kind, protocol, where = await resolve(*split_address(stage.address))
         sock = sockets.enter_context(socket.socket(family, kind, protocol))
         sock.settimeout(0)
-        _watch(sock)
+        watch(sock)
         await asyncio.get_running_loop().sock_connect(sock, where)
         await say(sock, hello(place, index, role))
-        return sock, read_greeting(await _hear(sock), StageWelcome)
+        return sock, read_greeting(await hear(sock), StageWelcome)
     except (OSError, ValueError) as error:
-        raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {_why(error)}") from error
+        raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {what_failed(error)}") from error
     except StageRefusedError as error:
         raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {error}") from None
 
@@ -250,55 +244,3 @@ async def together(parts: Mapping[str, Coroutine[Any, Any, T]], limit_s: float) 
     if late:
         raise GroupFailedError(f"{', '.join(late)} did not come within {limit_s:g} s")
     return [task.result() for task in tasks.values()]
-
-
-async def say(sock: socket.socket, message: ControlMessage) -> None:
-    """Send a part of a greeting over a socket that does not block."""
-    data = encode(message)
-    await asyncio.get_running_loop().sock_sendall(sock, len(data).to_bytes(4, "little") + data)
-
-
-async def _hear(sock: socket.socket) -> bytes:
-    size = int.from_bytes(await _read(sock, 4), "little")
-    if size > MAX_GREETING_BYTES:
-        raise StageRefusedError(f"a greeting of {size} bytes")
-    return await _read(sock, size)
-
-
-async def _read(sock: socket.socket, size: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < size:
-        part = await loop.sock_recv(sock, size - len(data))
-        if not part:
-            raise ConnectionResetError("it hung up")
-        data += part
-    return data
-
-
-def _why(error: Exception) -> str:
-    """Return what the system says of an error; the event loop puts the address there instead."""
-    if isinstance(error, ConnectionError) and error.errno is not None:
-        return os.strerror(error.errno)
-    return str(getattr(error, "strerror", None) or error)
-
-
-def _watch(sock: socket.socket) -> None:
-    """Let the connection break by itself when the other machine is gone without a word."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_AFTER_S // 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
-
-
-async def _resolve(host: str, port: int) -> tuple[int, int, int, tuple[Any, ...]]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, kind, protocol, _, where = found[0]
-    return family, kind, protocol, where
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise ValueError("that is no host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)

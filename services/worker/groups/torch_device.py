@@ -25,10 +25,11 @@ from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.executor.thread_stage import ThreadStages
-from services.worker.groups.connect import Seats, StageListener, dial, say, together
+from services.worker.groups.connect import Seats, StageListener, dial, together
 from services.worker.groups.device import GroupFailedError, GroupPlace
 from services.worker.groups.greeting import StageRole, StageWelcome
 from services.worker.groups.membership import Membership
+from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
 from shared.layers import LayerRange, check_tiling
 from shared.messages.report import ElasticFacts
