@@ -58,6 +58,17 @@ class WorkerSettings(ServiceSettings):
     """Memory of the host for KV of preempted sequences, in bytes, beside `memory`; only systems that swap take it."""
     host_link_gb_per_s: Annotated[float, Field(gt=0)] = 25.0
     """Gigabytes (10^9) per second between device and host, each way; of the modelled executor, others measure it."""
+    page_bytes: Annotated[Size, Field(ge=4096)] = 2 * 1024**2
+    """Size of the pages of `memory` that change hands between parameters and KV, a multiple of 4 KiB, on CUDA of 2 MiB;
+    only systems that drop layers take it."""
+    stage_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address on which other stages of a pipeline group reach this worker; only systems that drop layers listen."""
+    stage_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Port for them; 0 takes any that is free."""
+    stage_advertise: str = ""
+    """Name or address under which they find it; empty: `stage_host`."""
+    stage_limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """Seconds in which the stages of a group have to find each other; else each is a whole instance again."""
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
@@ -95,6 +106,12 @@ class WorkerSettings(ServiceSettings):
     def _check_lease(self) -> Self:
         if self.orphan_s <= self.lease_s:
             raise ValueError(f"orphan_s ({self.orphan_s:g}) must be larger than lease_s ({self.lease_s:g})")
+        return self
+
+    @model_validator(mode="after")
+    def _check_stage_host(self) -> Self:
+        if self.stage_host in {"0.0.0.0", "::"} and not self.stage_advertise:  # noqa: S104  named, not bound
+            raise ValueError(f"stage_host {self.stage_host} is no address to dial: set stage_advertise too")
         return self
 
     def model_name(self) -> str:

@@ -9,17 +9,25 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from services.worker.build import ModelFacts
 from services.worker.config import Dtype, ExecutorKind, WorkerSettings
 from services.worker.engine.types import Executor, HostMemory
 from services.worker.executor.modelled import ModelledExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.groups.device import GroupDevice
 from services.worker.models.spec import ModelSpec, read_spec
 from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
 
+if TYPE_CHECKING:
+    from services.worker.executor.elastic_model import ElasticModel
+    from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+
+R = TypeVar("R")
 Progress = Callable[[float, str], None]
 
 
@@ -29,6 +37,8 @@ class Loaded:
 
     executor: Executor
     model: ModelFacts
+    device: GroupDevice | None = None
+    """Owns the executor's model, and outlives it; None: no layer is ever dropped."""
 
 
 def check_start(settings: WorkerSettings) -> ModelSpec:
@@ -98,56 +108,90 @@ def _modelled_host(settings: WorkerSettings, block_bytes: int) -> HostMemory | N
 
 async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Loaded] = loop.create_future()
-
-    def settle(loaded: Loaded | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        elif loaded is not None:
-            done.set_result(loaded)
-
-    def work() -> None:
-        try:
-            loaded = _load_torch(settings, loop, progress)
-        except BaseException as error:  # handed to the waiting coroutine, whatever it is
-            loop.call_soon_threadsafe(settle, None, error)
-        else:
-            loop.call_soon_threadsafe(settle, loaded, None)
-
-    # a daemon thread of its own: a worker that is told to stop while it loads does not wait for the disk
-    threading.Thread(target=work, name="load", daemon=True).start()
-    return await done
-
-
-def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progress: Progress) -> Loaded:
-    from services.worker.executor.runner import RunnerSettings, load_runner
-    from services.worker.executor.thread import ThreadExecutor
 
     def report(ratio: float, text: str) -> None:
         loop.call_soon_threadsafe(progress, ratio, text)
 
-    runner = load_runner(
-        RunnerSettings(
-            model_dir=settings.model,
-            device=settings.device,
-            dtype=settings.dtype.value,
-            memory_bytes=settings.memory,
-            host_memory_bytes=settings.host_memory if _swaps(settings) else 0,
-            block_size=settings.block_size,
-            max_batch_tokens=settings.max_batch_tokens,
-            max_batch_rows=settings.max_batch_rows,
-            max_rows=settings.max_sequences,
-            max_model_len=settings.max_model_len or None,
-            deterministic=settings.deterministic,
-            num_threads=settings.threads or None,
-            kernels=settings.kernels.value,
-        ),
-        report,
+    if find_system(settings.system).drops:
+        return await _in_pages(settings, await _off_the_loop(lambda: _load_elastic(settings, report)))
+    runner = await _off_the_loop(lambda: _load_runner(settings, report))
+    from services.worker.executor.thread import ThreadExecutor
+
+    return Loaded(ThreadExecutor(runner, loop), _facts(settings, runner.info))
+
+
+async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
+    from services.worker.groups.connect import StageListener
+    from services.worker.groups.torch_device import TorchGroupDevice
+
+    limit_s, facts = settings.stage_limit_s, _facts(settings, model.info)
+    try:
+        listener = await StageListener.open(
+            settings.stage_host, settings.stage_port, advertise=settings.stage_advertise, wait_s=limit_s
+        )
+    except OSError as error:
+        model.close()
+        where = f"{settings.stage_host}:{settings.stage_port}"
+        raise StartupError(f"stages cannot be heard at {where}: {error.strerror or error}", "Set stage_host") from error
+    device = TorchGroupDevice(model, listener, limit_s=limit_s, token_s=facts.token_s)
+    return Loaded(await device.alone(), facts, device)
+
+
+async def _off_the_loop(load: Callable[[], R]) -> R:
+    """Return what is loaded. A worker that is told to stop meanwhile does not wait for the disk: the thread is left."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[R] = loop.create_future()
+
+    def settle(set_it: Callable[[], None]) -> None:
+        if not done.cancelled():
+            set_it()
+
+    def work() -> None:
+        try:
+            settled = partial(done.set_result, load())
+        except BaseException as error:  # handed to the waiting coroutine, whatever it is
+            settled = partial(done.set_exception, error)
+        loop.call_soon_threadsafe(settle, settled)
+
+    threading.Thread(target=work, name="load", daemon=True).start()
+    return await done
+
+
+def _load_runner(settings: WorkerSettings, report: Progress) -> ModelRunner:
+    from services.worker.executor.runner import load_runner
+
+    return load_runner(_runner_settings(settings, None), report)
+
+
+def _load_elastic(settings: WorkerSettings, report: Progress) -> ElasticModel:
+    from services.worker.executor.elastic_model import load_elastic_model
+
+    return load_elastic_model(_runner_settings(settings, settings.page_bytes), report)
+
+
+def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> RunnerSettings:
+    from services.worker.executor.model_runner import RunnerSettings
+
+    return RunnerSettings(
+        model_dir=settings.model,
+        device=settings.device,
+        dtype=settings.dtype.value,
+        memory_bytes=settings.memory,
+        host_memory_bytes=settings.host_memory if _swaps(settings) else 0,
+        block_size=settings.block_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_rows=settings.max_batch_rows,
+        max_rows=settings.max_sequences,
+        max_model_len=settings.max_model_len or None,
+        deterministic=settings.deterministic,
+        num_threads=settings.threads or None,
+        kernels=settings.kernels.value,
+        page_bytes=page_bytes,
     )
-    info = runner.info
-    facts = ModelFacts(
+
+
+def _facts(settings: WorkerSettings, info: ModelInfo) -> ModelFacts:
+    return ModelFacts(
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
         max_model_len=info.max_model_len,
@@ -158,4 +202,3 @@ def _load_torch(settings: WorkerSettings, loop: asyncio.AbstractEventLoop, progr
         token_s=info.dry_step_s / settings.max_batch_tokens,
         kernels=info.kernels,
     )
-    return Loaded(ThreadExecutor(runner, loop), facts)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.worker.engine.types import BatchFailedError, CopyOps
-from services.worker.executor import runner as runner_module
+from services.worker.executor import opening as opening_module
 from services.worker.executor.runner import ModelRunner, load_runner
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.measure import peak_bytes
@@ -162,7 +162,7 @@ def test_logits_that_are_not_finite_fail_the_step_and_name_their_rows(
 
     A worker would not get so far: its dry step, left out here, fails.
     """
-    monkeypatch.setattr(runner_module, "peak_bytes", lambda _device, _action: None)
+    monkeypatch.setattr(opening_module, "peak_bytes", lambda _device, _action: None)
     folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"][token] = value
@@ -271,7 +271,7 @@ def test_the_reserve_covers_the_peak_of_a_full_batch(shape: CheckpointShape, ker
 def test_without_a_way_to_measure_the_reserve_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimated at least as large as measured."""
     measured = open_runner(SHAPE).info.reserve_bytes
-    monkeypatch.setattr(runner_module, "peak_bytes", lambda _device, _action: None)
+    monkeypatch.setattr(opening_module, "peak_bytes", lambda _device, _action: None)
     assert measured <= open_runner(SHAPE, memory_bytes=512 * MIB).info.reserve_bytes < 320 * MIB
 
 

@@ -116,16 +116,25 @@ class ModelRunner:
 
     Args:
         forward: the model over its cache.
-        memory: in which both lie, and which is closed with the runner.
+        memory: in which both lie.
         max_rows: rows of the engine's table.
+        owns_memory: the memory is closed with the runner; else somebody has lent it.
     """
 
     def __init__(
-        self, info: ModelInfo, forward: ForwardPass, memory: ModelMemory, *, max_rows: int, deterministic: bool
+        self,
+        info: ModelInfo,
+        forward: ForwardPass,
+        memory: ModelMemory,
+        *,
+        max_rows: int,
+        deterministic: bool,
+        owns_memory: bool = True,
     ) -> None:
         self.info = info
         self._forward: ForwardPass | None = forward
         self.memory = memory
+        self._owns_memory = owns_memory
         self._host: HostKV | None = None
         self._is_sound = True
         self._device = forward.cache.keys[0].device
@@ -216,11 +225,20 @@ class ModelRunner:
             scores = self._open().run(batch, self._tables.entries, np.arange(len(batch.rows)), hidden)
             return scores.logits.clone()
 
+    @property
+    def is_open(self) -> bool:
+        """It can still run steps."""
+        return self._forward is not None
+
     def close(self) -> None:
-        """Give back parameters and KV; tensors of theirs must not be touched any more. Idempotent."""
+        """Give back parameters and KV; tensors of theirs must not be touched any more. Memory stays if it is lent.
+
+        Idempotent.
+        """
         self._forward = None
         self._host = None
-        self.memory.close()
+        if self._owns_memory:
+            self.memory.close()
 
     def _applied(self, batch: Batch, compute: Callable[[], T]) -> T:
         """Apply a batch and return what is computed then."""

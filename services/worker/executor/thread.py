@@ -68,6 +68,11 @@ class ThreadExecutor:
         """KV memory."""
         return self._runner.capacity
 
+    @property
+    def is_closed(self) -> bool:
+        """It takes no more steps."""
+        return self._closed
+
     def submit(self, batch: Batch) -> asyncio.Future[BatchOutput]:
         """Queue a step; see `Executor`. After `close` the future fails at once."""
         future: asyncio.Future[BatchOutput] = self._loop.create_future()

@@ -52,7 +52,26 @@ def load_weights(
     outer = _buffer(stage_parts(spec, held), None, dtype, memory)
     parts = (layer_parts(spec, i) if i in held else () for i in range(spec.num_layers))
     buffers = tuple(_buffer(each, i, dtype, memory) for i, each in enumerate(parts))
-    targets = _targets((outer, *buffers))
+    fill_buffers((outer, *buffers), tensors, progress)
+    return ModelWeights(outer, buffers)
+
+
+def fill_buffers(
+    buffers: tuple[ParameterBuffer, ...],
+    tensors: dict[str, TensorEntry],
+    progress: Progress = lambda _done, _what: None,
+) -> None:
+    """Read all parts of some buffers from the checkpoint, over what is there.
+
+    Args:
+        buffers: with memory behind them.
+        tensors: see `load_weights`.
+        progress: see `load_weights`.
+
+    Raises:
+        StartupError: see `load_weights`.
+    """
+    targets = _targets(buffers)
     total = sum(tensors[name].num_bytes for name in targets)
     done = 0
     for path in sorted({tensors[name].path for name in targets}):
@@ -60,7 +79,6 @@ def load_weights(
             targets[name].copy_(tensor)
             done += tensors[name].num_bytes
             progress(done / total, f"loading {path.name}")
-    return ModelWeights(outer, buffers)
 
 
 def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, memory: ModelMemory) -> ParameterBuffer:

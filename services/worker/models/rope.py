@@ -72,6 +72,11 @@ class RopeTable:
         """[max_positions, rotary_dim]; the first half negated, so that a plain swap of halves serves as the rotation"""
 
     @property
+    def num_positions(self) -> int:
+        """Positions that are held."""
+        return int(self.cos.shape[0])
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the table."""
         return 2 * self.cos.numel() * self.cos.element_size()

@@ -7,7 +7,7 @@ Every layer's parameters lie in one flat buffer, so that a memory pool can own, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -194,18 +194,36 @@ class ParameterBuffer:
         parts: in the order of the buffer.
         dtype: of all of them.
         storage: [buffer_bytes(parts, dtype)] uint8; whoever owns it keeps it.
+        names: of the parts that can be used; None: all.
     """
 
-    def __init__(self, parts: tuple[Part, ...], dtype: torch.dtype, storage: torch.Tensor) -> None:
+    def __init__(
+        self, parts: tuple[Part, ...], dtype: torch.dtype, storage: torch.Tensor, names: Collection[str] | None = None
+    ) -> None:
         assert storage.numel() == buffer_bytes(parts, dtype), "a buffer holds its parts and nothing else"
-        self.parts = parts
+        self.parts = parts if names is None else tuple(part for part in parts if part.name in names)
+        self.dtype = dtype
         self.storage = storage
+        self._all_parts = parts
         self._views: dict[str, torch.Tensor] = {}
         offset = 0
         for part in parts:
             num_bytes = part.numel * dtype.itemsize
-            self._views[part.name] = self.storage[offset : offset + num_bytes].view(dtype).view(part.shape)
+            if part in self.parts:
+                self._views[part.name] = self.storage[offset : offset + num_bytes].view(dtype).view(part.shape)
             offset += _aligned(num_bytes)
+
+    def only(self, names: Collection[str]) -> ParameterBuffer:
+        """Return the same buffer with some of its parts; a use of another one is an error."""
+        return ParameterBuffer(self._all_parts, self.dtype, self.storage, names)
+
+    def within(self, spans: Iterable[tuple[int, int]]) -> ParameterBuffer:
+        """Return the same buffer with the parts that have a byte in one of the half-open spans of it."""
+        spans, begin = tuple(spans), self.storage.data_ptr()
+        sizes = {name: (view.data_ptr() - begin, view.numel() * view.itemsize) for name, view in self._views.items()}
+        return self.only(
+            [name for name, (at, size) in sizes.items() if any(first < at + size and at < end for first, end in spans)]
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a part."""
@@ -224,6 +242,16 @@ class ModelWeights:
     """See `outer_parts`, and `stage_parts`."""
     layers: tuple[ParameterBuffer, ...]
     """By layer, numbered in the whole model: see `layer_parts`; those of other stages' layers have no part."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parameters."""
+        return self.outer.dtype
+
+    def of_stage(self, spec: ModelSpec, layers: LayerRange) -> ModelWeights:
+        """Return the same buffers with only the parts that a stage needs; a use of another one is an error."""
+        outer = self.outer.only([part.name for part in stage_parts(spec, layers)])
+        return ModelWeights(outer, tuple(each if i in layers else each.only(()) for i, each in enumerate(self.layers)))
 
     @property
     def num_bytes(self) -> int:

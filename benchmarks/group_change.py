@@ -1,0 +1,172 @@
+"""How long workers take to drop layers and become a group, and to be whole instances again.
+
+    python -m benchmarks.group_change [--model DIR] [--dtype bfloat16] [--memory 256MiB] [--stages 2 3] [--rounds 5]
+
+First table: what one worker does by itself, in the thread that changes its memory. "Drop" maps the pages of the dropped
+layers to the KV, "open" makes the forward pass over the rest, "restore" maps the pages back and reads the layers from
+the checkpoint, which the system has in memory. Second table: whole changes of workers of one process, over sockets of
+this machine, as their callers see them: all of them drop, open and connect; the group's first step, in blocks that the
+drop has brought; the end of the pipeline; and then all are whole again. The least of all rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from benchmarks.harness import DEMO_MODEL, machine, print_table
+from services.worker.engine.types import Batch, Executor, RowInit, TableDelta
+from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
+from services.worker.executor.model_runner import RunnerSettings
+from services.worker.groups.connect import StageListener
+from services.worker.groups.device import GroupPlace, StagePlace
+from services.worker.groups.torch_device import TorchGroupDevice
+from shared.config import parse_size
+from shared.ids import WorkerId
+from shared.layers import LayerRange, even_split
+from shared.types import SamplingParams
+
+STEP_TOKENS = 64
+R = TypeVar("R")
+
+
+class Times:
+    """Least time of each action, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.best_ms: dict[str, float] = {}
+
+    def of(self, name: str, action: Callable[[], R]) -> R:
+        """Act, and keep the time if it is the shortest of that name."""
+        began_s = time.perf_counter()
+        result = action()
+        self._note(name, began_s)
+        return result
+
+    async def of_all(self, name: str, *actions: Coroutine[Any, Any, R]) -> list[R]:
+        """Let all act side by side, and keep the time of the whole."""
+        began_s = time.perf_counter()
+        results = await asyncio.gather(*actions)
+        self._note(name, began_s)
+        return results
+
+    def texts(self) -> list[str]:
+        """Return the times in the order in which their names came."""
+        return [f"{best_ms:.2f}" for best_ms in self.best_ms.values()]
+
+    def _note(self, name: str, began_s: float) -> None:
+        taken_ms = (time.perf_counter() - began_s) * 1e3
+        self.best_ms[name] = min(taken_ms, self.best_ms.get(name, taken_ms))
+
+
+def of_one(model: ElasticModel, layers: LayerRange, rounds: int) -> list[str]:
+    """Return a line of the first table."""
+    times, num_blocks = Times(), 0
+    for _ in range(rounds):
+        times.of("drop", lambda: model.keep(layers))
+        runner = times.of("open", model.open)
+        num_blocks = runner.capacity.num_blocks
+        runner.close()
+        times.of("restore", model.restore)
+        times.of("open whole", model.open).close()
+    gone = len(model.whole) - len(layers)
+    return [str(layers), str(gone), f"{model.info.capacity.num_blocks} -> {num_blocks}", *times.texts()]
+
+
+def first_step(executor: Executor) -> Batch:
+    """Return a step of one new sequence, in the last blocks: those that the drop has brought."""
+    num_blocks = -(-STEP_TOKENS // executor.capacity.block_size)
+    index = np.arange(num_blocks, dtype=np.int32)
+    last = index + np.int32(executor.capacity.num_blocks - num_blocks)
+    return Batch(
+        step_id=1,
+        rows=np.zeros(1, np.int32),
+        num_tokens=np.full(1, STEP_TOKENS, np.int32),
+        start=np.zeros(1, np.int32),
+        tokens=np.arange(STEP_TOKENS, dtype=np.int32),
+        sample=np.ones(1, np.bool_),
+        table_delta=TableDelta(np.zeros(num_blocks, np.int32), index, last),
+        admits=(RowInit(0, SamplingParams(max_tokens=1, temperature=0.0), STEP_TOKENS),),
+    )
+
+
+def places(devices: list[TorchGroupDevice], plan_id: int) -> list[GroupPlace]:
+    """Return the group of the devices as each of them sees it."""
+    ranges = even_split(len(devices[0].facts.layer_bytes), len(devices))
+    stages = tuple(
+        StagePlace(WorkerId(f"w{i}"), device.address, layers)
+        for i, (device, layers) in enumerate(zip(devices, ranges, strict=True))
+    )
+    return [GroupPlace(plan_id, "benchmark", stages, i) for i in range(len(stages))]
+
+
+async def of_group(settings: RunnerSettings, num_stages: int, rounds: int) -> list[str]:
+    """Return a line of the second table."""
+    times, num_blocks = Times(), 0
+    async with AsyncExitStack() as owned:
+        devices = []
+        for _ in range(num_stages):
+            model = load_elastic_model(settings, lambda _done, _what: None)
+            devices.append(TorchGroupDevice(model, await StageListener.open()))
+            owned.push_async_callback(devices[-1].close)
+            before = (await devices[-1].alone()).capacity.num_blocks
+        for plan_id in range(1, rounds + 1):
+            own = places(devices, plan_id)
+            changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0])]
+            changes += [device.join(place, lambda _: None) for device, place in zip(devices[1:], own[1:], strict=True)]
+            executor = (await times.of_all("group", *changes))[0]
+            num_blocks = executor.capacity.num_blocks
+            await times.of_all("first step", _step(executor))
+            await times.of_all("end", executor.close())
+            await times.of_all("whole again", *(device.alone() for device in devices))
+    return [str(num_stages), f"{before} -> {num_blocks}", *times.texts()]
+
+
+async def _step(executor: Executor) -> None:
+    await executor.submit(first_step(executor))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--memory", type=parse_size, default=256 * 2**20)
+    parser.add_argument("--page-bytes", type=parse_size, default=2 * 2**20)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    settings = RunnerSettings(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        memory_bytes=arguments.memory,
+        page_bytes=arguments.page_bytes,
+    )
+    model = load_elastic_model(settings, lambda _done, _what: None)
+    whole = model.whole
+    kept = [LayerRange(0, whole.end // 2), LayerRange(whole.end // 2, whole.end), LayerRange(0, 1)]
+    name = f"{arguments.model.name}, {arguments.dtype}, pages of {arguments.page_bytes} bytes ({machine()})"
+    print_table(
+        f"One worker: ms; {name}",
+        ["keeps", "layers dropped", "blocks", "drop", "open", "restore", "open whole"],
+        [of_one(model, layers, arguments.rounds) for layers in kept],
+    )
+    model.close()
+    print_table(
+        f"Groups: ms; {name}",
+        ["stages", "blocks", "drop, open, connect", f"first step of {STEP_TOKENS} tokens", "end", "whole again"],
+        [asyncio.run(of_group(settings, count, arguments.rounds)) for count in arguments.stages],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Opens a `ModelRunner` over parameters that are loaded, and finds out how much memory its steps take beside them.
+
+The same parameters can be opened again and again, over a cache that has got other layers meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from services.worker.attention.native_paged import split_bytes
+from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
+from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
+from services.worker.executor.kernels import Kernels
+from services.worker.executor.logit_rules import MAX_EDITS
+from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.sampler import DRAW_ELEMENTS
+from services.worker.memory.budget import (
+    MIN_RESERVE_BYTES,
+    RESERVE_MARGIN,
+    Demand,
+    Division,
+    divide,
+    estimated_reserve,
+    next_context,
+)
+from services.worker.memory.kv_cache import KVCache, bytes_per_block
+from services.worker.memory.measure import peak_bytes, release_free_memory
+from services.worker.memory.model_memory import ModelMemory
+from services.worker.models.rope import RopeTable
+from services.worker.models.spec import ModelSpec
+from services.worker.models.weights import ModelWeights, num_parameters
+from shared.errors import StartupError
+from shared.layers import LayerRange
+from shared.types import SamplingParams
+
+WAITING_ACTIVATIONS = 4
+"""Hidden states of the largest batch that a stage of a group keeps besides those of the step under way: one that is
+received, one that waits, one that is computed from, one that is sent."""
+
+
+class RunnerOpener:
+    """A model whose parameters are loaded.
+
+    Args:
+        settings: of its runners.
+        spec: the model.
+        weights: its parameters, all that are held.
+        demand: what the budget is divided by.
+        kernels: what computes.
+        memory: in which parameters and KV lie.
+    """
+
+    def __init__(
+        self,
+        settings: RunnerSettings,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        demand: Demand,
+        kernels: Kernels,
+        memory: ModelMemory,
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._weights = weights
+        self._demand = demand
+        self._device = memory.device
+        self._kernels = kernels
+        self._memory = memory
+        self._rope: RopeTable | None = None
+        self._dry_step_s = 0.0
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self._spec
+
+    @property
+    def weights(self) -> ModelWeights:
+        """Its parameters."""
+        return self._weights
+
+    def open(self, cache: KVCache, max_model_len: int, reserve_bytes: int, *, owns_memory: bool = True) -> ModelRunner:
+        """Return a runner over a cache, for the layers that have blocks there; it knows of no row.
+
+        Args:
+            cache: over the memory.
+            max_model_len: longest sequence.
+            reserve_bytes: kept free for steps.
+            owns_memory: the memory is closed with the runner.
+        """
+        settings, spec, dtype = self._settings, self._spec, cache.keys[0].dtype
+        layers = LayerRange(cache.layers[0], cache.layers[-1] + 1)
+        info = ModelInfo(
+            vocab_size=spec.vocab_size,
+            eos_token_ids=spec.eos_token_ids,
+            max_model_len=max_model_len,
+            num_layers=spec.num_layers,
+            layers=layers,
+            hidden_size=spec.hidden_size,
+            num_parameters=num_parameters(spec),
+            param_bytes=self._demand.parameter_bytes,
+            kv_bytes=cache.num_bytes,
+            reserve_bytes=reserve_bytes,
+            bytes_per_block=bytes_per_block(spec, settings.block_size, dtype, layers),
+            capacity=KvCapacity(cache.num_blocks, settings.block_size),
+            device=str(self._device),
+            dtype=settings.dtype,
+            dry_step_s=self._dry_step_s,
+            kernels=self._kernels.name,
+        )
+        forward = self._kernels.open(
+            spec,
+            self._weights.of_stage(spec, layers),
+            self._rope_for(max_model_len, dtype),
+            cache,
+            max_tokens=settings.max_batch_tokens,
+            deterministic=settings.deterministic,
+        )
+        return ModelRunner(
+            info,
+            forward,
+            self._memory,
+            max_rows=max(settings.max_rows, settings.max_batch_rows),
+            deterministic=settings.deterministic,
+            owns_memory=owns_memory,
+        )
+
+    def divide(self, context: int) -> tuple[int, Division]:
+        """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""
+        reserve_bytes = self._measure(context)
+        while (shorter := next_context(self._demand, reserve_bytes, context)) is not None:
+            context = shorter
+            reserve_bytes = self._measure(context)
+        release_free_memory(self._device)  # the last measured cache is smaller than the one to come
+        return reserve_bytes, divide(self._demand, reserve_bytes, context)
+
+    def _rope_for(self, max_model_len: int, dtype: torch.dtype) -> RopeTable:
+        """Return the angles of so many positions; the last table is kept, since it is the largest thing to make."""
+        if self._rope is None or self._rope.num_positions != max_model_len:
+            self._rope = None  # the old one goes before the new one comes
+            self._rope = RopeTable(self._spec.rope, self._spec.rotary_dim, max_model_len, dtype, self._device)
+        return self._rope
+
+    def _measure(self, context: int) -> int:
+        """Return the reserve: the peak of a dry step in the worst case, with a margin, and the table of angles."""
+        settings, spec, dtype = self._settings, self._spec, self._weights.dtype
+        blocks = -(-context // settings.block_size)
+        cache = KVCache(spec, blocks, settings.block_size, dtype, self._device, settings.layers)
+        runner = self.open(cache, context, 0)
+        for pool in runner.cache.pools():
+            pool.fill_(0)  # resident before the measurement begins: KV is counted by itself
+
+        def dry_steps() -> None:
+            began_s = time.perf_counter()
+            try:
+                num_long = max_group_rows(spec, dtype, context) + 1
+                runner.try_step(_worst_batch(settings, spec.vocab_size, context, num_long))
+            except BatchFailedError as error:
+                raise StartupError(
+                    f"a first step of {settings.max_batch_tokens} tokens failed: {error.cause}",
+                    "If it ran out of memory, lower max_batch_tokens, max_batch_rows or max_model_len",
+                ) from error
+            self._dry_step_s = time.perf_counter() - began_s
+
+        measured = peak_bytes(self._device, dry_steps)
+        if measured is None:
+            item_bytes = dtype.itemsize
+            gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * item_bytes)
+            # a gathered group, its slots and mask; of drawn logits, four float32 and three 64-bit numbers each
+            fixed_bytes = 3 * gather_bytes + max(DRAW_ELEMENTS, spec.vocab_size) * (4 * 4 + 3 * 8)
+            measured = estimated_reserve(
+                spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
+            )
+        angle_bytes = 2 * context * spec.rotary_dim * dtype.itemsize
+        if settings.page_bytes is not None:
+            measured += WAITING_ACTIVATIONS * settings.max_batch_tokens * spec.hidden_size * dtype.itemsize
+        if self._kernels.library is not None:
+            measured += split_bytes(spec, context, torch.get_num_threads())
+        return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
+
+
+def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_long: int) -> Batch:
+    """Return a batch that takes as much workspace as any can: decodes, and a prompt's last chunk that fills it up.
+
+    Sampling sorts whole rows, penalises as many logits as it does at a time, and reports log-probabilities. All rows
+    share the same blocks, since what is computed does not matter. Only `num_long` decodes see the whole context, as
+    many as attention gathers at a time: more would take longer, not more memory.
+    """
+    max_tokens, max_rows = settings.max_batch_tokens, settings.max_batch_rows
+    num_blocks = -(-context // settings.block_size)
+    num_chunks = min(-(-max_tokens // context), max_rows)
+    num_decodes = min(max_rows - num_chunks, max_tokens - num_chunks)
+    chunks = np.full(num_chunks, min((max_tokens - num_decodes) // num_chunks, context), dtype=np.int32)
+    num_tokens = np.concatenate((np.ones(num_decodes, dtype=np.int32), chunks))
+    start = np.asarray(context - num_tokens, dtype=np.int32)
+    start[num_long : max(num_decodes, num_long)] = 0
+    table = TableDelta(
+        np.repeat(np.arange(len(start), dtype=np.int32), num_blocks),
+        np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
+        np.tile(np.arange(num_blocks, dtype=np.int32), len(start)),
+    )
+    sampling = SamplingParams(max_tokens=1, top_p=0.9, top_k=vocab_size - 1, repetition_penalty=1.5, logprobs=20)
+    known = np.arange(context, dtype=np.int32) % np.int32(vocab_size)
+    num_penalised = MAX_EDITS // min(context, vocab_size) + 1
+    unpenalised = sampling.model_copy(update={"repetition_penalty": 1.0})
+    return Batch(
+        step_id=0,
+        rows=np.arange(len(start), dtype=np.int32),
+        num_tokens=num_tokens,
+        start=start,
+        tokens=np.zeros(int(num_tokens.sum()), dtype=np.int32),
+        sample=np.ones(len(start), dtype=np.bool_),
+        table_delta=table,
+        admits=tuple(
+            RowInit(row, sampling, context, known) if row < num_penalised else RowInit(row, unpenalised, context)
+            for row in range(len(start))
+        ),
+    )

@@ -1,0 +1,246 @@
+"""Connections between the stages of a group: a listener for as long as the worker lives, and dialling.
+
+    stage 0 ── leader ───► stage 1        every member is dialled by the leader, for batches and tokens,
+       │ └──── previous ──►  │  │         and by the stage before it, for activations
+       │                     │  └─ previous ─┐
+       └────── leader ───► stage 2 ◄─────────┘
+
+Members are told of a plan at different times, so who dials may be early: the listener keeps a connection for a plan
+that it has not heard of for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+from services.worker.groups.device import GroupFailedError, GroupPlace
+from services.worker.groups.greeting import (
+    StageHello,
+    StageRefusedError,
+    StageRole,
+    StageWelcome,
+    hello,
+    read_greeting,
+    refused,
+    why_refused,
+)
+from services.worker.groups.sockets import hear, resolve, say, split_address, watch, what_failed
+from shared.log import get_logger
+from shared.tasks import TaskOwner
+
+GREETING_S: Final = 3.0
+"""Longest time for what a caller says first."""
+MAX_GREETINGS: Final = 64
+"""Most connections that are greeted or kept waiting at a time; more are closed at once."""
+
+T = TypeVar("T")
+
+
+class Seats:
+    """The connections that a member of a group waits for. `StageListener.expect` makes them.
+
+    Args:
+        place: of the member.
+    """
+
+    def __init__(self, place: GroupPlace) -> None:
+        loop = asyncio.get_running_loop()
+        self.place = place
+        self.leader: asyncio.Future[socket.socket] = loop.create_future()
+        self.previous: asyncio.Future[socket.socket] = loop.create_future()
+
+    def take(self, said: StageHello, sock: socket.socket) -> None:
+        """Give a connection to whoever waits for it, who welcomes and owns it.
+
+        Raises:
+            StageRefusedError: nobody waits for it.
+        """
+        reason = why_refused(said, self.place)
+        seat = self.leader if said.role is StageRole.LEADER else self.previous
+        if reason is None and seat.done():
+            reason = f"a connection of the {said.role} is there already"
+        if reason is not None:
+            raise StageRefusedError(reason)
+        seat.set_result(sock)
+
+    def close(self) -> None:
+        """Close what has come."""
+        for seat in (self.leader, self.previous):
+            if seat.done() and not seat.cancelled():
+                seat.result().close()
+            seat.cancel()
+
+
+class StageListener:
+    """Where other stages reach this worker. `open` makes one.
+
+    Args:
+        sock: listening.
+        host: under which others reach it.
+        wait_s: how long a connection for a plan that is not known is kept.
+    """
+
+    def __init__(self, sock: socket.socket, host: str, wait_s: float) -> None:
+        self._sock = sock
+        self._host = host
+        self._wait_s = wait_s
+        self._expected: dict[int, Seats] = {}
+        self._changed = asyncio.Event()
+        self._tasks = TaskOwner(max_tasks=MAX_GREETINGS + 2)
+        self.num_refused = 0
+        """Connections that came to nothing."""
+
+    @classmethod
+    async def open(
+        cls, host: str = "127.0.0.1", port: int = 0, *, advertise: str = "", wait_s: float = 5.0
+    ) -> StageListener:
+        """Listen at an address.
+
+        Args:
+            host: of this machine.
+            port: 0: any that is free.
+            advertise: the name or address that others are told; empty: `host`.
+            wait_s: see the class.
+
+        Raises:
+            OSError: the address is not this machine's, or taken.
+        """
+        family, kind, protocol, where = await resolve(host, port)
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(MAX_GREETINGS)
+            sock.settimeout(0)
+        except BaseException:
+            sock.close()
+            raise
+        listener = cls(sock, advertise or host, wait_s)
+        listener._tasks.start(listener._accept(), name="stage-listener")
+        return listener
+
+    @property
+    def address(self) -> str:
+        """`host:port` for others to dial."""
+        port = self._sock.getsockname()[1]
+        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    def expect(self, place: GroupPlace) -> Seats:
+        """Let in the connections of a group from now on, those that came early first."""
+        seats = self._expected[place.plan_id] = Seats(place)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return seats
+
+    def forget(self, seats: Seats) -> None:
+        """Let in no more connections of a group. Idempotent."""
+        if self._expected.get(seats.place.plan_id) is seats:
+            del self._expected[seats.place.plan_id]
+
+    async def close(self) -> None:
+        """Listen no more; connections that were welcome stay. Idempotent."""
+        await self._tasks.close()
+        self._sock.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(self._sock)
+            except OSError as error:  # the caller went away at once, or there are too many open files
+                get_logger().warning("a stage was not let in", error=str(error))
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._tasks) > MAX_GREETINGS:
+                sock.close()
+                self.num_refused += 1
+                continue
+            self._tasks.start(self._greet(sock, str(address[0])), name="stage-greeting")
+
+    async def _greet(self, sock: socket.socket, address: str) -> None:
+        try:
+            sock.settimeout(0)
+            watch(sock)
+            async with asyncio.timeout(GREETING_S):
+                said = read_greeting(await hear(sock), StageHello)
+            (await self._seats_of(said.plan_id)).take(said, sock)
+        except (OSError, TimeoutError, StageRefusedError) as error:
+            await self._refuse(sock, address, str(error) or "no greeting in time")
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _refuse(self, sock: socket.socket, address: str, reason: str) -> None:
+        self.num_refused += 1
+        get_logger().warning("a stage was refused", address=address, reason=reason)
+        with sock, contextlib.suppress(OSError, TimeoutError):  # it has gone
+            async with asyncio.timeout(GREETING_S):
+                await say(sock, refused(reason))
+
+    async def _seats_of(self, plan_id: int) -> Seats:
+        try:
+            async with asyncio.timeout(self._wait_s):
+                while plan_id not in self._expected:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise StageRefusedError(f"this worker has not joined plan {plan_id} within {self._wait_s:g} s") from None
+        return self._expected[plan_id]
+
+
+async def dial(
+    place: GroupPlace, index: int, role: StageRole, sockets: contextlib.ExitStack
+) -> tuple[socket.socket, StageWelcome]:
+    """Return a connection to a stage that welcomes this one, and what it said.
+
+    Args:
+        place: of this worker.
+        index: of the stage that is dialled.
+        role: of this worker there.
+        sockets: closes the connection, unless somebody takes it out.
+
+    Raises:
+        GroupFailedError: nobody is there, or this worker is not wanted.
+    """
+    stage = place.stages[index]
+    try:
+        family, kind, protocol, where = await resolve(*split_address(stage.address))
+        sock = sockets.enter_context(socket.socket(family, kind, protocol))
+        sock.settimeout(0)
+        watch(sock)
+        await asyncio.get_running_loop().sock_connect(sock, where)
+        await say(sock, hello(place, index, role))
+        return sock, read_greeting(await hear(sock), StageWelcome)
+    except (OSError, ValueError) as error:
+        raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {what_failed(error)}") from error
+    except StageRefusedError as error:
+        raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {error}") from None
+
+
+async def together(parts: Mapping[str, Coroutine[Any, Any, T]], limit_s: float) -> list[T]:
+    """Run coroutines side by side and return their results, in order. When it returns or raises, none of them runs.
+
+    Args:
+        parts: by the name of whom each waits for.
+        limit_s: for all of them.
+
+    Raises:
+        GroupFailedError: one has failed, or they were not done in time; names them.
+    """
+    tasks = {name: asyncio.ensure_future(part) for name, part in parts.items()}
+    try:
+        await asyncio.wait(tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        late = [name for name, task in tasks.items() if not task.done()]
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    for task in tasks.values():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    if late:
+        raise GroupFailedError(f"{', '.join(late)} did not come within {limit_s:g} s")
+    return [task.result() for task in tasks.values()]

@@ -1,0 +1,227 @@
+"""Live devices of one process that form groups over real sockets, and what there is to compare them with."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from services.worker.engine.config import EngineConfig
+from services.worker.engine.engine import Engine
+from services.worker.engine.events import StepEvents
+from services.worker.engine.gate import StepGate
+from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import Executor
+from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.groups.connect import StageListener
+from services.worker.groups.device import GroupPlace, StagePlace
+from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.memory.spans import Spans
+from services.worker.policy.registry import make_scheduler
+from shared.ids import WorkerId
+from shared.layers import LayerRange
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.engine_builders import new_sequence
+from tests.support.leaks import whats_open
+from tests.support.runners import MIB, open_runner, runner_settings
+
+SHAPES = {
+    "llama": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1),
+    "tied": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1, tied=True, seed=4),
+    "tied, learned positions": CheckpointShape(family="opt", tied=True, num_layers=4, hidden_size=32, num_heads=2),
+    "projected embedding": CheckpointShape(
+        family="opt", num_layers=4, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
+    ),
+}
+PAGE = 4096
+_plan_ids = count(1)
+
+Texts = dict[int, list[int]]
+
+
+def open_elastic_model(shape: CheckpointShape, folder: Path | None = None, **changes: object) -> ElasticModel:
+    """Return a model in small pages, to the bit the same whatever the batch; from a folder, if its own is not to be."""
+    _freeze()
+    settings = {"page_bytes": PAGE, "memory_bytes": 8 * MIB, "deterministic": True, **changes}
+    where = stored_checkpoint(shape)[0] if folder is None else folder
+    return load_elastic_model(runner_settings(where, **settings), lambda _done, _what: None)
+
+
+def spoil(model: ElasticModel) -> None:
+    """Write what is no number into all KV: layers that come back find it in their parameters."""
+    memory = model._memory
+    blocks = torch.tensor(list(memory.usable))
+    for layer in memory.held_layers:
+        for pool in memory.kv(layer):
+            pool.index_fill_(0, blocks, torch.nan)
+    assert memory.usable == Spans.of((0, memory.num_blocks))
+
+
+def ranges_of(*ends: int) -> tuple[LayerRange, ...]:
+    """Return the ranges of stages that end there."""
+    return tuple(LayerRange(first, end) for first, end in zip((0, *ends), ends, strict=False))
+
+
+def places(
+    devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], token: str = "secret"
+) -> list[GroupPlace]:
+    """Return the group of these devices as each of them sees it."""
+    stages = tuple(
+        StagePlace(WorkerId(f"w{i}"), device.address, layers)
+        for i, (device, layers) in enumerate(zip(devices, ranges, strict=True))
+    )
+    plan_id = next(_plan_ids)
+    return [GroupPlace(plan_id, token, stages, i) for i in range(len(stages))]
+
+
+@dataclass
+class Group:
+    """A group that came about."""
+
+    executor: Executor
+    num_blocks: list[int]
+    """As the members say."""
+    ends: dict[int, list[str | None]] = field(default_factory=dict)
+    """By stage: what `on_end` was called with."""
+
+
+async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]) -> Group:
+    """Let devices become a group; the leader is told of it first."""
+    own = places(devices, ranges)
+    ends: dict[int, list[str | None]] = {i: [] for i in range(1, len(devices))}
+    leading = asyncio.ensure_future(devices[0].lead(own[0]))
+    num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append) for i in ends))
+    return Group(await leading, num_blocks, ends)
+
+
+def tokens_of(seed: int, num: int) -> list[int]:
+    """Return made-up tokens of a prompt."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 384) for _ in range(num)]
+
+
+def new_engine(num_lanes: int, num_blocks: int) -> Engine:
+    """Return an engine of the smallest sizes that still have several rows and chunks in a step."""
+    config = EngineConfig(
+        max_sequences=8,
+        max_batch_tokens=48,
+        max_batch_rows=4,
+        max_model_len=256,
+        vocab_size=384,
+        eos_token_ids=(),
+        block_size=16,
+        num_lanes=num_lanes,
+    )
+    return Engine(config, make_scheduler("chunked"), num_blocks)
+
+
+async def texts_of(executor: Executor, *, num_tokens: int = 8, steps_until: int = 10**9, then: object = None) -> Texts:
+    """Serve six requests, two of which share a prompt and some of which sample, and return their texts.
+
+    Args:
+        executor: not closed.
+        num_tokens: of each answer.
+        steps_until: after so many steps `then` is called.
+    """
+    engine, num_steps = new_engine(executor.depth, executor.capacity.num_blocks), count(1)
+    texts: Texts = {}
+
+    def say(events: StepEvents) -> None:
+        for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+            if token >= 0:
+                texts.setdefault(stream, []).append(token)
+
+    def note(_batch: object, _output: object) -> None:
+        if next(num_steps) == steps_until:
+            then()  # type: ignore[operator]
+
+    now = asyncio.get_running_loop().time
+    loop = StepLoop(engine, executor, say, now, StepGate(), on_step=note)
+    for name in range(6):
+        new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=num_tokens, seed=name)
+        if name % 2:
+            object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
+        assert isinstance(engine.add(new), int)
+    task = asyncio.create_task(loop.run())
+    async with asyncio.timeout(30):
+        while engine.has_work and not task.done():
+            await asyncio.sleep(0.001)
+    loop.close()
+    await task
+    return texts
+
+
+_CALM: dict[tuple[object, ...], Texts] = {}
+
+
+async def calm_texts(name: str, dtype: str, kernels: str) -> Texts:
+    """Return what a worker says that was never disturbed, and has its memory in one piece."""
+    key = (name, dtype, kernels)
+    if key not in _CALM:
+        runner = open_runner(SHAPES[name], deterministic=True, dtype=dtype, kernels=kernels)
+        executor = ThreadExecutor(runner, asyncio.get_running_loop())
+        _CALM[key] = await texts_of(executor)
+        await executor.close()
+    return _CALM[key]
+
+
+@cache
+def _freeze() -> None:
+    """Let the collector pass over what is there now, which is large: every load has it look at everything."""
+    gc.freeze()
+
+
+@cache
+def _warm() -> None:
+    """Let what a process opens once be open: it is no leak."""
+    open_runner(SHAPES["llama"], deterministic=True).close()
+
+
+@asynccontextmanager
+async def live_devices(
+    num: int,
+    name: str = "llama",
+    *,
+    limit_s: float = 5.0,
+    wait_s: float = 5.0,
+    folder: Path | None = None,
+    **changes: object,
+) -> AsyncIterator[list[TorchGroupDevice]]:
+    """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
+    _warm()
+    await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 0)  # the loop's own threads come with it
+    before = whats_open()
+    devices = []
+    for _ in range(num):
+        model = open_elastic_model(SHAPES[name], folder, **changes)
+        devices.append(TorchGroupDevice(model, await StageListener.open(wait_s=wait_s), limit_s=limit_s))
+        await devices[-1].alone()
+    try:
+        yield devices
+    finally:
+        for device in devices:
+            await device.close()
+            await device.close()
+    assert whats_open() == before
+
+
+def check(devices: Sequence[TorchGroupDevice]) -> None:
+    """Check the memory of devices, page by page."""
+    for device in devices:
+        device._model.check_invariants()
+        facts, told = device._model.facts, device.facts
+        assert (facts.num_pages, facts.max_blocks, facts.layer_bytes) == (
+            told.num_pages,
+            told.max_blocks,
+            told.layer_bytes,
+        )
+        assert device.layers == device._model.layers

@@ -1,0 +1,254 @@
+"""A loaded model whose layers go and come back: the same bits as one that was never touched, and every page is kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.types import Batch
+from services.worker.executor import opening as opening_module
+from services.worker.executor.elastic_model import ElasticModel
+from services.worker.executor.model_runner import ModelRunner
+from services.worker.memory.change import MemoryLostError
+from shared.errors import StartupError
+from shared.layers import LayerRange
+from tests.support.checkpoints import stored_checkpoint
+from tests.support.live_groups import PAGE, SHAPES, open_elastic_model, ranges_of, spoil, tokens_of
+from tests.support.runner_driver import Driver
+from tests.support.runners import KERNELS, MIB, open_runner
+
+pytestmark = pytest.mark.kernels
+
+CASES = sorted(
+    {
+        ("llama", "float32", KERNELS),
+        ("llama", "bfloat16", KERNELS),
+        ("llama", "float32", "torch"),
+        ("tied", "bfloat16", "torch"),
+        ("tied", "float32", KERNELS),
+        ("tied, learned positions", "float32", KERNELS),
+        ("tied, learned positions", "bfloat16", "torch"),
+        ("projected embedding", "float32", "torch"),
+        ("projected embedding", "bfloat16", KERNELS),
+    }
+)
+
+
+class Chain:
+    """Runners of consecutive layers behind what the driver knows of one."""
+
+    def __init__(self, runners: Sequence[ModelRunner]) -> None:
+        self.runners = runners
+        self.capacity = min((runner.capacity for runner in runners), key=lambda capacity: capacity.num_blocks)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        hidden: torch.Tensor | None = None
+        for runner in self.runners[:-1]:
+            hidden = runner.advance(batch, hidden)
+        return self.runners[-1].logits(batch, hidden)
+
+
+def logits_of(*runners: ModelRunner) -> torch.Tensor:
+    """Return the bits of some logits: of two sequences, in chunks, blocks in a shuffled order from all there are."""
+    driver = Driver(Chain(runners), seed=3)  # type: ignore[arg-type]
+    first, second = driver.add(tokens_of(1, 60)), driver.add(tokens_of(2, 41))
+    for counts in ((17, 40), (42, 0), (1, 1)):
+        work = [(s, n) for s, n in zip((first, second), counts, strict=True) if n]
+        driver.step_logits(work, [None] * len(work))
+    return torch.stack(first.logits + second.logits).view(torch.int32)
+
+
+@cache
+def calm_logits(name: str, dtype: str, kernels: str) -> torch.Tensor:
+    runner = open_runner(SHAPES[name], deterministic=True, dtype=dtype, kernels=kernels)
+    found = logits_of(runner)
+    assert torch.isfinite(found.view(torch.float32)).all()
+    runner.close()
+    return found
+
+
+def parameters_of(model: ElasticModel) -> list[torch.Tensor]:
+    weights = model._opener.weights
+    return [weights.outer.storage.clone(), *(layer.storage.clone() for layer in weights.layers)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
+def test_stages_and_the_whole_say_the_same_after_every_change(name: str, dtype: str, kernels: str) -> None:
+    """Two models split in three ways and come back after each: first, middle and last stages, and stages of stages."""
+    expected = calm_logits(name, dtype, kernels)
+    models = [open_elastic_model(SHAPES[name], dtype=dtype, kernels=kernels) for _ in range(3)]
+    parameters, num_blocks = parameters_of(models[0]), models[0].info.capacity.num_blocks
+    for split in (ranges_of(2, 4), ranges_of(1, 2, 4), ranges_of(3, 4)):
+        stages = models[: len(split)]
+        for model, layers in zip(stages, split, strict=True):
+            claimed = model.blocks_with(layers)
+            model.keep(layers)
+            model.check_invariants()
+            spoil(model)
+            runner = model.open()
+            assert runner.info.layers == model.layers == layers
+            assert runner.capacity.num_blocks == claimed > num_blocks
+            assert runner.info.max_model_len == model.info.max_model_len
+        runners = [model._runner for model in stages]
+        assert torch.equal(logits_of(*runners), expected)
+        for model in stages:
+            spoil(model)
+            model.restore()
+            model.check_invariants()
+            assert all(map(torch.equal, parameters_of(model), parameters))
+            spoil(model)
+            runner = model.open()
+            assert runner.capacity == model.info.capacity
+            assert torch.equal(logits_of(runner), expected)
+            runner.close()
+    for model in models:
+        model.close()
+        model.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_keep_every_page_and_what_was_claimed(seed: int) -> None:
+    """Sub-ranges of what is held, or all again; the claim is what comes about, and the whole is as at the start."""
+    random = np.random.default_rng(seed)
+    name = list(SHAPES)[seed % len(SHAPES)]
+    page = PAGE * int(random.integers(1, 4))
+    model = open_elastic_model(SHAPES[name], page_bytes=page, block_size=int(random.integers(3, 20)))
+    parameters, num_changes = parameters_of(model), 0
+    while num_changes < 25:
+        held = model.layers
+        first = int(random.integers(held.first, held.end))
+        layers = LayerRange(first, int(random.integers(first + 1, held.end + 1)))
+        if random.random() < 0.4:
+            layers = model.whole
+            model.restore()
+        else:
+            claimed = model.blocks_with(layers)
+            model.keep(layers)
+            assert model._memory.num_blocks == claimed
+        num_changes += 1
+        model.check_invariants()
+        assert model.layers == layers
+        assert model._memory.num_blocks >= model.info.capacity.num_blocks
+        runner = model.open()
+        facts, memory = model.facts, model._memory
+        kv_pages = 2 * len(layers) * memory.holding.kv.total
+        assert runner.info.param_bytes + (kv_pages + memory.num_free_pages) * page == facts.num_pages * page
+        spoil(model)
+        runner.close()
+    model.restore()
+    assert all(map(torch.equal, parameters_of(model), parameters))
+    model.close()
+
+
+def test_layers_that_are_not_held_cannot_be_kept_nor_claimed() -> None:
+    model = open_elastic_model(SHAPES["llama"])
+    model.keep(LayerRange(1, 3))
+    for layers in (LayerRange(0, 2), LayerRange(2, 4), LayerRange(0, 9)):
+        with pytest.raises(ValueError, match=r"are not all among those held, \[1, 3\)"):
+            model.keep(layers)
+        with pytest.raises(ValueError, match=r"are not all among those held, \[1, 3\)"):
+            model.blocks_with(layers)
+    assert model.blocks_with(model.whole) == model.info.capacity.num_blocks
+    model.check_invariants()
+    model.close()
+
+
+def test_parameters_that_a_stage_does_not_have_cannot_be_used_by_mistake() -> None:
+    """They would be addresses without memory: the end of the process."""
+    model = open_elastic_model(SHAPES["projected embedding"], kernels="torch")
+    model.keep(LayerRange(1, 3))
+    weights = model._opener.weights.of_stage(model._opener.spec, model.layers)
+    assert not weights.outer.parts
+    for part in ("embedding", "head", "project_in"):
+        assert weights.outer.get(part) is None
+    with pytest.raises(KeyError):
+        weights.layers[0]["qkv"]
+    assert weights.layers[1]["qkv"].data_ptr() == model._opener.weights.layers[1]["qkv"].data_ptr()
+    model.close()
+
+
+def test_a_new_runner_knows_none_of_the_rows_before() -> None:
+    model = open_elastic_model(SHAPES["llama"])
+    before = logits_of(model.open())
+    first = model._runner
+    assert first._tables.entries.any()
+    first.close()
+    again = model.open()
+    assert not again._tables.entries.any()
+    assert again.cache is model._cache
+    assert torch.equal(logits_of(again), before)
+    with pytest.raises(AssertionError, match="one runner is open at a time"):
+        model.open()
+    model.close()
+
+
+def test_a_checkpoint_that_is_gone_or_another_is_refused_and_its_return_is_enough(tmp_path: Path) -> None:
+    shape = SHAPES["tied"]
+    folder = Path(shutil.copytree(stored_checkpoint(shape)[0], tmp_path / "model"))
+    model = open_elastic_model(shape, folder)
+    model.keep(LayerRange(0, 2))
+    file = folder / "model.safetensors"
+    state, data = file.stat(), file.read_bytes()
+    hidden = file.rename(tmp_path / "away")
+    with pytest.raises(StartupError, match=r"model\.safetensors is not the file that was loaded"):
+        model.restore()
+    with pytest.raises(AssertionError, match="parameters are missing"):
+        model.open()
+    file.write_bytes(data)
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    with pytest.raises(StartupError, match=r"model\.safetensors is not the file that was loaded"):
+        model.restore()
+    hidden.rename(file)
+    model.restore()
+    model.check_invariants()
+    assert torch.equal(logits_of(model.open()), calm_logits("tied", "float32", KERNELS))
+    model.close()
+
+
+def test_a_fault_in_a_drop_leaves_all_as_it_was_and_lost_memory_never_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = open_elastic_model(SHAPES["llama"])
+    drop = model._memory.drop
+
+    def fail(*_args: object, **_more: object) -> None:
+        raise OSError(12, "too many mappings")
+
+    monkeypatch.setattr(model._memory, "drop", fail)
+    with pytest.raises(OSError, match="too many mappings"):
+        model.keep(LayerRange(0, 1))
+    model.restore()
+    assert torch.equal(logits_of(model.open()), calm_logits("llama", "float32", KERNELS))
+
+    def lose(*args: object, **more: object) -> None:
+        drop(*args, **more)  # type: ignore[arg-type]
+        raise MemoryLostError("pages are nowhere")
+
+    monkeypatch.setattr(model._memory, "drop", lose)
+    with pytest.raises(MemoryLostError):
+        model.keep(LayerRange(0, 1))
+    with pytest.raises(StartupError, match="dropped layers cannot come back: pages are nowhere"):
+        model.restore()
+    model.close()
+
+
+def test_host_memory_is_refused() -> None:
+    with pytest.raises(StartupError, match="no host memory for KV"):
+        open_elastic_model(SHAPES["llama"], host_memory_bytes=MIB)
+
+
+def test_the_reserve_of_pages_has_room_for_activations_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 of the largest batch, 96 tokens of 32 numbers of 4 bytes, and a tenth more."""
+    monkeypatch.setattr(opening_module, "peak_bytes", lambda _device, _action: 10 * MIB)
+    plain, paged = (open_runner(SHAPES["llama"], page_bytes=page) for page in (None, PAGE))
+    extra = paged.info.reserve_bytes - plain.info.reserve_bytes
+    assert extra == pytest.approx(1.1 * 4 * 96 * 32 * 4, abs=1)
+    paged.close()
+    plain.close()

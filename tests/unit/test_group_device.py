@@ -1,0 +1,476 @@
+"""Live workers that drop layers and join groups over sockets: the text never changes, and faults leave no trace."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ModelFacts
+from services.worker.config import KernelKind, WorkerSettings
+from services.worker.engine.loop import ExecutorBrokenError
+from services.worker.engine.types import BatchFailedError
+from services.worker.executor.runner_stage import RunnerStage
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.load import check_start, load_executor
+from shared.errors import StartupError
+from shared.ids import WorkerId
+from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts
+from shared.systems import SYSTEMS, System
+from tests.support.checkpoints import stored_checkpoint
+from tests.support.live_groups import (
+    PAGE,
+    SHAPES,
+    Group,
+    Texts,
+    calm_texts,
+    check,
+    form,
+    live_devices,
+    places,
+    ranges_of,
+    texts_of,
+)
+from tests.support.runner_driver import Driver
+from tests.support.runners import KERNELS, MIB
+
+pytestmark = pytest.mark.kernels
+
+HALVES = ranges_of(2, 4)
+CASES = sorted(
+    {
+        ("llama", "float32", KERNELS),
+        ("llama", "float32", "torch"),
+        ("tied", "bfloat16", KERNELS),
+        ("projected embedding", "bfloat16", "torch"),
+    }
+)
+
+
+async def calm() -> Texts:
+    return await calm_texts("llama", "float32", KERNELS)
+
+
+def planned(facts: ElasticFacts, layers: LayerRange) -> int:
+    """Return the KV blocks that a planner expects, which knows the device by what it reports."""
+    sizes = facts.model_dump(exclude={"num_pages", "max_blocks", "token_s", "has_host_copy"})
+    return CapacityRule(ModelFacts(**sizes, block_size=16)).blocks(layers, facts.num_pages, facts.max_blocks)
+
+
+async def be_alone(*devices: TorchGroupDevice) -> None:
+    """Let devices be whole instances again, and look at all there is to see."""
+    for device in devices:
+        executor = await device.alone()
+        assert isinstance(executor, ThreadExecutor)
+        assert executor is await device.alone()
+        assert executor.capacity == device._model.info.capacity
+        assert device.layers == LayerRange(0, 4)
+        assert await texts_of(executor) == await calm()
+    check(devices)
+
+
+@pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
+async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
+    name: str, dtype: str, kernels: str
+) -> None:
+    expected = await calm_texts(name, dtype, kernels)
+    assert sorted(len(text) for text in expected.values()) == [8] * 6
+    async with live_devices(3, name, dtype=dtype, kernels=kernels) as (first, second, third):
+        for devices, ranges in (
+            ([first, second], HALVES),
+            ([second, third, first], ranges_of(1, 3, 4)),
+            ([third, first], ranges_of(3, 4)),
+        ):
+            claimed = [device._model.blocks_with(layers) for device, layers in zip(devices, ranges, strict=True)]
+            assert claimed == [planned(device.facts, layers) for device, layers in zip(devices, ranges, strict=True)]
+            assert [device.refusal(layers) for device, layers in zip(devices, ranges, strict=True)] == [None] * len(
+                ranges
+            )
+            group = await form(devices, ranges)
+            assert [device.layers for device in devices] == list(ranges)
+            check(devices)
+            assert group.num_blocks == claimed[1:]
+            assert group.executor.capacity.num_blocks == min(claimed) > first._model.info.capacity.num_blocks
+            assert group.executor.depth == len(devices)
+            assert await texts_of(group.executor) == expected
+            assert await texts_of(group.executor) == expected
+            await group.executor.close()
+            await ended(group.ends)
+            assert group.ends == {i: [None] for i in range(1, len(devices))}
+            for device in devices:
+                assert await texts_of(await device.alone()) == expected
+            check(devices)
+
+
+async def ended(ends: dict[int, list[str | None]]) -> None:
+    """Wait until every member has heard of the end."""
+    async with asyncio.timeout(10):
+        while not all(ends.values()):
+            await asyncio.sleep(0.001)
+
+
+async def test_a_group_can_become_another_without_loading_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of two stages become one of three and a whole one: three keep a part of what they hold."""
+    async with live_devices(4) as devices:
+        groups = [await form(pair, HALVES) for pair in (devices[:2], devices[2:])]
+        for group in groups:
+            await group.executor.close()
+        with monkeypatch.context() as patch:
+            patch.setattr("services.worker.executor.elastic_model.fill_buffers", None)
+            three = [devices[0], devices[1], devices[3]]
+            assert devices[0].refusal(LayerRange(2, 4)) == "layers [2, 4) are not all among those held, [0, 2)"
+            merged = await form(three, ranges_of(2, 3, 4))
+            assert await texts_of(merged.executor) == await calm()
+            await merged.executor.close()
+        await be_alone(*devices)
+
+
+async def test_threads_of_stages_compute_with_the_threads_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, int] = {}
+    run = RunnerStage.run
+
+    def note(self: RunnerStage, *args: object) -> object:
+        seen[threading.current_thread().name] = torch.get_num_threads()
+        return run(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RunnerStage, "run", note)
+    async with live_devices(2) as devices:
+        group = await form(devices, HALVES)
+        await texts_of(group.executor, num_tokens=2)
+        await group.executor.close()
+        assert seen == {"stage [0, 2)": 1, "stage [2, 4)": 1}
+
+
+# Faults
+
+
+async def failure_of(*changes: object) -> list[str]:
+    """Return what each of some changes failed with."""
+    results = await asyncio.gather(*changes, return_exceptions=True)  # type: ignore[call-overload]
+    assert all(isinstance(result, GroupFailedError) for result in results), results
+    return [str(result) for result in results]
+
+
+def unheard(reason: str | None) -> None:
+    raise AssertionError(f"a group that did not come about has ended: {reason}")
+
+
+async def test_a_member_that_does_not_come_fails_the_group_for_all() -> None:
+    async with live_devices(3, limit_s=0.3) as devices:
+        own = places(devices, ranges_of(1, 2, 4))
+        said = await failure_of(devices[0].lead(own[0]), devices[1].join(own[1], unheard))
+        assert any("w2" in text for text in said)
+        assert devices[0].layers == LayerRange(0, 1)
+        await be_alone(*devices)
+
+
+async def test_a_leader_that_does_not_come_is_named() -> None:
+    async with live_devices(2, limit_s=0.2) as devices:
+        own = places(devices, HALVES)
+        (said,) = await failure_of(devices[1].join(own[1], unheard))
+        assert said == "the leader, w0, w0 as the stage before did not come within 0.2 s"
+        await be_alone(devices[1])
+
+
+async def test_a_member_whose_process_is_gone_fails_the_group_at_once() -> None:
+    async with live_devices(2, limit_s=60) as devices:
+        own = places(devices, HALVES)
+        await devices[1].close()
+        async with asyncio.timeout(20):
+            (said,) = await failure_of(devices[0].lead(own[0]))
+        assert said == f"w1 at {own[1].own.address}: Connection refused"
+        await be_alone(devices[0])
+
+
+async def test_members_of_another_plan_or_token_do_not_come_together() -> None:
+    async with live_devices(2, limit_s=0.4, wait_s=0.05) as devices:
+        own, other = places(devices, HALVES), places(devices, HALVES)
+        for theirs, reason in (
+            (replace(own[1], token="another"), f"the token is not that of plan {own[1].plan_id}"),
+            (other[1], f"this worker has not joined plan {own[0].plan_id} within 0.05 s"),
+        ):
+            said, _ = await failure_of(devices[0].lead(own[0]), devices[1].join(theirs, unheard))
+            assert said == f"w1 at {own[1].own.address}: it refuses: {reason}"
+        await be_alone(*devices)
+
+
+async def test_early_callers_wait_for_a_member_that_joins_late() -> None:
+    async with live_devices(2) as devices:
+        own, ends = places(devices, HALVES), list[str | None]()
+        leading = asyncio.create_task(devices[0].lead(own[0]))
+        while len(devices[1]._listener._tasks) < 3:  # it and two callers
+            await asyncio.sleep(0.001)
+        await devices[1].join(own[1], ends.append)
+        executor = await leading
+        assert await texts_of(executor) == await calm()
+        await executor.close()
+
+
+async def test_a_member_that_dies_in_a_step_breaks_the_group_and_all_are_whole_again() -> None:
+    async with live_devices(3) as devices:
+        group = await form(devices, ranges_of(1, 2, 4))
+        dying: list[asyncio.Task[None]] = []
+
+        def die() -> None:
+            dying.append(asyncio.create_task(devices[1].close()))
+
+        with pytest.raises(ExecutorBrokenError):
+            await texts_of(group.executor, steps_until=4, then=die)
+        await ended({2: group.ends[2]})
+        assert len(group.ends[2]) == 1
+        assert group.ends[2][0]
+        assert group.ends[1] == [], "who leaves by itself need not be told"
+        await asyncio.gather(*dying)
+        await be_alone(devices[0], devices[2])
+
+
+async def test_a_member_that_leaves_is_not_told_and_breaks_the_group() -> None:
+    async with live_devices(2) as devices:
+        group = await form(devices, HALVES)
+        await devices[1].alone()
+        batch = Driver(devices[1]._model._runner).batch([])
+        with pytest.raises(BatchFailedError) as lost:
+            await group.executor.submit(batch)
+        assert lost.value.is_lost
+        await group.executor.close()
+        assert group.ends == {1: []}
+        await be_alone(*devices)
+
+
+async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
+    async with live_devices(3) as devices:
+        group = await form(devices, ranges_of(1, 2, 4))
+        for channel in group.executor._stages._members:  # type: ignore[attr-defined]
+            channel._socket.shutdown(socket.SHUT_RDWR)
+        await ended(group.ends)
+        assert all(len(reasons) == 1 and reasons[0] for reasons in group.ends.values())
+        await group.executor.close()
+        await be_alone(*devices)
+
+
+async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
+    async with live_devices(2, limit_s=60) as devices:
+        leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0]))
+        while len(devices[1]._listener._tasks) < 3:
+            await asyncio.sleep(0.001)
+        leading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leading
+        await be_alone(devices[0])
+
+
+@pytest.mark.parametrize("num_turns", range(0, 10, 2))
+async def test_a_member_that_is_cancelled_anywhere_can_be_whole_again(num_turns: int) -> None:
+    """After some turns of the event loop: while the executor ends, while layers are dropped, while it waits."""
+    async with live_devices(2, limit_s=60) as devices:
+        joining = asyncio.create_task(devices[1].join(places(devices, HALVES)[1], unheard))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+        await be_alone(devices[1])
+
+
+async def test_memory_that_refuses_a_drop_fails_the_group_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object, **_more: object) -> None:
+        raise OSError(12, "too many mappings")
+
+    async with live_devices(2) as devices:
+        own = places(devices, HALVES)
+        with monkeypatch.context() as patch:
+            patch.setattr(devices[0]._model._memory, "drop", fail)
+            (said,) = await failure_of(devices[0].lead(own[0]))
+        assert "too many mappings" in said
+        assert devices[0].layers == LayerRange(0, 4)
+        await be_alone(*devices)
+
+
+async def test_layers_that_cannot_be_loaded_end_the_worker_and_not_before(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPES["llama"])[0], tmp_path / "model"))
+    async with live_devices(2, folder=folder) as devices:
+        group = await form(devices, HALVES)
+        away = (folder / "model.safetensors").rename(tmp_path / "away")
+        assert await texts_of(group.executor) == await calm()
+        await group.executor.close()
+        with pytest.raises(StartupError, match="is not the file that was loaded"):
+            await devices[0].alone()
+        away.rename(folder / "model.safetensors")
+        await be_alone(*devices)
+
+
+async def test_what_a_device_cannot_hold_is_refused_by_name() -> None:
+    async with live_devices(2) as devices:
+        device, own = devices[0], places(devices, HALVES)
+        assert device.refusal(LayerRange(0, 4)) is None
+        assert "are not all among those held" in str(device.refusal(LayerRange(2, 5)))
+        torn = replace(own[0], stages=(own[0].stages[0], replace(own[0].stages[1], layers=LayerRange(3, 4))))
+        single = replace(own[0], stages=(StagePlace(WorkerId("w0"), "", LayerRange(0, 4)),))
+        for place, reason in (
+            (own[1], "stage 1 cannot lead"),
+            (torn, "do not begin where those before them end"),
+            (single, "a group of one stage"),
+        ):
+            with pytest.raises(GroupFailedError, match=reason):
+                await device.lead(place)
+        with pytest.raises(GroupFailedError, match="the first stage leads"):
+            await device.join(own[0], unheard)
+        await be_alone(device)
+        await device.close()
+        assert device.refusal(LayerRange(0, 2)) == "the device is closed"
+
+
+async def test_too_little_memory_for_the_longest_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live_devices(1) as (device,):
+        longest = device._model.info.max_model_len
+        monkeypatch.setattr(device._model, "blocks_with", lambda _layers: longest // 16 - 1)
+        assert str(device.refusal(LayerRange(0, 2))).endswith("too few for the longest request")
+        monkeypatch.setattr(device._model, "blocks_with", lambda _layers: longest // 16)
+        assert device.refusal(LayerRange(0, 2)) is None
+
+
+async def test_a_leader_and_a_member_can_be_closed_as_they_are() -> None:
+    async with live_devices(2) as devices:
+        await form(devices, HALVES)
+        await asyncio.gather(*(device.close() for device in devices))
+
+
+# Random lives
+
+
+class Life:
+    """Workers that form groups, end them, leave them and fail to form them, as a seed says.
+
+    Args:
+        devices: alone.
+        seed: of all that happens.
+    """
+
+    def __init__(self, devices: list[TorchGroupDevice], seed: int) -> None:
+        self.devices = devices
+        self.rng = np.random.default_rng(seed)
+        self.groups: list[tuple[list[TorchGroupDevice], Group]] = []
+        self.done: set[str] = set()
+
+    async def step(self) -> None:
+        busy = [device for members, _ in self.groups for device in members]
+        free = [device for device in self.devices if device not in busy]
+        if len(free) >= 2 and (not self.groups or self.rng.random() < 0.5):
+            await self.gather(free, misses=bool(self.rng.random() < 0.3))
+        else:
+            members, group = self.groups.pop(int(self.rng.integers(len(self.groups))))
+            name = ("end", "leave", "part")[int(self.rng.integers(3))]
+            await getattr(self, name)(members, group)
+            self.done.add(name)
+        check(self.devices)
+
+    async def gather(self, free: list[TorchGroupDevice], *, misses: bool) -> None:
+        chosen = [free[i] for i in self.rng.permutation(len(free))[: int(self.rng.integers(2, len(free) + 1))]]
+        ends = sorted(int(at) for at in self.rng.choice([1, 2, 3], len(chosen) - 1, replace=False))
+        ranges = ranges_of(*ends, 4)
+        for device, layers in zip(chosen, ranges, strict=True):
+            if device.refusal(layers) is not None:
+                await device.alone()
+        if misses:
+            own = places(chosen, ranges)
+            for device in chosen:
+                device._limit_s = 0.05
+            await self.fail(chosen, own)
+            for device in chosen:
+                device._limit_s = 5.0
+            self.done.add("miss")
+            return
+        group = await form(chosen, ranges)
+        self.groups.append((chosen, group))
+        assert await texts_of(group.executor, num_tokens=2) == {i: text[:2] for i, text in (await calm()).items()}
+
+    async def fail(self, chosen: list[TorchGroupDevice], own: list[GroupPlace]) -> None:
+        """The last one does not come. Who has all its own connections by then has joined, and hears of the end."""
+        told: dict[int, list[str | None]] = {i: [] for i in range(1, len(own) - 1)}
+        leading = asyncio.ensure_future(chosen[0].lead(own[0]))
+        joined = await asyncio.gather(*(chosen[i].join(own[i], told[i].append) for i in told), return_exceptions=True)
+        with pytest.raises(GroupFailedError):
+            await leading
+        for i, result in zip(list(told), joined, strict=True):
+            if isinstance(result, GroupFailedError):
+                assert told.pop(i) == []
+        await ended(told)
+        assert all(len(reasons) == 1 and reasons[0] for reasons in told.values())
+
+    async def end(self, members: list[TorchGroupDevice], group: Group) -> None:
+        await group.executor.close()
+        await ended(group.ends)
+        assert group.ends == {i: [None] for i in range(1, len(members))}
+
+    async def leave(self, members: list[TorchGroupDevice], group: Group) -> None:
+        index = int(self.rng.integers(1, len(members)))
+        await members[index].alone()
+        del group.ends[index]
+        await ended(group.ends)
+        assert all(len(said) == 1 and said[0] for said in group.ends.values())
+        await group.executor.close()
+
+    async def part(self, members: list[TorchGroupDevice], group: Group) -> None:
+        """The leader is whole again, and has closed nothing before."""
+        await members[0].alone()
+        await self.end(members, group)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_lives_of_workers_end_with_whole_ones(seed: int) -> None:
+    async with live_devices(4) as devices:
+        life = Life(devices, seed)
+        for _ in range(25):
+            await life.step()
+        assert life.done == {"miss", "end", "leave", "part"}
+        for _, group in life.groups:
+            await group.executor.close()
+        await be_alone(*devices)
+
+
+# Loading
+
+
+async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SYSTEMS, "dropping", System("dropping", "chunked", "least-loaded", drops=True))
+    folder = stored_checkpoint(SHAPES["llama"])[0]
+    told: list[float] = []
+
+    def settings(system: str, **changes: object) -> WorkerSettings:
+        common = {"memory": 8 * MIB, "page_bytes": PAGE, "max_batch_tokens": 96, "max_sequences": 8, "threads": 1}
+        more = {**common, "max_batch_rows": 8, "kernels": KernelKind(KERNELS), **changes}
+        return WorkerSettings(instance_id="w0", model=folder, system=system, **more)  # type: ignore[arg-type]
+
+    async def load(chosen: WorkerSettings) -> tuple[GroupDevice | None, Texts]:
+        loaded = await load_executor(chosen, check_start(chosen), lambda done, _what: told.append(done))
+        texts = await texts_of(loaded.executor)
+        await loaded.executor.close()
+        return loaded.device, texts
+
+    device, texts = await load(settings("dropping", deterministic=True, stage_advertise="worker-0"))
+    assert device is not None
+    assert told[-1] == 1
+    assert device.layers == LayerRange(0, 4)
+    assert device.facts.page_bytes == PAGE
+    assert device.facts.has_host_copy
+    assert device.facts.token_s > 0
+    assert device.address.startswith("worker-0:")
+    assert texts == await calm()
+    assert await texts_of(await device.alone()) == texts, "an executor that was closed is not handed out again"
+    await device.close()
+    assert await load(settings("fcfs-chunked", deterministic=True)) == (None, texts)
+    with pytest.raises(StartupError, match=r"stages cannot be heard at 192\.0\.2\.1:0"):
+        await load(settings("dropping", stage_host="192.0.2.1"))
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0 is no address to dial"):
+        settings("dropping", stage_host="0.0.0.0")

@@ -1,0 +1,136 @@
+"""A member of a group over sockets: it hears of the end once, and can leave also when nobody takes what it sends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from services.worker.engine.types import Batch, BatchOutput, HostCopy, KvCapacity
+from services.worker.executor.channel import SocketChannel
+from services.worker.executor.stage_messages import Activation, Close, Hidden
+from services.worker.groups.membership import Membership
+from shared.layers import LayerRange
+from tests.support.leaks import whats_open
+
+MUCH = 64 * 2**20
+"""Bytes that no socket's buffer takes."""
+
+
+class Device:
+    """The middle stage of three; what it computes is large."""
+
+    layers = LayerRange(1, 2)
+    is_last = False
+    capacity = KvCapacity(7, 16)
+
+    def __init__(self, began: asyncio.Event) -> None:
+        self._began, self._loop = began, asyncio.get_running_loop()
+        self.num_closed = 0
+
+    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+        self._loop.call_soon_threadsafe(self._began.set)
+        return np.zeros((1, MUCH // 4), np.float32)
+
+    def skip(self, batch: Batch) -> None:
+        raise AssertionError("no step fails here")
+
+    def copy(self, copy: HostCopy) -> None:
+        raise AssertionError("nothing is copied here")
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+@dataclass
+class Wired:
+    """A member, and the other ends of its connections."""
+
+    member: Membership
+    device: Device
+    leader: socket.socket
+    previous: socket.socket
+    following: socket.socket
+    told: list[str | None] = field(default_factory=list)
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def hear_end(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.told:
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def wired() -> AsyncIterator[Wired]:
+    """Afterwards the member has left, and no thread or socket of it is there."""
+    before = whats_open()
+    (leader, a), (previous, b), (following, c) = (socket.socketpair() for _ in range(3))
+    told: list[str | None] = []
+    began = asyncio.Event()
+    device = Device(began)
+    member = Membership(device, a, b, c, told.append)
+    try:
+        yield Wired(member, device, leader, previous, following, told, began)
+    finally:
+        async with asyncio.timeout(10):
+            await member.leave()
+            await member.leave()
+        for end in (leader, previous, following):
+            end.close()
+    assert device.num_closed == 1
+    assert whats_open() == before
+
+
+async def test_an_end_in_order_is_told_once_and_passed_on() -> None:
+    async with wired() as at:
+        SocketChannel(at.leader).send(Close())
+        await at.hear_end()
+        assert at.told == [None]
+        assert isinstance(SocketChannel(at.following).receive(), Close)
+    assert at.told == [None]
+
+
+@pytest.mark.parametrize("end", ["leader", "previous"])
+async def test_a_connection_that_breaks_is_told_with_the_reason(end: str) -> None:
+    async with wired() as at:
+        getattr(at, end).close()
+        await at.hear_end()
+    assert at.told == ["the other end has closed the connection"]
+
+
+async def test_nonsense_ends_the_membership() -> None:
+    async with wired() as at:
+        at.leader.sendall(b"x" * 64)
+        await at.hear_end()
+    assert at.told == ["no stage message of this version"]
+
+
+async def test_who_leaves_is_not_told() -> None:
+    async with wired() as at:
+        await at.member.leave()
+        assert at.following.recv(1) == b"", "the next stage notices"
+    assert at.told == []
+
+
+async def test_a_member_can_leave_in_the_middle_of_what_nobody_takes() -> None:
+    """The stage behind is frozen: its connection stands, and takes nothing more."""
+    async with wired() as at:
+        one = np.ones(1, np.int32)
+        batch = Batch(1, np.zeros(1, np.int32), one, np.zeros(1, np.int32), one, np.zeros(1, np.bool_))
+        SocketChannel(at.leader).send(batch)
+        SocketChannel(at.previous).send(Activation(1, 1, np.zeros((1, 4), np.float32), (0.1,)))
+        async with asyncio.timeout(10):
+            await at.began.wait()
+            await asyncio.get_running_loop().sock_recv(_unblocked(at.following), 1)  # it has begun to send
+            await at.member.leave()
+    assert at.told == []
+
+
+def _unblocked(sock: socket.socket) -> socket.socket:
+    sock.settimeout(0)
+    return sock
