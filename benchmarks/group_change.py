@@ -116,10 +116,10 @@ async def of_group(settings: RunnerSettings, num_stages: int, rounds: int) -> li
             model = load_elastic_model(settings, lambda _done, _what: None)
             devices.append(TorchGroupDevice(model, await StageListener.open()))
             owned.push_async_callback(devices[-1].close)
-            before = (await devices[-1].alone()).capacity.num_blocks
+            before = (await devices[-1].alone()).executor.capacity.num_blocks
         for plan_id in range(1, rounds + 1):
             own = places(devices, plan_id)
-            changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0])]
+            changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0], lambda _: None)]
             changes += [device.join(place, lambda _: None) for device, place in zip(devices[1:], own[1:], strict=True)]
             executor = (await times.of_all("group", *changes))[0]
             num_blocks = executor.capacity.num_blocks

@@ -134,7 +134,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         where = f"{settings.stage_host}:{settings.stage_port}"
         raise StartupError(f"stages cannot be heard at {where}: {error.strerror or error}", "Set stage_host") from error
     device = TorchGroupDevice(model, listener, limit_s=limit_s, token_s=facts.token_s)
-    return Loaded(await device.alone(), facts, device)
+    return Loaded((await device.alone()).executor, facts, device)
 
 
 async def _off_the_loop(load: Callable[[], R]) -> R:

@@ -98,9 +98,9 @@ async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]
     """Let devices become a group; the leader is told of it first."""
     own = places(devices, ranges)
     ends: dict[int, list[str | None]] = {i: [] for i in range(1, len(devices))}
-    leading = asyncio.ensure_future(devices[0].lead(own[0]))
+    leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None))
     num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append) for i in ends))
-    return Group(await leading, num_blocks, ends)
+    return Group((await leading).executor, num_blocks, ends)
 
 
 def tokens_of(seed: int, num: int) -> list[int]:

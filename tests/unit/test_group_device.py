@@ -71,9 +71,9 @@ def planned(facts: ElasticFacts, layers: LayerRange) -> int:
 async def be_alone(*devices: TorchGroupDevice) -> None:
     """Let devices be whole instances again, and look at all there is to see."""
     for device in devices:
-        executor = await device.alone()
+        executor = (await device.alone()).executor
         assert isinstance(executor, ThreadExecutor)
-        assert executor is await device.alone()
+        assert executor is (await device.alone()).executor
         assert executor.capacity == device._model.info.capacity
         assert device.layers == LayerRange(0, 4)
         assert await texts_of(executor) == await calm()
@@ -109,7 +109,7 @@ async def test_workers_form_groups_part_and_form_others_and_always_say_the_same(
             await ended(group.ends)
             assert group.ends == {i: [None] for i in range(1, len(devices))}
             for device in devices:
-                assert await texts_of(await device.alone()) == expected
+                assert await texts_of((await device.alone()).executor) == expected
             check(devices)
 
 
@@ -169,7 +169,7 @@ def unheard(reason: str | None) -> None:
 async def test_a_member_that_does_not_come_fails_the_group_for_all() -> None:
     async with live_devices(3, limit_s=0.3) as devices:
         own = places(devices, ranges_of(1, 2, 4))
-        said = await failure_of(devices[0].lead(own[0]), devices[1].join(own[1], unheard))
+        said = await failure_of(devices[0].lead(own[0], unheard), devices[1].join(own[1], unheard))
         assert any("w2" in text for text in said)
         assert devices[0].layers == LayerRange(0, 1)
         await be_alone(*devices)
@@ -188,7 +188,7 @@ async def test_a_member_whose_process_is_gone_fails_the_group_at_once() -> None:
         own = places(devices, HALVES)
         await devices[1].close()
         async with asyncio.timeout(20):
-            (said,) = await failure_of(devices[0].lead(own[0]))
+            (said,) = await failure_of(devices[0].lead(own[0], unheard))
         assert said == f"w1 at {own[1].own.address}: Connection refused"
         await be_alone(devices[0])
 
@@ -200,7 +200,7 @@ async def test_members_of_another_plan_or_token_do_not_come_together() -> None:
             (replace(own[1], token="another"), f"the token is not that of plan {own[1].plan_id}"),
             (other[1], f"this worker has not joined plan {own[0].plan_id} within 0.05 s"),
         ):
-            said, _ = await failure_of(devices[0].lead(own[0]), devices[1].join(theirs, unheard))
+            said, _ = await failure_of(devices[0].lead(own[0], unheard), devices[1].join(theirs, unheard))
             assert said == f"w1 at {own[1].own.address}: it refuses: {reason}"
         await be_alone(*devices)
 
@@ -208,11 +208,11 @@ async def test_members_of_another_plan_or_token_do_not_come_together() -> None:
 async def test_early_callers_wait_for_a_member_that_joins_late() -> None:
     async with live_devices(2) as devices:
         own, ends = places(devices, HALVES), list[str | None]()
-        leading = asyncio.create_task(devices[0].lead(own[0]))
+        leading = asyncio.create_task(devices[0].lead(own[0], unheard))
         while len(devices[1]._listener._tasks) < 3:  # it and two callers
             await asyncio.sleep(0.001)
         await devices[1].join(own[1], ends.append)
-        executor = await leading
+        executor = (await leading).executor
         assert await texts_of(executor) == await calm()
         await executor.close()
 
@@ -261,7 +261,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
 
 async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
     async with live_devices(2, limit_s=60) as devices:
-        leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0]))
+        leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0], unheard))
         while len(devices[1]._listener._tasks) < 3:
             await asyncio.sleep(0.001)
         leading.cancel()
@@ -291,7 +291,7 @@ async def test_memory_that_refuses_a_drop_fails_the_group_and_nothing_else(monke
         own = places(devices, HALVES)
         with monkeypatch.context() as patch:
             patch.setattr(devices[0]._model._memory, "drop", fail)
-            (said,) = await failure_of(devices[0].lead(own[0]))
+            (said,) = await failure_of(devices[0].lead(own[0], unheard))
         assert "too many mappings" in said
         assert devices[0].layers == LayerRange(0, 4)
         await be_alone(*devices)
@@ -323,7 +323,7 @@ async def test_what_a_device_cannot_hold_is_refused_by_name() -> None:
             (single, "a group of one stage"),
         ):
             with pytest.raises(GroupFailedError, match=reason):
-                await device.lead(place)
+                await device.lead(place, unheard)
         with pytest.raises(GroupFailedError, match="the first stage leads"):
             await device.join(own[0], unheard)
         await be_alone(device)
@@ -398,7 +398,7 @@ class Life:
     async def fail(self, chosen: list[TorchGroupDevice], own: list[GroupPlace]) -> None:
         """The last one does not come. Who has all its own connections by then has joined, and hears of the end."""
         told: dict[int, list[str | None]] = {i: [] for i in range(1, len(own) - 1)}
-        leading = asyncio.ensure_future(chosen[0].lead(own[0]))
+        leading = asyncio.ensure_future(chosen[0].lead(own[0], unheard))
         joined = await asyncio.gather(*(chosen[i].join(own[i], told[i].append) for i in told), return_exceptions=True)
         with pytest.raises(GroupFailedError):
             await leading
@@ -467,7 +467,9 @@ async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(mo
     assert device.facts.token_s > 0
     assert device.address.startswith("worker-0:")
     assert texts == await calm()
-    assert await texts_of(await device.alone()) == texts, "an executor that was closed is not handed out again"
+    assert await texts_of((await device.alone()).executor) == texts, (
+        "an executor that was closed is not handed out again"
+    )
     await device.close()
     assert await load(settings("fcfs-chunked", deterministic=True)) == (None, texts)
     with pytest.raises(StartupError, match=r"stages cannot be heard at 192\.0\.2\.1:0"):

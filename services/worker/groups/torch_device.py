@@ -18,7 +18,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from services.worker.engine.types import Executor, KvCapacity
+from services.worker.engine.types import NOTHING_KEPT, KeptKv, KvCapacity
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.pipeline import PipelineExecutor
@@ -26,7 +26,7 @@ from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.executor.thread_stage import ThreadStages
 from services.worker.groups.connect import Seats, StageListener, dial, together
-from services.worker.groups.device import GroupFailedError, GroupPlace
+from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
 from services.worker.groups.greeting import StageRole, StageWelcome
 from services.worker.groups.membership import Membership
 from services.worker.groups.sockets import say
@@ -102,25 +102,27 @@ class TorchGroupDevice:
             return f"with layers {layers} the memory holds {num_blocks} KV blocks, too few for the longest request"
         return None
 
-    async def lead(self, place: GroupPlace) -> Executor:
-        """Become the first stage of a group; see `GroupDevice`."""
+    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> Led:
+        """Become the first stage of a group; see `GroupDevice`. KV does not go along: it is computed again."""
+        del kept
         async with self._changing:
             if place.index:
                 raise GroupFailedError(f"stage {place.index} cannot lead")
             stage = await self._become(place)
             try:
-                self._executor = await self._lead(place, stage)
+                self._executor = await self._lead(place, stage, on_end)
             except BaseException:
                 stage.close()
                 raise
-            return self._executor
+            return Led(self._executor)
 
-    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None]) -> int:
-        """Become another stage of a group; see `GroupDevice`.
+    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
+        """Become another stage of a group; see `GroupDevice`. KV does not go along, as for `lead`.
 
         It returns when this stage has its own connections. If another one lacks some, the leader gives up, and `on_end`
         is called.
         """
+        del kept
         async with self._changing:
             if not place.index:
                 raise GroupFailedError("the first stage leads, it does not join")
@@ -136,18 +138,24 @@ class TorchGroupDevice:
                 self._listener.forget(seats)
             return stage.capacity.num_blocks
 
-    async def alone(self) -> Executor:
-        """Be a whole instance; see `GroupDevice`."""
+    @property
+    def whole_blocks(self) -> int:
+        """KV blocks beside the whole model."""
+        return self._model.info.capacity.num_blocks
+
+    async def alone(self, parting: Parting | None = None) -> Led:
+        """Be a whole instance; see `GroupDevice`. KV does not go along, as for `lead`."""
+        del parting
         async with self._changing:
             if isinstance(self._executor, ThreadExecutor) and not self._executor.is_closed:
-                return self._executor
+                return Led(self._executor)
             await self._leave()
             try:
                 await in_thread(self._model.restore, "layer loading")
             finally:
                 self._layers = self._model.layers
             self._executor = ThreadExecutor(await in_thread(self._model.open, "model opening"), self._loop)
-            return self._executor
+            return Led(self._executor)
 
     async def close(self) -> None:
         """Leave any group and give back memory; see `GroupDevice`."""
@@ -193,7 +201,9 @@ class TorchGroupDevice:
         if reason is not None:
             raise GroupFailedError(reason)
 
-    async def _lead(self, place: GroupPlace, stage: RunnerStage) -> PipelineExecutor:
+    async def _lead(
+        self, place: GroupPlace, stage: RunnerStage, on_end: Callable[[str | None], None]
+    ) -> PipelineExecutor:
         with contextlib.ExitStack() as sockets:
             calls = {
                 str(place.stages[i].worker_id): dial(place, i, StageRole.LEADER, sockets)
@@ -206,7 +216,7 @@ class TorchGroupDevice:
             channels = [SocketChannel(sock) for sock, _ in members]
             stages = ThreadStages(stage, SocketChannel(behind[0]), channels, capacity, self._loop)
             sockets.pop_all()
-        return PipelineExecutor(stages, self._loop.time)
+        return PipelineExecutor(stages, self._loop.time, on_end)
 
     async def _join(
         self, place: GroupPlace, stage: RunnerStage, seats: Seats, on_end: Callable[[str | None], None]
