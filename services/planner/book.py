@@ -1,17 +1,18 @@
 """The plan key: every write takes the next epoch by compare-and-set, so no two planners ever share one.
 
-planner A   claim → 7          write → 8          write → refused: superseded, decides nothing from now on
-planner B                                claim → 9
+planner A   claim → 7          begin → 8          advance → refused: superseded, decides nothing from now on
+planner B                                claim → 9, with the plan 8 that A has begun
+
+A plan that was begun and is not done is carried over by whoever claims: it is driven on or abandoned, never forgotten.
 """
 
 from __future__ import annotations
 
 from shared.bus import KeyValue, WrongRevisionError
 from shared.errors import StartupError
-from shared.messages.plan import Plan
+from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase
 from shared.wire import WireError, decode_json, encode_json
 
-PLAN_KEY = "plan"
 MAX_CLAIM_ATTEMPTS = 16
 """Other planners that may win the race for an epoch while this one starts."""
 
@@ -35,7 +36,7 @@ class PlanBook:
         """The last plan that this planner wrote."""
 
     async def claim(self, reason: str) -> Plan:
-        """Take the next epoch, with a plan that changes nothing.
+        """Take the next epoch, with the plan that is not done yet, or else one that changes nothing.
 
         Raises:
             StartupError: the key holds something that is no plan, or others were faster every time.
@@ -47,7 +48,7 @@ class PlanBook:
                 plan = Plan(epoch=1, reason=reason)
                 claimed = await self._try(plan, None)
             else:
-                plan = Plan(epoch=_read(entry.value).epoch + 1, reason=reason)
+                plan = _successor(_read(entry.value), reason)
                 claimed = await self._try(plan, entry.revision)
             if claimed:
                 return plan
@@ -57,16 +58,42 @@ class PlanBook:
         )
 
     async def write(self, lever: str, reason: str) -> Plan:
-        """Write the next plan under the next epoch.
+        """Write under the next epoch which lever is pulled, with nothing for workers to do.
 
         Raises:
             SupersededError: another planner wrote in between; nothing was written.
             BusError: it may or may not have been written; only a new `claim` makes that certain.
         """
+        return await self._next(Plan(epoch=self._next_epoch(), lever=lever, reason=reason))
+
+    async def begin(self, lever: str, reason: str, groups: tuple[PlannedGroup, ...]) -> Plan:
+        """Write under the next epoch that these groups are being prepared; that epoch names the plan.
+
+        Raises:
+            SupersededError, BusError: as `write`.
+        """
+        epoch = self._next_epoch()
+        plan = Plan(epoch=epoch, lever=lever, reason=reason, plan_id=epoch, phase=PlanPhase.PREPARING, groups=groups)
+        return await self._next(plan)
+
+    async def advance(self, phase: PlanPhase, reason: str) -> Plan:
+        """Write under the next epoch how far the plan that was begun is.
+
+        Raises:
+            SupersededError, BusError: as `write`.
+        """
         assert self.plan is not None, "claimed"
-        plan = Plan(epoch=self.plan.epoch + 1, lever=lever, reason=reason)
+        assert self.plan.phase is not PlanPhase.DONE, "something was begun"
+        changes = {"epoch": self._next_epoch(), "phase": phase, "reason": reason}
+        return await self._next(self.plan.model_copy(update=changes))
+
+    def _next_epoch(self) -> int:
+        assert self.plan is not None, "claimed"
+        return self.plan.epoch + 1
+
+    async def _next(self, plan: Plan) -> Plan:
         if not await self._try(plan, self.revision):
-            raise SupersededError(self.plan.epoch)
+            raise SupersededError(plan.epoch - 1)
         return plan
 
     async def _try(self, plan: Plan, revision: int | None) -> bool:
@@ -80,6 +107,12 @@ class PlanBook:
             return False
         self.plan = plan
         return True
+
+
+def _successor(last: Plan, reason: str) -> Plan:
+    if last.phase is PlanPhase.DONE:
+        return Plan(epoch=last.epoch + 1, reason=reason)
+    return last.model_copy(update={"epoch": last.epoch + 1})
 
 
 def _read(value: bytes) -> Plan:
