@@ -27,6 +27,8 @@ from enum import StrEnum
 from shared.ids import Incarnation, WorkerId
 from shared.messages.report import WorkerPhase, WorkerReport
 
+MIN_SHORTAGE_BLOCKS = 0.5
+"""Less is none: an average of rates fades but never ends, and a worker may be full for long."""
 ROUNDING_S = 1e-6
 """A gap that is this little shorter than the limit has reached it: clocks round."""
 
@@ -144,7 +146,7 @@ class ThrottlingDetector:
         room = capacity + watch.capacity_rate * horizon_s
         is_queued = report.num_queued_for_memory > 0
         watch.strain = ""
-        if not is_queued and ahead <= room:
+        if not is_queued and ahead - room < MIN_SHORTAGE_BLOCKS:
             if demand <= self._params.release_ratio * capacity:
                 watch.raised_epoch = None
             return None
