@@ -42,7 +42,7 @@ def test_a_worker_that_runs_short_has_a_group_within_milliseconds_and_a_whole_co
         began_s = asyncio.get_running_loop().time()
         await cluster.strain("w1")
         await asyncio.sleep(2)
-        assert cluster.groups() == [("w0", "w1")] or cluster.groups() == [("w1", "w0")], cluster.groups()
+        assert cluster.groups() == [("w0", "w1")]
         times["drop"] = next(at_s for at_s, name, _ in cluster.events if name == "plan_done") - began_s
         cluster.relax()
         await asyncio.sleep(30)
@@ -52,20 +52,8 @@ def test_a_worker_that_runs_short_has_a_group_within_milliseconds_and_a_whole_co
     cluster.check()
     # 1 ms a message: report, view, begin (2), prepare (2 + 2 to stop), commit write (2), commit (2 + 5), done (2), event
     assert times["drop"] < 0.03
-    assert (
-        cluster.names()
-        == [
-            "plan_none",
-            "plan_preparing",
-            "plan_committed",
-            "plan_done",
-            "plan_none",
-            "plan_preparing",
-            "plan_committed",
-            "plan_done",
-            "plan_none",
-        ][: len(cluster.names())]
-    )
+    carried_out = ["plan_preparing", "plan_committed", "plan_done"]
+    assert cluster.names() == ["plan_none", "plan_none", *carried_out, "plan_none", *carried_out]
     done = reasons(cluster, "plan_done")
     assert "carried out by 2 of 2 workers in 0.0" in done[0]
     assert "readers wait" in done[0], "the price"
