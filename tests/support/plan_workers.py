@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -355,7 +356,7 @@ class PlanCluster:
         changing = [] if but is None else [stage.worker_id for stage in but.stages]
         names = self.workers[worker_id].group
         for name in names:
-            if name not in changing and not self.workers[name]._changing:  # noqa: SLF001  a friend
+            if name not in changing and not self.workers[name]._changing:
                 self.workers[name].become_whole()
 
     async def meet(self, worker: PlanWorker, plan_id: int, names: tuple[WorkerId, ...], token: str) -> bool:
@@ -400,7 +401,7 @@ class PlanCluster:
 
     def _check_epochs(self) -> None:
         epochs = [plan.epoch for plan in self.plans]
-        assert all(later > earlier for earlier, later in zip(epochs, epochs[1:], strict=False)), epochs
+        assert all(later > earlier for earlier, later in pairwise(epochs)), epochs
         for plan in self.plans:
             for group in plan.groups:
                 reached = 0
@@ -440,7 +441,7 @@ class PlanCluster:
         for worker in self.workers.values():
             if not worker.is_alive:
                 continue
-            worker._give_up()  # noqa: SLF001  a friend
+            worker._give_up()
             assert worker.prepared is None, f"{worker.worker_id} waits for ever"
             if not worker.group:
                 assert worker.layers == MODEL.all_layers, f"{worker.worker_id} is alone and not whole"

@@ -15,6 +15,7 @@ from shared.bus import BusError
 from shared.ids import WorkerId
 from shared.memory_bus import Delivery
 from shared.messages.plan import Plan, PlanPhase
+from sim.faults.nodes import PlannerNode
 from tests.support.plan_workers import SUBJECTS, Load, PlanCluster, in_cluster, settings
 
 
@@ -50,7 +51,7 @@ def test_a_worker_that_runs_short_has_a_group_within_milliseconds_and_a_whole_co
 
     cluster = in_cluster(burst)
     cluster.check()
-    # 1 ms a message: report, view, begin (2), prepare (2 + 2 to stop), commit write (2), commit (2 + 5), done (2), event
+    # 1 ms a message: report, view, begin (2), prepare (2, 2 to stop), commit (2), change (2, 5), done (2), event
     assert times["drop"] < 0.03
     carried_out = ["plan_preparing", "plan_committed", "plan_done"]
     assert cluster.names() == ["plan_none", "plan_none", *carried_out, "plan_none", *carried_out]
@@ -324,7 +325,7 @@ def test_of_two_planners_one_goes_on_whenever_the_other_comes(at_ms: float) -> N
 def test_a_write_whose_answer_is_lost_is_settled_by_a_new_claim(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writes of a drop: begin, commit, done. Each arrives, and the planner does not hear of it."""
     written = 0
-    write = PlanBook._next  # noqa: SLF001  what all writes go through
+    write = PlanBook._next
 
     async def lose_answer(book: PlanBook, plan: Plan) -> Plan:
         nonlocal written
@@ -350,13 +351,31 @@ def test_a_write_whose_answer_is_lost_is_settled_by_a_new_claim(number: int, mon
     in_cluster(unlucky).check()
 
 
+async def misfortune(cluster: PlanCluster, node: PlannerNode, rng: np.random.Generator) -> None:
+    """Let something happen to a worker, or to the planner."""
+    worker = list(cluster.workers.values())[int(rng.integers(len(cluster.workers)))]
+    match int(rng.integers(7)):
+        case 0 if worker.is_alive:
+            worker.die()
+        case 1 | 2 if not worker.is_alive:
+            await cluster.restart(worker.worker_id)
+        case 3:
+            node.kill(float(rng.random()))
+        case 4:
+            worker.refuses = "" if worker.refuses else "not now"
+        case 5:
+            cluster.relax(int(rng.integers(0, 8)))
+        case _:
+            await cluster.strain(worker.worker_id)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_is_lost_doubled_late_or_dead_all_ends_in_order(seed: int) -> None:
     rng = np.random.default_rng(seed)
     faulty = True
 
     def deliver(delivery: Delivery) -> tuple[float, ...]:
-        if not faulty or ".plan" not in delivery.subject and "_INBOX" not in delivery.subject:
+        if not faulty or (".plan" not in delivery.subject and "_INBOX" not in delivery.subject):
             return (0.0,)
         draw = rng.random()
         if draw < 0.08:
@@ -371,21 +390,7 @@ def test_whatever_is_lost_doubled_late_or_dead_all_ends_in_order(seed: int) -> N
         node = cluster.start_planner()
         for _ in range(25):
             await asyncio.sleep(float(rng.random()) * 3)
-            name = names[int(rng.integers(len(names)))]
-            worker = cluster.workers[name]
-            match int(rng.integers(7)):
-                case 0 if worker.is_alive:
-                    worker.die()
-                case 1 | 2 if not worker.is_alive:
-                    await cluster.restart(name)
-                case 3:
-                    node.kill(float(rng.random()))
-                case 4:
-                    worker.refuses = "" if worker.refuses else "not now"
-                case 5:
-                    cluster.relax(int(rng.integers(0, 8)))
-                case _:
-                    await cluster.strain(name)
+            await misfortune(cluster, node, rng)
         faulty = False
         for name in names:
             cluster.workers[name].refuses = ""

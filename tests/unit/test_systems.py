@@ -43,7 +43,7 @@ def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> No
     unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
     assert unlimited == ["oracle"]
     assert find_system("oracle").memory is Memory.UNLIMITED
-    with pytest.raises(UnknownSystemError, match=r"runs in the simulator only; live there are: fcfs, .*swap, kunserve$"):
+    with pytest.raises(UnknownSystemError, match=r"in the simulator only; live there are: fcfs, .*swap, kunserve$"):
         find_live_system("oracle")
     for name in set(SYSTEMS) - {"oracle", "fcfs-pp"}:
         assert find_live_system(name) is SYSTEMS[name]
