@@ -288,6 +288,7 @@ class PlanCluster:
         self.monitor = MonitorNode(MonitorSettings(instance_id="monitor"), self.broker, np.random.default_rng(0))
         self.planners: dict[str, PlannerNode] = {}
         self._meetings: dict[tuple[int, tuple[WorkerId, ...]], dict[WorkerId, str]] = {}
+        self._over: dict[tuple[int, tuple[WorkerId, ...]], None] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._num_processes = 0
         for number in range(num_workers):
@@ -361,14 +362,17 @@ class PlanCluster:
 
     async def meet(self, worker: PlanWorker, plan_id: int, names: tuple[WorkerId, ...], token: str) -> bool:
         """Return whether all members of a group came with one token in time."""
-        present = self._meetings.setdefault((plan_id, names), {})
+        meeting = (plan_id, names)
+        present = self._meetings.setdefault(meeting, {})
         present[worker.worker_id] = token
         until_s = _now_s() + GROUP_LIMIT_S
         while len(present) < len(names):
             if _now_s() >= until_s:
-                present["gone"] = ""  # type: ignore[index]  nobody meets here any more
+                self._over[meeting] = None
                 return False
             await asyncio.sleep(0.001)
+        if meeting in self._over:
+            return False
         return len(set(present.values())) == 1 and all(self.workers[name].is_alive for name in names)
 
     def names(self, prefix: str = "plan_") -> list[str]:

@@ -236,8 +236,8 @@ def test_it_answers_the_service_protocol_and_its_endpoints() -> None:
 
 # --- running short of memory -----------------------------------------------------------------------------------------
 
-SHORT = {"num_blocks": 100, "num_used_blocks": 95, "num_head_blocks": 10, "num_queued_for_memory": 2}
-ENOUGH = {"num_blocks": 100, "num_used_blocks": 50}
+SHORT: dict[str, Any] = {"num_blocks": 100, "num_used_blocks": 95, "num_head_blocks": 10, "num_queued_for_memory": 2}
+ENOUGH: dict[str, Any] = {"num_blocks": 100, "num_used_blocks": 50}
 
 
 def throttled(view: ClusterView) -> list[str]:

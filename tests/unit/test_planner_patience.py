@@ -70,7 +70,7 @@ def instances(*statuses: WorkerStatus) -> tuple[InstanceFacts, ...]:
 
 
 def test_every_figure_of_a_report_has_its_place() -> None:
-    busy = {
+    busy: dict[str, Any] = {
         "num_used_blocks": 40,
         "num_demanded_blocks": 7,
         "tokens_per_s": 12.5,
@@ -97,7 +97,7 @@ def test_every_figure_of_a_report_has_its_place() -> None:
 
 
 def test_a_leader_speaks_for_its_group_and_is_the_one_that_takes_requests() -> None:
-    common = {"group": "w1", "num_stages": 2, "num_used_blocks": 30}
+    common: dict[str, Any] = {"group": "w1", "num_stages": 2, "num_used_blocks": 30}
     seen = observe(
         view(
             status("w0", layers=(4, 8), stage=1, throttled=True, **common),
@@ -320,7 +320,7 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
     ]
     assert intent.groups[0].num_blocks == plan.groups[0].after_tokens // 16 == 7
 
-    common = {"group": "w0", "num_stages": 2}
+    common: dict[str, Any] = {"group": "w0", "num_stages": 2}
     grouped = view(status("w0", layers=(0, 4), **common), status("w1", layers=(4, 8), stage=1, **common))
     facts = observe(grouped, 0.1, OBSERVE).snapshot.facts
     assert facts is not None
