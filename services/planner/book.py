@@ -8,7 +8,10 @@ A plan that was begun and is not done is carried over by whoever claims: it is d
 
 from __future__ import annotations
 
-from shared.bus import KeyValue, WrongRevisionError
+import asyncio
+from collections.abc import Callable
+
+from shared.bus import BusError, KeyValue, WrongRevisionError
 from shared.errors import StartupError
 from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase
 from shared.wire import WireError, decode_json, encode_json
@@ -26,7 +29,7 @@ class SupersededError(Exception):
 
 
 class PlanBook:
-    """This planner's hold on the plan key."""
+    """This planner's hold on the plan key. One write at a time: whoever comes meanwhile waits."""
 
     def __init__(self, bucket: KeyValue) -> None:
         self._bucket = bucket
@@ -34,6 +37,8 @@ class PlanBook:
         """Revision of the last write; a newer one on the key is another planner's."""
         self.plan: Plan | None = None
         """The last plan that this planner wrote."""
+        self._lock = asyncio.Lock()
+        self._is_certain = True
 
     async def claim(self, reason: str) -> Plan:
         """Take the next epoch, with the plan that is not done yet, or else one that changes nothing.
@@ -42,16 +47,18 @@ class PlanBook:
             StartupError: the key holds something that is no plan, or others were faster every time.
             BusError: the broker does not answer.
         """
-        for _ in range(MAX_CLAIM_ATTEMPTS):
-            entry = await self._bucket.get(PLAN_KEY)
-            if entry is None or entry.value is None:
-                plan = Plan(epoch=1, reason=reason)
-                claimed = await self._try(plan, None)
-            else:
-                plan = _successor(_read(entry.value), reason)
-                claimed = await self._try(plan, entry.revision)
-            if claimed:
-                return plan
+        async with self._lock:
+            for _ in range(MAX_CLAIM_ATTEMPTS):
+                entry = await self._bucket.get(PLAN_KEY)
+                if entry is None or entry.value is None:
+                    plan = Plan(epoch=1, reason=reason)
+                    claimed = await self._try(plan, None)
+                else:
+                    plan = _successor(_read(entry.value), reason)
+                    claimed = await self._try(plan, entry.revision)
+                if claimed:
+                    self._is_certain = True
+                    return plan
         raise StartupError(
             f"{MAX_CLAIM_ATTEMPTS} times in a row another planner took the next epoch",
             "Stop the other planners of this cluster, or give this one another --cluster",
@@ -64,7 +71,7 @@ class PlanBook:
             SupersededError: another planner wrote in between; nothing was written.
             BusError: it may or may not have been written; only a new `claim` makes that certain.
         """
-        return await self._next(Plan(epoch=self._next_epoch(), lever=lever, reason=reason))
+        return await self._next(lambda last: Plan(epoch=last.epoch + 1, lever=lever, reason=reason))
 
     async def begin(self, lever: str, reason: str, groups: tuple[PlannedGroup, ...]) -> Plan:
         """Write under the next epoch that these groups are being prepared; that epoch names the plan.
@@ -72,9 +79,13 @@ class PlanBook:
         Raises:
             SupersededError, BusError: as `write`.
         """
-        epoch = self._next_epoch()
-        plan = Plan(epoch=epoch, lever=lever, reason=reason, plan_id=epoch, phase=PlanPhase.PREPARING, groups=groups)
-        return await self._next(plan)
+
+        def begun(last: Plan) -> Plan:
+            epoch = last.epoch + 1
+            phase = PlanPhase.PREPARING
+            return Plan(epoch=epoch, lever=lever, reason=reason, plan_id=epoch, phase=phase, groups=groups)
+
+        return await self._next(begun)
 
     async def advance(self, phase: PlanPhase, reason: str) -> Plan:
         """Write under the next epoch how far the plan that was begun is.
@@ -82,19 +93,27 @@ class PlanBook:
         Raises:
             SupersededError, BusError: as `write`.
         """
-        assert self.plan is not None, "claimed"
-        assert self.plan.phase is not PlanPhase.DONE, "something was begun"
-        changes = {"epoch": self._next_epoch(), "phase": phase, "reason": reason}
-        return await self._next(self.plan.model_copy(update=changes))
 
-    def _next_epoch(self) -> int:
-        assert self.plan is not None, "claimed"
-        return self.plan.epoch + 1
+        def advanced(last: Plan) -> Plan:
+            assert last.phase is not PlanPhase.DONE, "something was begun"
+            return last.model_copy(update={"epoch": last.epoch + 1, "phase": phase, "reason": reason})
 
-    async def _next(self, plan: Plan) -> Plan:
-        if not await self._try(plan, self.revision):
-            raise SupersededError(plan.epoch - 1)
-        return plan
+        return await self._next(advanced)
+
+    async def _next(self, succeed: Callable[[Plan], Plan]) -> Plan:
+        async with self._lock:
+            assert self.plan is not None, "claimed"
+            if not self._is_certain:
+                raise BusError("an earlier write was not answered, so nobody knows what the plan key holds")
+            plan = succeed(self.plan)
+            try:
+                is_written = await self._try(plan, self.revision)
+            except BusError:
+                self._is_certain = False
+                raise
+            if not is_written:
+                raise SupersededError(self.plan.epoch)
+            return plan
 
     async def _try(self, plan: Plan, revision: int | None) -> bool:
         data = encode_json(plan)

@@ -36,6 +36,8 @@ from shared.wire import WireError, encode_json
 
 _log = get_logger()
 ROUNDING_S = 1e-6
+MAX_TOLD = 1024
+"""Events that are told once and remembered; when there are more, all may be told again."""
 
 
 class Planner:
@@ -256,6 +258,8 @@ class Planner:
 
     async def _tell_once(self, name: str, reason: str) -> None:
         if (name, reason) not in self._told:
+            if len(self._told) >= MAX_TOLD:
+                self._told.clear()
             self._told[name, reason] = None
             await self._announce(name, reason)
 

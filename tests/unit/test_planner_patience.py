@@ -154,7 +154,7 @@ def test_the_time_of_a_token_and_the_budget_may_differ() -> None:
     assert (first.num_pages, second.num_pages, second.host_copy) == (64, 80, None)
 
 
-def test_a_process_is_lost_when_it_is_gone_dead_or_another_one() -> None:
+def test_a_process_is_lost_when_it_is_dead_or_stopped_or_another_one_and_not_when_nobody_has_heard_of_it() -> None:
     seen = view(
         status("w0"),
         status("w1", liveness=Liveness.SUSPECT),
@@ -163,7 +163,7 @@ def test_a_process_is_lost_when_it_is_gone_dead_or_another_one() -> None:
         status("w4", incarnation=4),
     )
     losses = [find_loss(seen, WorkerId(f"w{number}"), Incarnation(3)) for number in range(6)]
-    assert losses == [None, None, "it is gone", "it is gone", "it was started anew", "it is gone"]
+    assert losses == [None, None, "it is gone", "it is gone", "it was started anew", None]
 
 
 @given(st.integers(1, 64), st.floats(0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from services.planner.book import PlanBook
+from services.planner.policy.ladder import ClusterSnapshot, Offer
+from services.planner.service import build_planner
 from shared.bus import BusError
 from shared.ids import WorkerId
 from shared.memory_bus import Delivery
@@ -321,16 +324,41 @@ def test_of_two_planners_one_goes_on_whenever_the_other_comes(at_ms: float) -> N
     assert len(reasons(cluster, "planner_superseded")) == 1
 
 
+@pytest.mark.parametrize("at_ms", range(0, 30, 2))
+def test_a_person_and_a_tick_that_write_at_once_do_not_supersede_each_other(at_ms: int) -> None:
+    """A lever with nothing for workers to do is pulled and released, each a write of the key by the tick."""
+
+    class Relief:
+        name = "relief"
+
+        def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
+            return Offer(0.1, f"helps {len(snapshot.workers)}")
+
+    async def both(cluster: PlanCluster) -> None:
+        planner = build_planner(cluster.settings, cluster.broker.connect("p"), levers=(Relief(),))
+        await planner.start()
+        await asyncio.sleep(1.2)
+        await cluster.strain("w0")
+        await asyncio.sleep(at_ms / 1000)
+        answer = await ask(cluster, "drop", {"workers": ["w2", "w3"]})
+        await asyncio.sleep(2)
+        assert answer["done"], answer
+        assert not planner.superseded
+        await planner.stop()
+
+    in_cluster(both).check()
+
+
 @pytest.mark.parametrize("number", range(5))
 def test_a_write_whose_answer_is_lost_is_settled_by_a_new_claim(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The writes of a drop: begin, commit, done. Each arrives, and the planner does not hear of it."""
     written = 0
     write = PlanBook._next
 
-    async def lose_answer(book: PlanBook, plan: Plan) -> Plan:
+    async def lose_answer(book: PlanBook, succeed: Callable[[Plan], Plan]) -> Plan:
         nonlocal written
         before = book.plan, book.revision
-        new = await write(book, plan)
+        new = await write(book, succeed)
         written += 1
         if written == number + 1:
             book.plan, book.revision = before

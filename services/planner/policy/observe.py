@@ -57,9 +57,14 @@ def can_work(status: WorkerStatus) -> bool:
 
 
 def find_loss(view: ClusterView, worker_id: WorkerId, incarnation: Incarnation) -> str | None:
-    """Return why this process of a worker will never answer; None while it may."""
+    """Return why this process of a worker will never answer; None while it may.
+
+    One that the view does not show may answer: a monitor that has just started has not heard of everybody yet.
+    """
     status = next((each for each in view.workers if each.report.worker_id == worker_id), None)
-    if status is None or status.liveness is Liveness.DEAD or status.report.phase is WorkerPhase.STOPPED:
+    if status is None:
+        return None
+    if status.liveness is Liveness.DEAD or status.report.phase is WorkerPhase.STOPPED:
         return "it is gone"
     return None if status.report.incarnation == incarnation else "it was started anew"
 
