@@ -64,7 +64,8 @@ class ClusterPlan:
     def specs(self) -> list[ChildSpec]:
         """Return every child, in the order of their start."""
         workers = [self._worker(index, name) for index, name in enumerate(self.worker_names())]
-        return [self._service(MONITOR), self._service(PLANNER), *workers, self._dispatcher()]
+        planner = self._service(PLANNER, "--system", self.settings.system)
+        return [self._service(MONITOR), planner, *workers, self._dispatcher()]
 
     def _service(self, name: str, *flags: str, instance_id: str = "") -> ChildSpec:
         settings = self.settings

@@ -13,6 +13,7 @@ from cli.bench.options import bench
 from cli.bus_options import nats_config, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
+from cli.groups.options import drop, restore
 from cli.keys import keys
 from cli.replay.options import replay
 from cli.simulate.options import compare, plan, simulate
@@ -36,6 +37,7 @@ Examples:
   sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
+  sluice drop                                  make room for KV: replicated parameters give way
   sluice simulate --system fcfs                a load on a cluster of modelled GPUs, in virtual time
   sluice compare --systems fcfs,oracle         the same load on several systems
   sluice plan --slo ttft=1.0,tpot=0.1          how many instances a load needs
@@ -45,7 +47,7 @@ Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos)
+  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos), or no planner (drop, restore)
   130  stopped at once by a second Ctrl-C (bench, replay, pull, simulate, compare, plan: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
@@ -252,6 +254,8 @@ def version() -> int:
 
 cli.add_command(bench)
 cli.add_command(chaos)
+cli.add_command(drop)
+cli.add_command(restore)
 cli.add_command(keys)
 cli.add_command(replay)
 cli.add_command(tap)

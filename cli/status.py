@@ -6,11 +6,13 @@ import json
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import ask, check_url
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.wire import decode_json
 
 STALE_AFTER_S = 3.0
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
+_GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
+"""Of workers whose parameters can be dropped."""
 
 
 async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
@@ -43,11 +45,14 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     if not view.workers:
         return "no worker reports to this cluster; start one with `sluice up`"
     rows = [_HEAD, *(_row(status) for status in view.workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    if any(status.report.elastic is not None or status.report.group for status in view.workers):
+        cells = [_GROUP_HEAD, *(_group_cells(status.report) for status in view.workers)]
+        rows = [(*row, *more) for row, more in zip(rows, cells, strict=True)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    return "\n".join([*lines, "", _summary(view), *stale])
+    return "\n".join([*lines, "", _summary(view), *_throttled(view), *stale])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:
@@ -74,16 +79,38 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
     )
 
 
+def _group_cells(report: WorkerReport) -> tuple[str, ...]:
+    """Return group, place in its pipeline, layers held, and the last plan that was carried out there."""
+    first, end = report.layers
+    return (
+        report.group or "-",
+        f"{report.stage + 1} of {report.num_stages}" if report.group else "-",
+        f"{first} to {end - 1} of {report.num_layers}" if end > first else "-",
+        str(report.plan_id) if report.plan_id else "-",
+    )
+
+
+def _throttled(view: ClusterView) -> list[str]:
+    return [
+        f"throttled: {status.report.worker_id}: {status.throttled_reason}"
+        for status in view.workers
+        if status.throttled and status.liveness is Liveness.ALIVE
+    ]
+
+
+def _takes_requests(status: WorkerStatus) -> bool:
+    """Return whether requests are placed on it: it is alive, ready, and alone or the leader of its group."""
+    report = status.report
+    is_ready = status.liveness is Liveness.ALIVE and report.phase is WorkerPhase.READY
+    return is_ready and report.group in ("", report.worker_id)
+
+
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if whole else "-"
 
 
 def _summary(view: ClusterView) -> str:
-    usable = [
-        status.report
-        for status in view.workers
-        if status.liveness is Liveness.ALIVE and status.report.phase is WorkerPhase.READY
-    ]
+    usable = [status.report for status in view.workers if _takes_requests(status)]
     rate = sum(report.tokens_per_s for report in usable)
     running = sum(report.num_running for report in usable)
     return f"{len(usable)} of {len(view.workers)} workers can take requests; {running} running, {rate:.1f} tokens/s"

@@ -2,7 +2,7 @@
 
     role         says                                    hears                         key-value buckets
     worker       reports, tokens, answers                what is asked of workers      none
-    monitor      views, events, answers                  reports                       view: writes
+    monitor      views, events, answers                  reports                       view: writes; plan: reads
     planner      plans to workers, events, answers       views                         view: reads; plan: writes
     dispatcher   questions to workers, events, answers   views, tokens                 view: reads; owners: writes
     operator     questions to everybody                  everything of the cluster     reads all
@@ -81,8 +81,8 @@ def _worker(subjects: Subjects) -> tuple[list[str], list[str]]:
 
 
 def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
-    view = subjects.view_bucket()
-    publish = [subjects.view(), *_open(view), *_write(view)]
+    view, plan = subjects.view_bucket(), subjects.plan_bucket()
+    publish = [subjects.view(), *_open(view), *_write(view), *_open(plan), *_read(plan)]
     asked = [subjects.admin(Role.MONITOR, ANY, verb) for verb in ("view", "counters")]
     return publish, [subjects.all_reports(), *asked, _inboxes(Role.MONITOR)]
 
@@ -90,7 +90,7 @@ def _monitor(subjects: Subjects) -> tuple[list[str], list[str]]:
 def _planner(subjects: Subjects) -> tuple[list[str], list[str]]:
     view, plan = subjects.view_bucket(), subjects.plan_bucket()
     publish = [subjects.plan(_WORKERS), *_open(view), *_read(view), *_open(plan), *_read(plan), *_write(plan)]
-    return publish, [subjects.view(), subjects.admin(Role.PLANNER, ANY, "plan"), _inboxes(Role.PLANNER)]
+    return publish, [subjects.view(), *_asked_of_planner(subjects), _inboxes(Role.PLANNER)]
 
 
 def _dispatcher(subjects: Subjects) -> tuple[list[str], list[str]]:
@@ -105,7 +105,7 @@ def _operator(subjects: Subjects) -> Permissions:
     asked = [
         subjects.admin(Role.MONITOR, ANY, "view"),
         subjects.admin(Role.MONITOR, ANY, "counters"),
-        subjects.admin(Role.PLANNER, ANY, "plan"),
+        *_asked_of_planner(subjects),
         subjects.admin(Role.DISPATCHER, ANY, "dump"),
         *_asked_of_workers(subjects),  # also `submit`: `sluice profile` loads a worker
     ]
@@ -136,6 +136,10 @@ def _requests(subjects: Subjects) -> list[str]:
 
 def _asked_of_workers(subjects: Subjects) -> list[str]:
     return [*_requests(subjects), subjects.dump(_WORKERS), subjects.steps(_WORKERS)]
+
+
+def _asked_of_planner(subjects: Subjects) -> list[str]:
+    return [subjects.admin(Role.PLANNER, ANY, verb) for verb in ("plan", "drop", "restore")]
 
 
 def _service_protocol(role: Role) -> list[str]:

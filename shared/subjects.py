@@ -78,7 +78,10 @@ class Subjects:
         return f"sluice.{self.cluster}.event.{service}.{instance_id}"
 
     def admin(self, service: str, instance_id: str, verb: str) -> str:
-        """Request-reply, JSON: what a service tells operators (`monitor`: view, counters; `planner`: plan)."""
+        """Request-reply, JSON: what a service tells operators, and what they have it do.
+
+        `monitor`: view, counters; `planner`: plan, drop, restore; `dispatcher`: dump.
+        """
         return f"sluice.{self.cluster}.{service}.{instance_id}.{verb}"
 
     def view(self) -> str:

@@ -60,12 +60,13 @@ SYSTEMS: dict[str, System] = {
         # everybody it stalls no decode and keeps nobody waiting but for computing; prefill first would reach its first
         # tokens a little earlier by making all others wait, which is a trade and no bound.
         System("oracle", scheduler="chunked", placement="least-loaded", memory=Memory.UNLIMITED),
+        # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
+        System("kunserve", scheduler="chunked", placement="least-loaded", drops=True),
     )
 }
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "migrate",
-    "kunserve",
     "kunserve-v1",
     "kunserve-v2",
     "andes",

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from services.monitor.policy.liveness import LivenessParams
+from services.monitor.policy.throttling import ThrottlingParams
 from shared.config import ServiceSettings
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
@@ -23,14 +24,21 @@ class MonitorSettings(ServiceSettings):
     """Age of the last report, in seconds, from which a worker is dead."""
     forget_after_s: _Seconds = 60.0
     """Age of the last report, in seconds, from which a worker is no longer shown."""
+    throttling_horizon_s: Annotated[float, Field(ge=0, le=60)] = 1.0
+    """Seconds ahead for which a worker's KV memory must suffice, or it is said to run short; higher warns earlier."""
     max_workers: Annotated[int, Field(ge=1, le=1024)] = 512
     """Workers kept at most; reports of more are refused and counted. The whole view must fit into one message."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         self.liveness()
+        self.throttling()
         return self
 
     def liveness(self) -> LivenessParams:
         """Return the parameters of the judgement."""
         return LivenessParams(self.suspect_after_s, self.dead_after_s, self.forget_after_s)
+
+    def throttling(self) -> ThrottlingParams:
+        """Return when a worker runs short of KV memory."""
+        return ThrottlingParams(horizon_s=self.throttling_horizon_s)

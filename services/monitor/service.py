@@ -1,4 +1,8 @@
-"""The monitor's shell: hears reports, keeps the state, tells and stores the view, tells operators what changed."""
+"""The monitor's shell: hears reports, keeps the state, tells and stores the view, tells operators what changed.
+
+report ──► state ──► judged by age ──────────┐
+      └──► throttling, per epoch of the plan ┴──► view: by period, and at once when somebody waits for it; events
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,15 @@ from collections.abc import Callable
 
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
-from services.monitor.state import Change, ClusterState, Verdict
-from shared.bus import Bus, BusError, Endpoint, KeyValue, Message, ServiceInfo, Subscription
+from services.monitor.policy.throttling import Throttling, ThrottlingDetector
+from services.monitor.state import ClusterState, Verdict
+from shared.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
 from shared.cluster_views import VIEW_KEY
 from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.messages.event import Event
+from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import WorkerReport
 from shared.subjects import Subjects, check_token
 from shared.tasks import TaskOwner
@@ -23,6 +29,8 @@ from shared.version import VERSION
 from shared.wire import WireError, WireVersionError, decode_json, encode_json
 
 _log = get_logger()
+MIN_VIEW_GAP_S = 0.02
+"""Between two views that are written because workers begin to run short: a crowd of them makes no flood."""
 
 
 class Monitor:
@@ -35,11 +43,15 @@ class Monitor:
         self._bus = bus
         self._subjects = Subjects(settings.cluster)
         self._state = ClusterState(settings.liveness(), settings.max_workers)
+        self._detector = ThrottlingDetector(settings.throttling())
+        self._throttlings: list[Throttling] = []
+        self._epoch = 0
         self._tasks = TaskOwner(on_failure)
         self._wake = asyncio.Event()
         self._open: list[Subscription] = []
         self._view: KeyValue | None = None
         self._next_view_s = 0.0
+        self._last_view_s = 0.0
         self._last_turn_s = 0.0
         self._num_views = 0
         self.counters: Counter[str] = Counter()
@@ -51,6 +63,8 @@ class Monitor:
         self._last_turn_s = self._now()
         # a new monitor has heard nobody yet: it lets every worker report before it replaces the view that is there
         self._next_view_s = self._last_turn_s + self._settings.suspect_after_s
+        plans = await self._bus.key_value(self._subjects.plan_bucket())
+        self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         self._open.append(await self._bus.subscribe(self._subjects.all_reports(), self._on_report))
         self._open.append(await self._bus.serve(self._info(), self._endpoints()))
         self._tasks.start(self._run(), name="monitor")
@@ -64,6 +78,18 @@ class Monitor:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+    def _on_plan(self, entry: KvEntry) -> None:
+        """Follow the epoch: under a new plan a worker that runs short is told of again, once that is carried out."""
+        if entry.value is None:
+            return
+        try:
+            plan = decode_json(entry.value, Plan)
+        except WireError as error:
+            _log.warning("plan_not_read", reason=str(error))
+            return
+        if plan.phase is PlanPhase.DONE:
+            self._epoch = plan.epoch
 
     def _on_report(self, message: Message) -> None:
         self.counters[self._take(message)] += 1
@@ -84,9 +110,21 @@ class Monitor:
         verdict = self._state.absorb(report, self._now())
         if verdict is Verdict.FULL:
             return self._refuse(message.subject, f"{self._settings.max_workers} workers are known already")
+        if verdict is Verdict.ACCEPTED:
+            self._follow(report)
         if self._state.has_changes:
             self._wake.set()
         return f"reports_{verdict.value}"
+
+    def _follow(self, report: WorkerReport) -> None:
+        """See whether the worker runs short; if it begins to, the planner is told at once."""
+        was_calm = not self._detector.strain(report.worker_id)
+        throttling = self._detector.apply(report, self._now(), self._epoch)
+        if throttling is not None:
+            self._throttlings.append(throttling)
+        if throttling is not None or (was_calm and self._detector.strain(report.worker_id)):
+            self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + MIN_VIEW_GAP_S))
+            self._wake.set()
 
     def _take_incompatible(self, subject: str, error: WireVersionError) -> str:
         """Show the worker as one that cannot be used; the subject is all that is known of it."""
@@ -96,6 +134,7 @@ class Monitor:
             return self._refuse(subject, str(error))
         if self._state.absorb_incompatible(worker_id, error.version, self._now()) is Verdict.FULL:
             return self._refuse(subject, f"{self._settings.max_workers} workers are known already")
+        self._detector.forget(worker_id)
         if self._state.has_changes:
             self._wake.set()
         return "reports_incompatible"
@@ -131,8 +170,13 @@ class Monitor:
         if changes or now_s >= self._next_view_s:
             self._next_view_s = now_s + self._settings.view_period_s
             await self._write_view(now_s)
+        throttlings, self._throttlings = self._throttlings, []
         for change in changes:
-            await self._announce(change)
+            if change.name == "worker_gone":
+                self._detector.forget(change.worker_id)
+            await self._announce(change.name, change.worker_id, change.reason)
+        for throttling in throttlings:
+            await self._announce("worker_throttled", throttling.worker_id, throttling.reason)
 
     def _was_deaf(self, now_s: float) -> bool:
         """Return whether silence is the monitor's own: no broker, or this process stood still."""
@@ -145,8 +189,9 @@ class Monitor:
             self.counters["views_not_written"] += 1
             return
         self._num_views += 1
+        self._last_view_s = now_s
         try:
-            data = encode_json(self._state.make_view(now_s, self._num_views))
+            data = encode_json(self._state.make_view(now_s, self._num_views, self._detector.strain))
             await self._bus.publish(self._subjects.view(), data)
             # nobody is judged meanwhile; the next one tells all
             async with asyncio.timeout(self._settings.dead_after_s / 3):
@@ -157,16 +202,14 @@ class Monitor:
         else:
             self.counters["views_written"] += 1
 
-    async def _announce(self, change: Change) -> None:
+    async def _announce(self, name: str, worker_id: WorkerId, reason: str) -> None:
         instance_id = self._settings.instance_id
-        _log.info(change.name, worker=change.worker_id, reason=change.reason)
-        event = Event(
-            name=change.name, service="monitor", instance_id=instance_id, about=change.worker_id, reason=change.reason
-        )
+        _log.info(name, worker=worker_id, reason=reason)
+        event = Event(name=name, service="monitor", instance_id=instance_id, about=worker_id, reason=reason)
         try:
             await self._bus.publish(self._subjects.event("monitor", instance_id), encode_json(event))
         except BusError as error:
-            _log.warning("event_not_sent", event_name=change.name, error=str(error))
+            _log.warning("event_not_sent", event_name=name, error=str(error))
 
     def _info(self) -> ServiceInfo:
         return ServiceInfo(
@@ -187,7 +230,7 @@ class Monitor:
 
         async def view(message: Message) -> bytes:
             del message
-            return encode_json(self._state.make_view(self._now(), self._num_views))
+            return encode_json(self._state.make_view(self._now(), self._num_views, self._detector.strain))
 
         async def counters(message: Message) -> bytes:
             del message

@@ -9,6 +9,7 @@ speaks another version of the protocol only the name and that version are known.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -149,16 +150,24 @@ class ClusterState:
         self._changes.clear()
         return changes
 
-    def make_view(self, now_s: float, number: int) -> ClusterView:
-        """Return the state of this moment as the view of this number."""
+    def make_view(self, now_s: float, number: int, strain: Callable[[WorkerId], str] = lambda _: "") -> ClusterView:
+        """Return the state of this moment as the view of this number.
+
+        Args:
+            now_s: this moment.
+            number: of the view.
+            strain: returns why a worker is throttled, in words; empty if it is not.
+        """
         workers = tuple(
             WorkerStatus(
                 liveness=Liveness.DEAD if record.incompatible else record.liveness,
                 age_s=max(0.0, now_s - record.heard_at_s),
                 incompatible=record.incompatible,
+                throttled=bool(strain(worker_id)),
+                throttled_reason=strain(worker_id),
                 report=record.report,
             )
-            for _, record in sorted(self._records.items())
+            for worker_id, record in sorted(self._records.items())
             if not record.stopped or now_s - record.heard_at_s < self._params.dead_after_s  # long enough to be seen
         )
         return ClusterView(sequence_number=number, workers=workers)

@@ -1,17 +1,21 @@
 """The plan key: every write takes the next epoch by compare-and-set, so no two planners ever share one.
 
-planner A   claim → 7          write → 8          write → refused: superseded, decides nothing from now on
-planner B                                claim → 9
+planner A   claim → 7          begin → 8          advance → refused: superseded, decides nothing from now on
+planner B                                claim → 9, with the plan 8 that A has begun
+
+A plan that was begun and is not done is carried over by whoever claims: it is driven on or abandoned, never forgotten.
 """
 
 from __future__ import annotations
 
-from shared.bus import KeyValue, WrongRevisionError
+import asyncio
+from collections.abc import Callable
+
+from shared.bus import BusError, KeyValue, WrongRevisionError
 from shared.errors import StartupError
-from shared.messages.plan import Plan
+from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase
 from shared.wire import WireError, decode_json, encode_json
 
-PLAN_KEY = "plan"
 MAX_CLAIM_ATTEMPTS = 16
 """Other planners that may win the race for an epoch while this one starts."""
 
@@ -25,7 +29,7 @@ class SupersededError(Exception):
 
 
 class PlanBook:
-    """This planner's hold on the plan key."""
+    """This planner's hold on the plan key. One write at a time: whoever comes meanwhile waits."""
 
     def __init__(self, bucket: KeyValue) -> None:
         self._bucket = bucket
@@ -33,41 +37,83 @@ class PlanBook:
         """Revision of the last write; a newer one on the key is another planner's."""
         self.plan: Plan | None = None
         """The last plan that this planner wrote."""
+        self._lock = asyncio.Lock()
+        self._is_certain = True
 
     async def claim(self, reason: str) -> Plan:
-        """Take the next epoch, with a plan that changes nothing.
+        """Take the next epoch, with the plan that is not done yet, or else one that changes nothing.
 
         Raises:
             StartupError: the key holds something that is no plan, or others were faster every time.
             BusError: the broker does not answer.
         """
-        for _ in range(MAX_CLAIM_ATTEMPTS):
-            entry = await self._bucket.get(PLAN_KEY)
-            if entry is None or entry.value is None:
-                plan = Plan(epoch=1, reason=reason)
-                claimed = await self._try(plan, None)
-            else:
-                plan = Plan(epoch=_read(entry.value).epoch + 1, reason=reason)
-                claimed = await self._try(plan, entry.revision)
-            if claimed:
-                return plan
+        async with self._lock:
+            for _ in range(MAX_CLAIM_ATTEMPTS):
+                entry = await self._bucket.get(PLAN_KEY)
+                if entry is None or entry.value is None:
+                    plan = Plan(epoch=1, reason=reason)
+                    claimed = await self._try(plan, None)
+                else:
+                    plan = _successor(_read(entry.value), reason)
+                    claimed = await self._try(plan, entry.revision)
+                if claimed:
+                    self._is_certain = True
+                    return plan
         raise StartupError(
             f"{MAX_CLAIM_ATTEMPTS} times in a row another planner took the next epoch",
             "Stop the other planners of this cluster, or give this one another --cluster",
         )
 
     async def write(self, lever: str, reason: str) -> Plan:
-        """Write the next plan under the next epoch.
+        """Write under the next epoch which lever is pulled, with nothing for workers to do.
 
         Raises:
             SupersededError: another planner wrote in between; nothing was written.
             BusError: it may or may not have been written; only a new `claim` makes that certain.
         """
-        assert self.plan is not None, "claimed"
-        plan = Plan(epoch=self.plan.epoch + 1, lever=lever, reason=reason)
-        if not await self._try(plan, self.revision):
-            raise SupersededError(self.plan.epoch)
-        return plan
+        return await self._next(lambda last: Plan(epoch=last.epoch + 1, lever=lever, reason=reason))
+
+    async def begin(self, lever: str, reason: str, groups: tuple[PlannedGroup, ...]) -> Plan:
+        """Write under the next epoch that these groups are being prepared; that epoch names the plan.
+
+        Raises:
+            SupersededError, BusError: as `write`.
+        """
+
+        def begun(last: Plan) -> Plan:
+            epoch = last.epoch + 1
+            phase = PlanPhase.PREPARING
+            return Plan(epoch=epoch, lever=lever, reason=reason, plan_id=epoch, phase=phase, groups=groups)
+
+        return await self._next(begun)
+
+    async def advance(self, phase: PlanPhase, reason: str) -> Plan:
+        """Write under the next epoch how far the plan that was begun is.
+
+        Raises:
+            SupersededError, BusError: as `write`.
+        """
+
+        def advanced(last: Plan) -> Plan:
+            assert last.phase is not PlanPhase.DONE, "something was begun"
+            return last.model_copy(update={"epoch": last.epoch + 1, "phase": phase, "reason": reason})
+
+        return await self._next(advanced)
+
+    async def _next(self, succeed: Callable[[Plan], Plan]) -> Plan:
+        async with self._lock:
+            assert self.plan is not None, "claimed"
+            if not self._is_certain:
+                raise BusError("an earlier write was not answered, so nobody knows what the plan key holds")
+            plan = succeed(self.plan)
+            try:
+                is_written = await self._try(plan, self.revision)
+            except BusError:
+                self._is_certain = False
+                raise
+            if not is_written:
+                raise SupersededError(self.plan.epoch)
+            return plan
 
     async def _try(self, plan: Plan, revision: int | None) -> bool:
         data = encode_json(plan)
@@ -80,6 +126,12 @@ class PlanBook:
             return False
         self.plan = plan
         return True
+
+
+def _successor(last: Plan, reason: str) -> Plan:
+    if last.phase is PlanPhase.DONE:
+        return Plan(epoch=last.epoch + 1, reason=reason)
+    return last.model_copy(update={"epoch": last.epoch + 1})
 
 
 def _read(value: bytes) -> Plan:

@@ -2,24 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from services.planner.execution import ExecutionParams
+from services.planner.policy.drop_facts import DropParams, KvFate
 from services.planner.policy.ladder import LadderParams
+from services.planner.policy.observe import ObserveParams, linear_profile
+from services.planner.policy.pacing import PacingParams
 from shared.config import ServiceSettings
+from shared.config_sources import split_values
+from shared.systems import DEFAULT_SYSTEM
+
+_Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+def _split_figures(value: object) -> object:
+    return split_values(value) if isinstance(value, str) else value
+
+
+_Figures = Annotated[tuple[Annotated[float, Field(gt=0)], ...], BeforeValidator(_split_figures), Field(max_length=64)]
 
 
 class PlannerSettings(ServiceSettings):
     """One planner: the only writer of plans, for as long as its epoch is the newest."""
 
-    tick_period_s: Annotated[float, Field(gt=0, le=3600)] = 0.5
-    """Seconds between two decisions; shorter reacts faster."""
-    max_view_age_s: Annotated[float, Field(gt=0, le=3600)] = 1.5
+    system: str = DEFAULT_SYSTEM
+    """Named set of policies (`shared.systems`); parameters are dropped only where it says so, or by hand."""
+    tick_period_s: _Seconds = 0.5
+    """Seconds between two decisions; shorter reacts faster. A worker that runs short is looked at at once."""
+    max_view_age_s: _Seconds = 1.5
     """Seconds after which a cluster view is too old to act upon."""
     pressure_ratio: Annotated[float, Field(gt=0, le=100)] = 1.0
     """There is pressure when used and demanded KV blocks are above this share of all; lower acts earlier."""
+    max_group_size: Annotated[int, Field(ge=1, le=64)] = 8
+    """Most workers of a group; larger frees more memory, and has more idle time in its pipeline."""
+    stage_loss_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.06
+    """Share of its workers' throughput that a group loses per stage after the first, if it was not profiled."""
+    group_throughput: _Figures = ()
+    """Measured throughput of a group of 1, 2, 3 … workers, with commas, in any unit; none: by `stage_loss_ratio`."""
+    growth_horizon_s: Annotated[float, Field(ge=0, le=60)] = 1.0
+    """Seconds ahead for which a drop makes room for what running requests will generate; higher drops more."""
+    drop_hold_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """Seconds that a group is expected to last; higher makes slow groups dearer."""
+    drop_wait_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """Seconds that a request without room is expected to wait if nothing is dropped; higher pays more for a drop."""
+    restore_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """KV use, over its workers' capacity without drop, below which a group is restored; 0: only by hand."""
+    restore_hold_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """Seconds that a group's use must stay below that; higher waits longer for the next burst."""
+    cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """Seconds after a restore in which only workers that have been calm since are a reason to drop again."""
+    retry_s: _Seconds = 2.0
+    """Pause, in seconds, after a plan that did not come about; it doubles with each failure in a row."""
+    max_retry_s: _Seconds = 60.0
+    """Longest such pause."""
+    prepare_limit_s: _Seconds = 2.0
+    """Seconds for workers to say that they are prepared; readers stand still meanwhile."""
+    prepared_limit_s: _Seconds = 5.0
+    """Seconds after which a worker that was prepared goes on as it was if it hears nothing."""
+    commit_limit_s: _Seconds = 60.0
+    """Seconds after which a worker that is alive but does not say that it carried a plan out counts as failed."""
+    settle_limit_s: _Seconds = 5.0
+    """Seconds that reports may take to show what a plan has changed; nothing else is decided meanwhile."""
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        self.execution()
+        self.pacing()
+        self.observation()
+        return self
 
     def ladder(self) -> LadderParams:
         """Return the parameters of the ladder."""
         return LadderParams(self.max_view_age_s, self.pressure_ratio)
+
+    def execution(self) -> ExecutionParams:
+        """Return the limits of carrying a plan out."""
+        return ExecutionParams(
+            prepare_limit_s=self.prepare_limit_s,
+            prepared_limit_s=self.prepared_limit_s,
+            commit_limit_s=self.commit_limit_s,
+        )
+
+    def pacing(self) -> PacingParams:
+        """Return how much patience there is."""
+        return PacingParams(
+            restore_ratio=self.restore_ratio,
+            restore_hold_s=self.restore_hold_s,
+            cooldown_s=self.cooldown_s,
+            retry_s=self.retry_s,
+            max_retry_s=self.max_retry_s,
+        )
+
+    def observation(self) -> ObserveParams:
+        """Return what is known of groups besides what workers report.
+
+        The profile that nobody measured is linear. Its loss is what stages stood idle with long prompts cut by token
+        count, as this project's simulation has it: 6.7 % of two stages, 16.0 % of four (docs/design/elastic-memory.md);
+        KunServe states no figures.
+        """
+        profile = self.group_throughput or linear_profile(self.max_group_size, self.stage_loss_ratio)
+        return ObserveParams(profile, self.growth_horizon_s)
+
+    def drop(self) -> DropParams:
+        """Return what a drop may do, and what its price is made of.
+
+        Workers that change their role give up the KV of running requests, which is computed again.
+        """
+        return DropParams(max_group_size=self.max_group_size, hold_s=self.drop_hold_s, kv=KvFate.RECOMPUTE)

@@ -1,50 +1,82 @@
-"""The planner's shell: watches the cluster view, asks the ladder by period, writes plans under its epoch."""
+"""The planner's shell: watches the cluster view, asks the policies, and has workers carry out what they decide.
+
+view ──► tick, by period and at once when a worker runs short ──► decide ──► PlanExecution, one plan at a time
+             ▲                                                                   │
+             └── by hand: `drop`, `restore` ─────────────────────────────────────┘ no decision meanwhile
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from services.planner.book import PLAN_KEY, PlanBook, SupersededError
+from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.policy.ladder import NO_LEVER, ClusterSnapshot, Decision, Lever, WorkerLoad, decide
-from shared.bus import Bus, BusError, Endpoint, KvEntry, Message, ServiceInfo, Subscription
+from services.planner.decisions import Decider
+from services.planner.endpoints import PlannerEndpoints
+from services.planner.execution import Outcome, PlanExecution
+from services.planner.policy.drop_lever import DropLever
+from services.planner.policy.intent import Intent
+from services.planner.policy.ladder import Decision, Lever
+from services.planner.policy.observe import find_loss
+from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
+from shared.errors import StartupError
 from shared.host import process_facts
 from shared.log import get_logger
 from shared.messages.event import Event
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase
+from shared.messages.report import ClusterView
 from shared.subjects import Subjects
+from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
 from shared.version import VERSION
 from shared.wire import WireError, encode_json
 
 _log = get_logger()
+ROUNDING_S = 1e-6
+MAX_TOLD = 1024
+"""Events that are told once and remembered; when there are more, all may be told again."""
 
 
 class Planner:
-    """The only writer of plans, until another planner takes a newer epoch. Runs live and on the virtual clock alike."""
+    """The only writer of plans, until another planner takes a newer epoch. Runs live and on the virtual clock alike.
+
+    Args:
+        settings: checked.
+        bus: connected; the caller closes it after `stop`.
+        levers: the ladder, in its order; None: that of the settings' system.
+        on_failure: called with a task's name and error when a task of the planner dies.
+
+    Raises:
+        StartupError: there is no such system.
+    """
 
     def __init__(
         self,
         settings: PlannerSettings,
         bus: Bus,
-        levers: Sequence[Lever] = (),
+        levers: Sequence[Lever] | None = None,
         on_failure: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self._settings = settings
         self._bus = bus
-        self._levers = tuple(levers)
+        self._levers = levers_of(settings) if levers is None else tuple(levers)
         self._subjects = Subjects(settings.cluster)
+        self._decider = Decider(settings, self._levers)
         self._tasks = TaskOwner(on_failure)
         self._open: list[Subscription] = []
         self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
         self._book: PlanBook | None = None
+        self._execution: PlanExecution | None = None
+        self._carrying: asyncio.Task[Outcome] | None = None
+        self._wake = asyncio.Event()
         self._view: ClusterView | None = None
         self._view_at_s: float | None = None
         self._seen_revision = 0
         self._certain = True
+        self._told: dict[tuple[str, str], None] = {}
         self.decision: Decision | None = None
         """The last decision."""
         self.superseded = False
@@ -56,37 +88,69 @@ class Planner:
         plan = self._book.plan if self._book is not None else None
         return plan.epoch if plan is not None else 0
 
+    @property
+    def lever_names(self) -> list[str]:
+        """The ladder, in its order."""
+        return [lever.name for lever in self._levers]
+
     async def start(self) -> None:
-        """Take the next epoch, and decide by period from now on.
+        """Take the next epoch, and decide by period from now on; a plan that was begun is seen to its end first.
 
         Raises:
             StartupError: the plan key cannot be claimed.
             BusError: the broker does not answer.
         """
         plans = await self._bus.key_value(self._subjects.plan_bucket())
-        self._book = PlanBook(plans)
-        plan = await self._book.claim("the planner started")
+        book = self._book = PlanBook(plans)
+        plan = await book.claim("the planner started")
+        self._execution = PlanExecution(
+            self._bus, self._subjects, book, self._settings.execution(), self._find_loss, self._announce
+        )
         await self._announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         await self._views.start()
-        self._open.append(await self._bus.serve(self._info(), [self._endpoint()]))
-        self._tasks.start(self._run(self._book), name="planner")
+        endpoints = PlannerEndpoints(self, self._decider, self._settings)
+        self._open.append(await self._bus.serve(self._info(), endpoints.all()))
+        self._tasks.start(self._run(book), name="planner")
 
     async def stop(self) -> None:
-        """Decide nothing more. The last plan stays: it is the cluster's."""
+        """Decide nothing more. The last plan stays: it is the cluster's, and the next planner sees to it."""
         for subscription in reversed(self._open):
             await subscription.close()
         self._open.clear()
         await self._views.close()
         await self._tasks.close()
 
+    @property
+    def fresh_view(self) -> ClusterView | None:
+        """The newest view, if it is young enough to act upon."""
+        age_s = self._view_age_s()
+        return self._view if age_s is not None and age_s <= self._settings.max_view_age_s else None
+
+    @property
+    def why_busy(self) -> str:
+        """Why nothing can be begun now, in words; empty: something can."""
+        if self.superseded:
+            return "another planner has taken over; this one decides nothing more"
+        if self._carrying is not None or not self._certain:
+            return "a plan is being carried out"
+        return ""
+
+    async def carry_out(self, intent: Intent) -> Outcome:
+        """Have workers carry something out, whatever becomes of the caller; `why_busy` must be empty."""
+        return await asyncio.shield(self._begin(intent))
+
     def _on_plan(self, entry: KvEntry) -> None:
         self._seen_revision = max(self._seen_revision, entry.revision)
 
     def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
+        before = {status.report.worker_id for status in self._view.workers if status.throttled} if self._view else ()
         self._view = view
-        if is_fresh:
-            self._view_at_s = asyncio.get_running_loop().time()
+        if not is_fresh:
+            return
+        self._view_at_s = asyncio.get_running_loop().time()
+        if any(status.throttled and status.report.worker_id not in before for status in view.workers):
+            self._wake.set()
 
     def _on_malformed(self, where: str, error: WireError) -> None:
         _log.warning("view_refused", subject=where, reason=str(error))
@@ -95,19 +159,28 @@ class Planner:
         loop = asyncio.get_running_loop()
         next_s = loop.time()
         while not self.superseded:
-            await self._tick(book)
-            next_s = max(next_s + self._settings.tick_period_s, loop.time())
-            await asyncio.sleep(next_s - loop.time())
+            self._wake.clear()
+            if self._carrying is None:  # what is carried out writes the key itself
+                await self._tick(book)
+            if loop.time() >= next_s - ROUNDING_S:
+                next_s = max(next_s + self._settings.tick_period_s, loop.time())
+            try:
+                async with asyncio.timeout_at(next_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
 
     async def _tick(self, book: PlanBook) -> None:
         try:
             await self._hold_epoch(book)
-            decision = decide(self._settings.ladder(), self._levers, self._snapshot())
-            if decision.differs_from(self.decision):
-                await self._adopt(book, decision)
+            assert book.plan is not None, "claimed"
+            assert self._execution is not None, "started"
+            if book.plan.phase is not PlanPhase.DONE:
+                self._start(self._execution.take_up(book.plan))
+            else:
+                await self._decide(book)
         except SupersededError as error:
-            self.superseded = True
-            await self._announce("planner_superseded", f"{error}; this one decides nothing more")
+            await self._give_way(error)
         except BusError as error:
             # what was written is unknown now; a new claim settles it
             self._certain = False
@@ -120,31 +193,75 @@ class Planner:
         elif self._seen_revision > book.revision:
             raise SupersededError(self.epoch)
 
-    async def _adopt(self, book: PlanBook, decision: Decision) -> None:
-        """Write a plan if the lever changed; tell operators either way."""
-        assert book.plan is not None, "claimed"
-        if decision.lever != book.plan.lever:
-            await book.write(decision.lever, decision.reason)
-        self.decision = decision
-        await self._announce(f"plan_{decision.lever}", f"{decision.situation}: {decision.reason}")
+    async def _decide(self, book: PlanBook) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if not self._decider.is_settled(self._view, now_s):
+            return
+        verdict = self._decider.decide(self._view, self._view_age_s(), now_s)
+        for worker_id, reason in verdict.left_out:
+            await self._tell_once("worker_left_out", f"{worker_id} takes part in no plan: {reason}")
+        for refusal in verdict.refusals:
+            await self._announce("plan_refused", refusal)
+        if verdict.intent is not None:
+            if self._carrying is None:  # a person may have been quicker while events were told
+                self._begin(verdict.intent)
+        elif verdict.decision.differs_from(self.decision):
+            await self._adopt(book, verdict.decision)
+        self.decision = verdict.decision
 
-    def _snapshot(self) -> ClusterSnapshot:
+    async def _adopt(self, book: PlanBook, decision: Decision) -> None:
+        """Write down which lever is pulled, if it has nothing for workers to do; tell people either way."""
+        assert book.plan is not None, "claimed"
+        if self._carrying is None and decision.lever != book.plan.lever and not book.plan.groups:
+            await book.write(decision.lever, decision.reason)
+        name = "plan_refused" if self._levers and decision.is_in_need else f"plan_{decision.lever}"
+        await self._announce(name, f"{decision.situation}: {decision.reason}")
+
+    def _begin(self, intent: Intent) -> asyncio.Task[Outcome]:
+        assert self._execution is not None, "started"
+        return self._start(self._execution.carry_out(intent))
+
+    def _start(self, work: Coroutine[Any, Any, Outcome]) -> asyncio.Task[Outcome]:
+        assert self._carrying is None, "one plan at a time"
+        self._carrying = self._tasks.start(self._carry(work), name="plan")
+        return self._carrying
+
+    async def _carry(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+        try:
+            outcome = await work
+        except SupersededError as error:
+            await self._give_way(error)
+            outcome = Outcome(is_done=False, reason=str(error))
+        except BusError as error:
+            self._certain = False
+            _log.warning("plan_broken_off", error=str(error))
+            reason = f"the broker failed on the way, the plan is taken up again: {error}"
+            outcome = Outcome(is_done=False, reason=reason)
+        finally:
+            self._carrying = None
+            self._wake.set()
+        self._decider.note(outcome, asyncio.get_running_loop().time())
+        return outcome
+
+    async def _give_way(self, error: SupersededError) -> None:
+        self.superseded = True
+        await self._announce("planner_superseded", f"{error}; this one decides nothing more")
+
+    def _find_loss(self, stage: PlannedStage) -> str | None:
+        view = self.fresh_view
+        return None if view is None else find_loss(view, stage.worker_id, stage.incarnation)
+
+    def _view_age_s(self) -> float | None:
         if self._view is None or self._view_at_s is None:
-            return ClusterSnapshot(view_age_s=None)
-        usable = [status for status in self._view.workers if _can_work(status)]
-        return ClusterSnapshot(
-            view_age_s=asyncio.get_running_loop().time() - self._view_at_s,
-            workers=tuple(
-                WorkerLoad(
-                    status.report.worker_id,
-                    num_blocks=status.report.num_blocks,
-                    num_used_blocks=status.report.num_used_blocks,
-                    num_demanded_blocks=status.report.num_demanded_blocks,
-                )
-                for status in usable
-            ),
-            num_unavailable=len(self._view.workers) - len(usable),
-        )
+            return None
+        return asyncio.get_running_loop().time() - self._view_at_s
+
+    async def _tell_once(self, name: str, reason: str) -> None:
+        if (name, reason) not in self._told:
+            if len(self._told) >= MAX_TOLD:
+                self._told.clear()
+            self._told[name, reason] = None
+            await self._announce(name, reason)
 
     async def _announce(self, name: str, reason: str) -> None:
         instance_id = self._settings.instance_id
@@ -159,7 +276,7 @@ class Planner:
         return ServiceInfo(
             name="sluice-planner",
             version=VERSION,
-            description="Decides which lever the cluster pulls against memory pressure, and writes plans",
+            description="Decides which lever the cluster pulls against memory pressure, and has plans carried out",
             metadata={
                 "cluster": self._settings.cluster,
                 **process_facts(),
@@ -168,41 +285,26 @@ class Planner:
             instance_id=self._settings.instance_id,
         )
 
-    def _endpoint(self) -> Endpoint:
-        async def plan(message: Message) -> bytes:
-            del message
-            decision = self.decision
-            answer = {
-                "epoch": self.epoch,
-                "superseded": self.superseded,
-                "levers": [lever.name for lever in self._levers],
-                "lever": decision.lever if decision is not None else NO_LEVER,
-                "situation": decision.situation if decision is not None else None,
-                "reason": decision.reason if decision is not None else "no decision yet",
-            }
-            return json.dumps(answer).encode()
 
-        subject = self._subjects.admin("planner", self._settings.instance_id, "plan")
-        return Endpoint("plan", subject, plan, metadata={"format": "json"})
+def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
+    """Return the ladder of the settings' system.
 
-
-def _can_work(status: WorkerStatus) -> bool:
-    return status.liveness is Liveness.ALIVE and status.report.phase is WorkerPhase.READY
+    Raises:
+        StartupError: there is no such system.
+    """
+    try:
+        system = find_system(settings.system)
+    except UnknownSystemError as error:
+        raise StartupError(str(error), "Choose one with --system") from None
+    return (DropLever(settings.drop(), wait_s=settings.drop_wait_s),) if system.drops else ()
 
 
 def build_planner(
     settings: PlannerSettings,
     bus: Bus,
     *,
-    levers: Sequence[Lever] = (),
+    levers: Sequence[Lever] | None = None,
     on_failure: Callable[[str, BaseException], None] | None = None,
 ) -> Planner:
-    """Return a planner that is ready to `start`.
-
-    Args:
-        settings: checked.
-        bus: connected; the caller closes it after `stop`.
-        levers: the ladder, in its order; this release has none.
-        on_failure: called with a task's name and error when the planner's own loop dies.
-    """
+    """Return a planner that is ready to `start`. See `Planner`."""
     return Planner(settings, bus, levers, on_failure)

@@ -16,13 +16,15 @@ breaks, loads what it lacks and is a whole instance again by itself: no group ou
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
 
+PLAN_KEY: Final = "plan"
+"""Key of the newest plan in `Subjects.plan_bucket`."""
 MAX_STAGES = 64
 """Of one group."""
 MAX_GROUPS = 4096

@@ -143,6 +143,10 @@ class WorkerStatus(ControlMessage):
     incompatible: Annotated[str, Field(max_length=64)] = ""
     """The protocol version of a worker that speaks another one than the monitor; nobody uses it, and its report holds
     its name only. Empty for every other worker."""
+    throttled: bool = False
+    """It runs short of KV memory, now or within a second; of a group its leader does."""
+    throttled_reason: Annotated[str, Field(max_length=512)] = ""
+    """By which rule, in words with figures; empty while it is not throttled."""
     report: WorkerReport
 
 

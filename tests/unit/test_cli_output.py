@@ -46,7 +46,7 @@ def test_help_lists_every_command_with_examples_and_exit_codes(capsys: pytest.Ca
     for text in (*command.cli.commands, "Examples:", "sluice demo", "Exit codes:", "130", "NO_COLOR", "NATS_URL"):
         assert text in out
     commands = "up demo chat status bench profile pull keys tap nats-config chaos simulate compare plan replay version"
-    assert set(command.cli.commands) == set(commands.split())
+    assert set(command.cli.commands) == {*commands.split(), "drop", "restore"}
 
 
 def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +76,14 @@ def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> 
             ["bench", "--vocab", "9"],
             "sluice: --vocab sends token ids, which only --endpoint completions takes. See `sluice bench --help`\n",
         ),
+        (
+            ["drop", "--workers", "w0"],
+            (
+                "sluice: Invalid value for '--workers': a group takes two workers at least, with a comma between them. "
+                "See `sluice drop --help`\n"
+            ),
+        ),
+        (["restore", "w0"], "sluice: Got unexpected extra argument (w0). See `sluice restore --help`\n"),
         (["chat", "extra"], "sluice: Got unexpected extra argument (extra). See `sluice chat --help`\n"),
     ],
 )
@@ -138,6 +146,44 @@ def test_the_status_table_shows_every_worker() -> None:
     assert second.split()[:5] == ["worker-1", "loading", "50%", "dead", "(7"]
     assert blank == ""
     assert summary == "1 of 2 workers can take requests; 3 running, 12.3 tokens/s"
+
+
+def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None:
+    elastic = {
+        "layer_bytes": (64,) * 8,
+        "outer_bytes": 0,
+        "first_stage_end": 0,
+        "last_stage_begin": 0,
+        "block_bytes": 64,
+        "page_bytes": 64,
+        "num_pages": 99,
+        "max_blocks": 9,
+    }
+    common = {"num_layers": 8, "elastic": elastic}
+    grouped = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}
+    reports = [
+        report("w0", layers=(0, 4), stage=0, **grouped),
+        report("w1", layers=(4, 8), stage=1, **grouped),
+        report("w2", layers=(0, 8), **common),
+        report("w3"),
+    ]
+    statuses = [WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=each) for each in reports]
+    short = {"throttled": True, "throttled_reason": "11 of 10 KV blocks wanted"}
+    statuses[2] = statuses[2].model_copy(update=short)
+    head, *rows, blank, summary, throttled = render(
+        ClusterView(sequence_number=1, workers=tuple(statuses))
+    ).splitlines()
+    assert head.split()[-4:] == ["GROUP", "STAGE", "LAYERS", "PLAN"]
+    cells = [row.split("  ") for row in rows]
+    assert [[cell.strip() for cell in row if cell.strip()][-4:] for row in cells] == [
+        ["w0", "1 of 2", "0 to 3 of 8", "17"],
+        ["w0", "2 of 2", "4 to 7 of 8", "17"],
+        ["-", "-", "0 to 7 of 8", "-"],
+        ["-", "-", "-", "-"],
+    ]
+    assert blank == ""
+    assert summary.startswith("3 of 4 workers can take requests"), "nothing is placed on a member"
+    assert throttled == "throttled: w2: 11 of 10 KV blocks wanted"
 
 
 def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from services.planner.policy.drop_facts import InstanceFacts
-from services.planner.policy.drop_lever import DropLever
+from services.planner.policy.drop_lever import DropLever, num_without_room
 from services.planner.policy.drop_plan import DropPlan
-from services.planner.policy.ladder import ClusterSnapshot, Declined, LadderParams, Offer, WorkerLoad, decide
-from tests.support.drop_builders import PROFILE, make_instance, make_model
+from services.planner.policy.ladder import (
+    ClusterSnapshot,
+    Declined,
+    LadderParams,
+    Offer,
+    Situation,
+    WorkerLoad,
+    decide,
+)
+from tests.support.drop_builders import make_facts, make_instance
 
-LEVER = DropLever(make_model(), PROFILE)
+LEVER = DropLever()
 
 
 def make_snapshot(*instances: InstanceFacts) -> ClusterSnapshot:
     loads = tuple(
-        WorkerLoad(each.instance_id, 3, each.used_tokens // 16, each.demanded_tokens // 16) for each in instances
+        WorkerLoad(each.instance_id, 3, each.used_tokens // 16, each.demanded_tokens // 16, throttled=each.throttled)
+        for each in instances
     )
-    return ClusterSnapshot(0.1, loads, instances=instances)
+    return ClusterSnapshot(0.1, loads, facts=make_facts(instances))
 
 
 def busy(number: int, demanded: int = 32, **fields: Any) -> InstanceFacts:
-    """3 blocks of 16 tokens, all in use; 2 more are asked for."""
-    return make_instance(number, used_tokens=48, demanded_tokens=demanded, num_running=3, num_queued=2, **fields)
+    """3 blocks of 16 tokens, all in use; 2 more are asked for, by requests that wait for memory."""
+    common = {"used_tokens": 48, "num_running": 3, "num_queued": 2, "throttled": True}
+    return make_instance(number, demanded_tokens=demanded, **(common | fields))
+
+
+def calm(number: int) -> InstanceFacts:
+    """All in use, and nobody waits for memory."""
+    return busy(number, 0, num_queued=0, throttled=False)
 
 
 def test_the_ladder_pulls_the_lever_and_gets_its_plan() -> None:
-    snapshot = make_snapshot(busy(0), busy(1), busy(2, 0))
+    snapshot = make_snapshot(busy(0), busy(1), calm(2))
     decision = decide(LadderParams(), (LEVER,), snapshot)
     assert decision.lever == "drop"
     assert isinstance(decision.plan, DropPlan)
@@ -47,25 +63,50 @@ def test_the_ladder_says_why_the_lever_is_not_pulled() -> None:
 
 def test_nothing_is_offered_without_instances_or_need() -> None:
     assert LEVER.offer(ClusterSnapshot(0.1)) == Declined("no instance can drop parameters")
-    calm = LEVER.offer(make_snapshot(make_instance(0), make_instance(1)))
-    assert calm == Declined("there is room for all that is asked for")
+    full = LEVER.offer(make_snapshot(calm(0), busy(1, throttled=False)))
+    assert full == Declined("no instance is short of memory by the monitor's rules")
+
+
+def test_one_throttled_instance_is_reason_enough_however_much_the_others_have_free() -> None:
+    """KunServe v1, section 4.1: one or more instances. 5 of 9 blocks are wanted."""
+    snapshot = make_snapshot(busy(0), make_instance(1), make_instance(2))
+    decision = decide(LadderParams(), (LEVER,), snapshot)
+    assert (decision.lever, decision.situation) == ("drop", Situation.PRESSURE)
+    assert decision.plan is not None
+    assert decision.plan.required_tokens == 32
+    assert "w00000" in [stage.instance_id for group in decision.plan.groups for stage in group.stages]
+
+
+def test_nothing_is_offered_while_groups_may_not_change() -> None:
+    snapshot = replace(make_snapshot(busy(0), busy(1), calm(2)), held_back="not now")
+    assert LEVER.offer(snapshot) == Declined("not now")
 
 
 def test_a_drop_is_offered_only_if_waiting_costs_more() -> None:
-    snapshot = make_snapshot(busy(0), busy(1), busy(2, 0))
+    snapshot = make_snapshot(busy(0), busy(1), calm(2))
     offer = LEVER.offer(snapshot)
     assert isinstance(offer, Offer)
-    wait_s = offer.cost_s / 6  # 6 queued requests
-    assert isinstance(DropLever(make_model(), PROFILE, wait_s=wait_s * 1.01).offer(snapshot), Offer)
-    declined = DropLever(make_model(), PROFILE, wait_s=wait_s * 0.99).offer(snapshot)
+    wait_s = offer.cost_s / 4  # 4 queued requests
+    assert isinstance(DropLever(wait_s=wait_s * 1.01).offer(snapshot), Offer)
+    declined = DropLever(wait_s=wait_s * 0.99).offer(snapshot)
     assert isinstance(declined, Declined)
     assert "the room would save" in declined.reason
 
 
+def test_requests_that_will_queue_count_as_those_that_do() -> None:
+    """9 requests hold 16 tokens each; 64 tokens are missing, and a seventeenth of them would be one request more."""
+    facts = make_snapshot(busy(0, num_queued=0), busy(1, num_queued=0), calm(2)).facts
+    assert facts is not None
+    assert [num_without_room(facts, tokens) for tokens in (1, 64, 65)] == [1, 4, 5]
+    queued = make_snapshot(busy(0, num_queued=7)).facts
+    assert queued is not None
+    assert num_without_room(queued, 1) == 7
+
+
 def test_another_plan_is_another_decision_newer_figures_are_not() -> None:
-    first = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1), busy(2, 0)))
-    same = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1, 20), busy(2, 0)))
+    first = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1), calm(2)))
+    same = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1, 20), calm(2)))
     assert same.plan != first.plan
     assert not same.differs_from(first)
-    more = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1, throttled=True), busy(2, throttled=True)))
+    more = decide(LadderParams(), (LEVER,), make_snapshot(busy(0, throttled=False), busy(1), busy(2)))
     assert more.differs_from(first)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.drop_facts import ClusterFacts, DropParams, InstanceFacts, missing_layers
+from services.planner.policy.drop_facts import ClusterFacts, DropParams, InstanceFacts, KvFate, missing_layers
 from services.planner.policy.drop_plan import DropPlan, DropRefusal, RefusalKind
 from services.planner.policy.greedy import merge_smallest
 from services.planner.policy.merging import Merger
@@ -304,7 +304,8 @@ def test_a_group_that_lost_a_member_is_left_alone() -> None:
     assert "w00000" not in [stage.instance_id for group in plan.groups for stage in group.stages]
     refusal = refusal_of(make_facts(broken))
     assert refusal.kind is RefusalKind.NO_PARTNER
-    assert tokens_short(make_facts([replace(each, demanded_tokens=99) for each in broken])) == 0
+    short = [replace(each, demanded_tokens=99, throttled=True) for each in broken]
+    assert tokens_short(make_facts(short)) == 0
     assert refusal_of(make_facts([])).kind is RefusalKind.NO_PARTNER
 
 
@@ -312,12 +313,25 @@ def test_nothing_is_planned_where_nothing_is_short() -> None:
     assert refusal_of(make_facts([make_instance(0), make_instance(1)]), 0).kind is RefusalKind.NOT_NEEDED
 
 
-def test_what_is_short_is_all_that_is_asked_for_less_what_is_free() -> None:
-    """Two instances with 3 blocks of 16 tokens: 96. Wanted: 40 + 20 + 30 + 10 + 5."""
-    first = make_instance(0, used_tokens=40, demanded_tokens=20)
-    second = make_instance(1, used_tokens=30, demanded_tokens=10, growth_tokens=5)
-    assert tokens_short(make_facts([first, second])) == 105 - 96
-    assert tokens_short(make_facts([first, replace(second, used_tokens=20)])) == 0
+def test_what_is_short_is_all_that_throttled_groups_ask_for_less_what_is_free_there() -> None:
+    """Three instances with 3 blocks of 16 tokens, 48 each. The first asks for 40 + 20 + 5, the second for 30 + 70, but
+    not for want of memory; the third has room, and will run short only soon: it asks for a block."""
+    first = make_instance(0, used_tokens=40, demanded_tokens=20, growth_tokens=5, throttled=True)
+    second = make_instance(1, used_tokens=30, demanded_tokens=70)
+    third = make_instance(2, used_tokens=40, throttled=True)
+    assert tokens_short(make_facts([first, second])) == 65 - 48
+    assert tokens_short(make_facts([first, replace(second, throttled=True)])) == 17 + 52
+    assert tokens_short(make_facts([second, third])) == 16
+    assert tokens_short(make_facts([second])) == 0
+
+
+def test_what_a_group_is_short_of_is_counted_as_the_group_has_it() -> None:
+    """Two stages of 4 of 8 layers: 64 pages less 8, in 8 sides: 7 blocks of 16 tokens."""
+    pair = make_group(0, (4, 8))
+    pair[0] = replace(pair[0], used_tokens=100, demanded_tokens=20, throttled=True)
+    assert tokens_short(make_facts(pair)) == max(120 - 7 * 16, 16)
+    pair[0] = replace(pair[0], demanded_tokens=60)
+    assert tokens_short(make_facts(pair)) == 160 - 7 * 16
 
 
 def test_the_price_is_stalls_of_the_exchange_and_of_slower_steps() -> None:
@@ -333,6 +347,17 @@ def test_the_price_is_stalls_of_the_exchange_and_of_slower_steps() -> None:
     assert plan.price.exchange_s == pytest.approx(2 * 12.8)
     assert plan.price.slower_s == pytest.approx(5 * 30 * (1 - 1850 / 2000))
     assert plan.groups[0].price_s == pytest.approx(plan.price.total_s)
+
+
+def test_kv_that_is_computed_again_is_priced_by_the_time_of_its_tokens() -> None:
+    """70 tokens, at 0.1 s each on the slower member; a pair computes 1 850 tokens where one computes 1 000. Of 3
+    requests the k-th waits T · k / 3: 2 T in all. Links do not matter then."""
+    copy = LayerRange(0, 8)
+    first = make_instance(0, used_tokens=40, num_running=2, link_bytes_per_s=100.0, token_s=0.1, host_copy=copy)
+    second = make_instance(1, used_tokens=30, num_running=1, token_s=0.04)
+    plan = plan_of(make_facts([first, second]), 1, DropParams(kv=KvFate.RECOMPUTE))
+    assert plan.groups[0].exchange_s == pytest.approx(7 / 1.85)
+    assert plan.price.exchange_s == pytest.approx(2 * 7 / 1.85)
 
 
 def test_kv_of_a_group_is_exchanged_from_where_its_stages_have_it() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
 from services.monitor.policy.sanity import find_absurdity
 from shared.ids import WorkerId
-from shared.messages.report import Liveness, WorkerPhase, WorkerReport
+from shared.messages.report import ElasticFacts, Liveness, WorkerPhase, WorkerReport
 
 PARAMS = LivenessParams(suspect_after_s=1.5, dead_after_s=3.0, forget_after_s=60.0)
 RANK = {Liveness.ALIVE: 0, Liveness.SUSPECT: 1, Liveness.DEAD: 2, None: 3}
@@ -89,3 +89,33 @@ def test_absurd_numbers_are_named(fields: dict[str, object], named: str) -> None
     absurdity = find_absurdity(make_report(**fields))
     assert absurdity is not None
     assert absurdity.startswith(named)
+
+
+SOUND = ElasticFacts(
+    layer_bytes=(64, 64),
+    outer_bytes=64,
+    first_stage_end=64,
+    last_stage_begin=0,
+    block_bytes=64,
+    page_bytes=64,
+    num_pages=100,
+    max_blocks=100,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"layer_bytes": ()}, "the model has 0 layers, outside 1 to 512"),
+        ({"layer_bytes": (1,) * 513}, "the model has 513 layers, outside 1 to 512"),
+        ({"layer_bytes": (1, -1)}, f"a size of its model is outside 0 to {2**50}"),
+        ({"block_bytes": 2**60}, f"a size of its model is outside 0 to {2**50}"),
+        ({"num_pages": 0}, "its memory has 0 pages and up to 100 blocks"),
+        ({"num_pages": 2**45}, f"its memory has {2**45} pages and up to 100 blocks"),
+        ({"max_blocks": -1}, "its memory has 100 pages and up to -1 blocks"),
+    ],
+)
+def test_memory_that_cannot_be_is_named(fields: dict[str, object], reason: str | None) -> None:
+    report = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+    assert find_absurdity(report.model_copy(update={"elastic": SOUND.model_copy(update=fields)})) == reason

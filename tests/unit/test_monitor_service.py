@@ -17,6 +17,7 @@ from shared.bus import KvEntry, Message
 from shared.ids import WorkerId
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.event import Event
+from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
@@ -231,6 +232,83 @@ def test_it_answers_the_service_protocol_and_its_endpoints() -> None:
     assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["view", "counters"]
     assert [worker["report"]["worker_id"] for worker in answers["view"]["workers"]] == ["a", "b"]
     assert answers["counters"]["reports_accepted"] == 2
+
+
+# --- running short of memory -----------------------------------------------------------------------------------------
+
+SHORT: dict[str, Any] = {"num_blocks": 100, "num_used_blocks": 95, "num_head_blocks": 10, "num_queued_for_memory": 2}
+ENOUGH: dict[str, Any] = {"num_blocks": 100, "num_used_blocks": 50}
+
+
+def throttled(view: ClusterView) -> list[str]:
+    return [status.report.worker_id for status in view.workers if status.throttled]
+
+
+def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_once() -> None:
+    async def short(room: Room) -> None:
+        await room.report(**ENOUGH)
+        await asyncio.sleep(1.23)
+        for _ in range(4):
+            await room.report(**SHORT)
+            await asyncio.sleep(0.5)
+        await room.report(**ENOUGH)
+        await asyncio.sleep(1)
+
+    room = in_room(short)
+    first_s, first = next((at_s, view) for at_s, view in room.views if throttled(view))
+    assert first_s == 1.23
+    assert (
+        first.workers[0].throttled_reason == "105 of 100 KV blocks wanted, and 2 requests are queued for lack of them"
+    )
+    assert [name for _, name, _ in room.events] == ["worker_ready", "worker_throttled"]
+    assert throttled(room.views[-1][1]) == []
+    assert room.views[-1][1].workers[0].throttled_reason == ""
+
+
+def test_many_that_run_short_together_are_no_flood_of_views() -> None:
+    """100 workers within 0.1 s: one view at once, and one per 20 ms."""
+
+    async def crowd(room: Room) -> None:
+        for number in range(100):
+            await room.report(f"w{number:02d}", **ENOUGH)
+        await asyncio.sleep(1.01)
+        room.views.clear()
+        for number in range(100):
+            await room.report(f"w{number:02d}", **SHORT)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+
+    room = in_room(crowd)
+    assert len(room.views) <= 1 + 0.1 / 0.02 + 1
+    assert len(throttled(room.views[-1][1])) == 100
+
+
+def test_a_plan_that_is_carried_out_is_what_lets_it_be_told_again() -> None:
+    async def plans(room: Room) -> None:
+        bucket = await room.bus.key_value(SUBJECTS.plan_bucket())
+        await room.report(**ENOUGH)
+        for epoch, phase in [(1, "done"), (2, "preparing"), (3, "committing"), (4, "done")]:
+            await bucket.put("plan", encode_json(Plan(epoch=epoch, phase=PlanPhase(phase))))
+            await asyncio.sleep(0.5)
+            await room.report(**SHORT)
+        await bucket.put("plan", b"no plan")
+        await asyncio.sleep(0.5)
+        await room.report(**SHORT)
+        await asyncio.sleep(0.1)
+
+    assert [name for _, name, _ in in_room(plans).events] == ["worker_ready", "worker_throttled", "worker_throttled"]
+
+
+def test_a_worker_that_is_gone_runs_short_of_nothing() -> None:
+    async def gone(room: Room) -> None:
+        await room.report(**SHORT)
+        await asyncio.sleep(0.2)
+        await room.report(phase=WorkerPhase.STOPPED)
+        await asyncio.sleep(2)
+
+    room = in_room(gone)
+    assert any(throttled(view) for _, view in room.views)
+    assert throttled(room.views[-1][1]) == []
 
 
 def test_after_stop_nothing_is_heard_or_written() -> None:

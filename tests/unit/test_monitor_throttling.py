@@ -108,6 +108,36 @@ def test_flapping_at_the_limit_is_silent_and_calm_arms_it_again() -> None:
     assert source.say(3.5, 100, 1) is not None
 
 
+def test_a_worker_that_stays_full_is_calm_once_its_rates_have_faded() -> None:
+    source = Source()
+    source.say(0.0, 0)
+    assert source.say(0.5, 100) is not None
+    for tick in range(2, 20):
+        source.say(0.5 * tick, 100)
+    assert not source.detector.throttled
+
+
+def test_what_changes_at_once_makes_no_rate_of_its_own() -> None:
+    """20 blocks within 10 ms are no 2 000 a second: they count over the half second to the next report."""
+    source = Source()
+    source.say(0.0, 0)
+    assert source.say(0.01, 20) is None
+    assert source.say(0.5, 20) is None
+
+
+def test_it_says_why_a_worker_is_throttled_as_long_as_it_is() -> None:
+    source = Source()
+    for at_s in (0.0, 0.5):
+        source.say(at_s, 100, 5, num_queued_for_memory=1)
+        assert (
+            source.detector.strain(WorkerId("w"))
+            == "105 of 100 KV blocks wanted, and 1 requests are queued for lack of them"
+        )
+    source.say(5.0, 50)
+    assert source.detector.strain(WorkerId("w")) == ""
+    assert source.detector.strain(WorkerId("x")) == ""
+
+
 def test_another_process_begins_without_rates() -> None:
     source = Source()
     source.say(0.0, 10)
@@ -164,7 +194,9 @@ def test_an_event_is_raised_only_where_a_rule_holds_and_once_per_worker_and_epoc
             assert not is_throttled or key in raised
 
 
-@pytest.mark.parametrize("fields", [{"horizon_s": -1.0}, {"half_life_s": 0.0}, {"release_ratio": 1.1}])
+@pytest.mark.parametrize(
+    "fields", [{"horizon_s": -1.0}, {"half_life_s": 0.0}, {"release_ratio": 1.1}, {"min_gap_s": -0.1}]
+)
 def test_parameters_that_cannot_be_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must hold"):
         ThrottlingParams(**fields)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
@@ -19,7 +20,7 @@ from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.event import Event
-from shared.messages.plan import Plan
+from shared.messages.plan import Plan, PlannedGroup, PlannedStage, PlanPhase
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
@@ -205,6 +206,78 @@ def test_the_old_planner_cannot_write_after_the_new_one_claimed() -> None:
     in_room(fence)
 
 
+GROUP = PlannedGroup(stages=(PlannedStage(worker_id=WorkerId("w"), held=(0, 4), layers=(0, 4)),))
+
+
+@pytest.mark.parametrize("num_claims", [1, 3])
+@pytest.mark.parametrize("phase", list(PlanPhase))
+def test_whoever_claims_carries_on_what_is_not_done(phase: PlanPhase, num_claims: int) -> None:
+    async def takeover(room: Room) -> None:
+        old = PlanBook(await room.plans())
+        await old.claim("old")
+        begun = await old.begin("drop", "short", (GROUP,))
+        assert (begun.plan_id, begun.epoch, begun.phase) == (2, 2, PlanPhase.PREPARING)
+        last = begun if phase is PlanPhase.PREPARING else await old.advance(phase, "further")
+        for number in range(1, num_claims + 1):
+            plan = await PlanBook(await room.plans()).claim("new")
+            assert plan.epoch == last.epoch + number
+            if phase is PlanPhase.DONE:
+                assert (plan.plan_id, plan.groups, plan.reason) == (0, (), "new")
+            else:
+                assert plan == last.model_copy(update={"epoch": plan.epoch})
+            assert await room.plan() == plan
+        with pytest.raises(SupersededError):
+            await old.begin("drop", "too late", (GROUP,))
+
+    in_room(takeover)
+
+
+def test_what_was_begun_keeps_its_name_under_every_epoch() -> None:
+    async def life(room: Room) -> None:
+        book = PlanBook(await room.plans())
+        await book.claim("start")
+        await book.begin("drop", "short", (GROUP,))
+        for epoch, phase in ((3, PlanPhase.COMMITTING), (4, PlanPhase.DONE)):
+            plan = await book.advance(phase, "on")
+            assert (plan.epoch, plan.plan_id, plan.phase, plan.lever) == (epoch, 2, phase, "drop")
+            assert plan.groups == (GROUP,)
+            assert await room.plan() == plan
+        with pytest.raises(AssertionError, match="something was begun"):
+            await book.advance(PlanPhase.DONE, "again")
+
+    in_room(life)
+
+
+def test_a_system_that_nobody_knows_is_refused_by_name() -> None:
+    async def start(room: Room) -> None:
+        with pytest.raises(StartupError, match=r"unknown system 'kunsrve'; did you mean 'kunserve'.*--system"):
+            build_planner(PlannerSettings(system="kunsrve"), room.broker.connect("p"))
+
+    in_room(start)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prepare_limit_s": 5.0},
+        {"retry_s": 61.0},
+        {"restore_ratio": 1.5},
+        {"group_throughput": "1,-1"},
+        {"max_group_size": 20, "stage_loss_ratio": 0.06},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PlannerSettings(instance_id="p", **fields)
+
+
+def test_a_profile_is_measured_or_linear() -> None:
+    """Of s instances a group does s · (1 - 6 % · (s - 1)) times what one does."""
+    assert PlannerSettings(max_group_size=3).observation().throughput == pytest.approx((1.0, 1.88, 2.64))
+    measured = PlannerSettings.model_validate({"group_throughput": "100, 180,250"})
+    assert measured.observation().throughput == (100.0, 180.0, 250.0)
+
+
 def test_a_key_that_holds_no_plan_is_left_alone() -> None:
     async def garbage(room: Room) -> None:
         await (await room.plans()).put("plan", b"not a plan")
@@ -253,6 +326,7 @@ def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
 
     in_room(ask)
     assert answers["info"]["description"]
+    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["plan", "drop", "restore"]
     assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
     assert answers["plan"] == {
         "epoch": 1,

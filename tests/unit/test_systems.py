@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def settings(system: str, **changes: Any) -> WorkerSettings:
 
 
 def test_names_are_built_or_planned_but_not_both() -> None:
-    assert set(SYSTEMS) == {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "oracle"}
+    assert set(SYSTEMS) == {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "oracle", "kunserve"}
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
     unused = set(SCHEDULERS) - {system.scheduler for system in SYSTEMS.values()}
@@ -42,12 +43,17 @@ def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> No
     unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
     assert unlimited == ["oracle"]
     assert find_system("oracle").memory is Memory.UNLIMITED
-    with pytest.raises(UnknownSystemError, match=r"runs in the simulator only; live there are: fcfs, .*swap$"):
+    with pytest.raises(UnknownSystemError, match=r"in the simulator only; live there are: fcfs, .*swap, kunserve$"):
         find_live_system("oracle")
     for name in set(SYSTEMS) - {"oracle", "fcfs-pp"}:
         assert find_live_system(name) is SYSTEMS[name]
-    with pytest.raises(UnknownSystemError, match="system 'kunserve' is not built yet"):
-        find_live_system("kunserve")
+    with pytest.raises(UnknownSystemError, match="system 'kunserve-v1' is not built yet"):
+        find_live_system("kunserve-v1")
+
+
+def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_alone() -> None:
+    assert [name for name, system in SYSTEMS.items() if system.drops] == ["kunserve"]
+    assert replace(SYSTEMS["kunserve"], name="fcfs-chunked", drops=False) == SYSTEMS["fcfs-chunked"]
 
 
 def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:

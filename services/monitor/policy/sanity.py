@@ -6,7 +6,7 @@ fields or on what a machine can be.
 
 from __future__ import annotations
 
-from shared.messages.report import WorkerReport
+from shared.messages.report import ElasticFacts, WorkerReport
 
 MAX_COUNT = 10**9
 """No worker holds, or waits for, more sequences, blocks or tokens of context than this."""
@@ -17,6 +17,8 @@ MAX_TOTAL = 2**53
 MAX_STEP_TIME_S = 3600.0
 MAX_TOKENS_PER_S = 1e9
 MAX_TEXT_CHARS = 512
+MAX_LAYERS = 512
+"""No model has more; a planner's tables grow with the square."""
 
 _COUNTS = (
     "max_model_len",
@@ -26,6 +28,9 @@ _COUNTS = (
     "num_demanded_blocks",
     "num_head_blocks",
     "num_queued_for_memory",
+    "num_layers",
+    "stage",
+    "num_stages",
     "num_running",
     "num_waiting",
     "num_preempted",
@@ -34,6 +39,7 @@ _COUNTS = (
 _BYTES = ("param_bytes", "kv_bytes", "reserve_bytes", "memory_bytes")
 _TOTALS = (
     "sequence_number",
+    "plan_id",
     "pid",
     "num_steps",
     "num_preemptions_total",
@@ -44,7 +50,8 @@ _TOTALS = (
     "num_prefix_cache_hits_total",
 )
 _RATES = {"step_time_s": MAX_STEP_TIME_S, "tokens_per_s": MAX_TOKENS_PER_S}
-_TEXTS = ("host", "model", "device", "system", "progress_text")
+_TEXTS = ("host", "model", "device", "system", "progress_text", "group", "stage_address")
+_ELASTIC_BYTES = ("outer_bytes", "first_stage_end", "last_stage_begin", "block_bytes", "page_bytes")
 _LIMITS: dict[str, float] = (
     dict.fromkeys(_COUNTS, MAX_COUNT) | dict.fromkeys(_BYTES, MAX_BYTES) | dict.fromkeys(_TOTALS, MAX_TOTAL) | _RATES
 )
@@ -61,4 +68,15 @@ def find_absurdity(report: WorkerReport) -> str | None:
             return f"{name} has more than {MAX_TEXT_CHARS} characters"
     if report.num_used_blocks > report.num_blocks:
         return f"num_used_blocks is {report.num_used_blocks}, of {report.num_blocks} in all"
+    return None if report.elastic is None else _find_absurd_memory(report.elastic)
+
+
+def _find_absurd_memory(elastic: ElasticFacts) -> str | None:
+    if not 1 <= len(elastic.layer_bytes) <= MAX_LAYERS:
+        return f"the model has {len(elastic.layer_bytes)} layers, outside 1 to {MAX_LAYERS}"
+    sizes = [getattr(elastic, name) for name in _ELASTIC_BYTES]
+    if not all(0 <= size <= MAX_BYTES for size in (*elastic.layer_bytes, *sizes)):
+        return f"a size of its model is outside 0 to {MAX_BYTES}"
+    if not (1 <= elastic.num_pages <= MAX_BYTES // max(elastic.page_bytes, 1) and 0 <= elastic.max_blocks <= MAX_COUNT):
+        return f"its memory has {elastic.num_pages} pages and up to {elastic.max_blocks} blocks"
     return None

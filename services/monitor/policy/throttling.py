@@ -27,6 +27,11 @@ from enum import StrEnum
 from shared.ids import Incarnation, WorkerId
 from shared.messages.report import WorkerPhase, WorkerReport
 
+MIN_SHORTAGE_BLOCKS = 0.5
+"""Less is none: an average of rates fades but never ends, and a worker may be full for long."""
+ROUNDING_S = 1e-6
+"""A gap that is this little shorter than the limit has reached it: clocks round."""
+
 
 @dataclass(frozen=True, slots=True)
 class ThrottlingParams:
@@ -38,10 +43,12 @@ class ThrottlingParams:
     """Age at which a change counts half in the rates; higher is steadier, and sees a burst later."""
     release_ratio: float = 0.9
     """Demand over capacity below which a worker is calm again; higher repeats events sooner."""
+    min_gap_s: float = 0.1
+    """Shortest time that makes a rate: what changes within it counts with the next report; higher is steadier."""
 
     def __post_init__(self) -> None:
-        if self.horizon_s < 0 or self.half_life_s <= 0 or not 0 <= self.release_ratio <= 1:
-            raise ValueError("horizon_s >= 0, half_life_s > 0 and 0 <= release_ratio <= 1 must hold")
+        if self.horizon_s < 0 or self.half_life_s <= 0 or not 0 <= self.release_ratio <= 1 or self.min_gap_s < 0:
+            raise ValueError("horizon_s >= 0, half_life_s > 0, 0 <= release_ratio <= 1 and min_gap_s >= 0 must hold")
 
 
 class ThrottlingRule(StrEnum):
@@ -76,7 +83,7 @@ class _Watch:
     has_rates: bool = False
     demand_rate: float = 0.0
     capacity_rate: float = 0.0
-    is_throttled: bool = False
+    strain: str = ""  # by which rule it is throttled, in words
     raised_epoch: int | None = None
 
 
@@ -90,7 +97,12 @@ class ThrottlingDetector:
     @property
     def throttled(self) -> tuple[WorkerId, ...]:
         """Workers that a rule holds for, by their last reports; sorted."""
-        return tuple(sorted(worker_id for worker_id, watch in self._watches.items() if watch.is_throttled))
+        return tuple(sorted(worker_id for worker_id, watch in self._watches.items() if watch.strain))
+
+    def strain(self, worker_id: WorkerId) -> str:
+        """Return why the worker is throttled, by its last report, in words; empty if it is not."""
+        watch = self._watches.get(worker_id)
+        return watch.strain if watch is not None else ""
 
     def forget(self, worker_id: WorkerId) -> None:
         """Remember nothing of a worker that is gone."""
@@ -119,8 +131,8 @@ class ThrottlingDetector:
     def _follow(self, watch: _Watch, report: WorkerReport, now_s: float) -> None:
         elapsed_s = now_s - watch.at_s
         watch.sequence_number = report.sequence_number
-        if elapsed_s <= 0:  # a second report at the same instant: its change counts with the next one
-            return
+        if elapsed_s <= 0 or elapsed_s < self._params.min_gap_s - ROUNDING_S:
+            return  # two reports at once: what has changed between them counts with the next one
         demand, capacity = _demand(report), report.num_blocks
         weight = 1 - 0.5 ** (elapsed_s / self._params.half_life_s) if watch.has_rates else 1.0
         watch.has_rates = True
@@ -133,21 +145,21 @@ class ThrottlingDetector:
         ahead = demand + watch.demand_rate * horizon_s
         room = capacity + watch.capacity_rate * horizon_s
         is_queued = report.num_queued_for_memory > 0
-        watch.is_throttled = is_queued or ahead > room
-        if not watch.is_throttled:
+        watch.strain = ""
+        if not is_queued and ahead - room < MIN_SHORTAGE_BLOCKS:
             if demand <= self._params.release_ratio * capacity:
                 watch.raised_epoch = None
             return None
+        what = f"{demand} of {capacity} KV blocks wanted"
+        if is_queued:
+            watch.strain = f"{what}, and {report.num_queued_for_memory} requests are queued for lack of them"
+        else:
+            watch.strain = f"{what}; in {horizon_s:g} s it would be {ahead:.0f} of {room:.0f}"
         if watch.raised_epoch == epoch:
             return None
         watch.raised_epoch = epoch
         rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
-        what = f"{demand} of {capacity} KV blocks wanted"
-        if is_queued:
-            reason = f"{what}, and {report.num_queued_for_memory} requests are queued for lack of them"
-        else:
-            reason = f"{what}; in {horizon_s:g} s it would be {ahead:.0f} of {room:.0f}"
-        return Throttling(report.worker_id, epoch, rule, demand, capacity, reason)
+        return Throttling(report.worker_id, epoch, rule, demand, capacity, watch.strain)
 
 
 def _demand(report: WorkerReport) -> int:

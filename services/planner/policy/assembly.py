@@ -17,7 +17,7 @@ from services.planner.policy.drop_facts import DropParams
 from services.planner.policy.drop_plan import DropPlan, NewGroup, Stage
 from services.planner.policy.kinds import Union
 from services.planner.policy.merging import Merger
-from services.planner.policy.price import Merges, Price, exchange_times_s, prices_s
+from services.planner.policy.price import Merges, Price, kv_times_s, prices_s
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ def assemble(merger: Merger, params: DropParams, required_tokens: int) -> DropPl
     sizes = merger.groups.size
     speed = float(throughput[sizes - 1].sum())
     for batch in _batches(merger, params, throughput):
-        exchange_s = exchange_times_s(merger.facts.model, batch.merges)
+        exchange_s = kv_times_s(merger.facts.model, params.kv, batch.merges)
         prices = prices_s(params, batch.merges, exchange_s)
         price += prices.sum(axis=1)
         speed += float((batch.merges.throughput_after - batch.merges.throughput_before).sum())
@@ -134,6 +134,7 @@ class _GroupFacts:
             held=columns.end[members] - columns.first[members],
             kept=np.broadcast_to(end - first, members.shape),
             link_bytes_per_s=columns.link_bytes_per_s[members],
+            token_s=columns.token_s[members].max(axis=1) * self._throughput[0] / self._throughput[members.shape[1] - 1],
         )
         block_size = rule.model.block_size
         return _Batch(nodes, members, union, before * block_size, after * block_size, merges)

@@ -47,6 +47,7 @@ class InstanceColumns:
     host: I64
     """Number of the host, in the order of the hosts' names."""
     link_bytes_per_s: F64
+    token_s: F64
 
 
 def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
@@ -71,6 +72,7 @@ def instance_columns(instances: Sequence[InstanceFacts]) -> InstanceColumns:
         max_blocks=np.array(limits, dtype=np.int64),
         host=np.fromiter(map(numbers.__getitem__, hosts), np.int64, len(hosts)),
         link_bytes_per_s=np.array([instance.link_bytes_per_s for instance in instances], dtype=np.float64),
+        token_s=np.array([instance.token_s for instance in instances], dtype=np.float64),
     )
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 
+import numpy as np
+
 from services.planner.policy.assembly import assemble
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.columns import group_columns, instance_columns
@@ -50,15 +52,22 @@ _KINDS = {
 
 
 def tokens_short(facts: ClusterFacts) -> int:
-    """Return R: the tokens of KV for which there is no room, now and over the horizon; 0 if there is enough.
+    """Return R: the tokens of KV for which throttled groups have no room, now and over the horizon.
 
-    All that is queued, and the growth of what runs, less what is free in the groups that can serve.
+    Of each throttled group that can serve all that is queued and the growth of what runs, less what is free there. What
+    is free elsewhere does not count against it: a queued request waits at its own instance, and one that is throttled
+    is reason enough (v1, section 4.1; v2, section 4.1: "the memory demand of all queuing requests"). What waits at an
+    instance that is not throttled waits for something else than memory, so it asks for none: a deviation. A group that
+    will only run short within the horizon is short of one block at least.
     """
     columns = instance_columns(facts.instances)
     groups = group_columns(facts.model, CapacityRule(facts.model), facts.instances, columns)
     serves = groups.of_instance >= 0
-    wanted = columns.used_tokens + columns.demanded_tokens + columns.growth_tokens
-    return max(int(wanted[serves].sum()) - int(groups.num_blocks.sum()) * facts.model.block_size, 0)
+    wanted = np.zeros(len(groups.size), dtype=np.int64)
+    by_instance = columns.used_tokens + columns.demanded_tokens + columns.growth_tokens
+    np.add.at(wanted, groups.of_instance[serves], by_instance[serves])
+    missing = wanted - groups.num_blocks * facts.model.block_size
+    return int(np.maximum(missing[groups.throttled], facts.model.block_size).sum())
 
 
 def plan_drop(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from operator import lt
 
 from shared.ids import WorkerId
@@ -95,6 +96,8 @@ class InstanceFacts:
     """The monitor says that requests wait, or will within a second, for KV memory."""
     link_bytes_per_s: float = 0.0
     """Of its link to other instances, each way; 0: unknown, then nothing is known of what an exchange costs."""
+    token_s: float = 0.0
+    """Seconds in which it computes the KV of one token again, alone; 0: unknown, then that costs nothing."""
     host_copy: LayerRange | None = None
     """Layers whose parameters its host's memory holds too, with the outer parts of the ends that it covers."""
     max_blocks: int | None = None
@@ -104,8 +107,8 @@ class InstanceFacts:
         if self.num_pages < 1:
             raise ValueError(f"instance {self.instance_id} has a budget of {self.num_pages} pages")
         counts = (self.used_tokens, self.demanded_tokens, self.growth_tokens, self.num_running, self.num_queued)
-        if min(counts) < 0 or not 0 <= self.link_bytes_per_s < float("inf"):
-            raise ValueError(f"instance {self.instance_id} has a negative count or link")
+        if min(counts) < 0 or not 0 <= self.link_bytes_per_s < float("inf") or not 0 <= self.token_s < float("inf"):
+            raise ValueError(f"instance {self.instance_id} has a negative count, link or time")
 
     @property
     def group(self) -> str:
@@ -134,6 +137,13 @@ class ClusterFacts:
             raise ValueError(f"an instance holds layers up to {end}, the model has {self.model.num_layers}")
 
 
+class KvFate(StrEnum):
+    """What becomes of the KV of running requests when their instance changes its role."""
+
+    EXCHANGE = "exchange"  # each layer's part moves to the stage that has the layer now (v2, section 4.2)
+    RECOMPUTE = "recompute"  # it is given up, and computed again from the tokens
+
+
 @dataclass(frozen=True, slots=True)
 class DropParams:
     """What a plan may do, and what its price is made of."""
@@ -152,6 +162,8 @@ class DropParams:
     """Stall of every running request while pages are mapped anew (5 ms: v2, section 4.1)."""
     hold_s: float = 30.0
     """Seconds that a group is expected to last; higher makes slow groups dearer."""
+    kv: KvFate = KvFate.EXCHANGE
+    """How running requests go on."""
 
     def __post_init__(self) -> None:
         if self.max_group_size < 1 or self.min_stage_layers < 1 or self.page_quantum < 1:

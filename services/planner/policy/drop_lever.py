@@ -1,6 +1,12 @@
 """The rung of the ladder that drops parameters: offers the plan that makes room for what is asked for, with its price.
 
-Pure. Source: KunServe; that levers are compared by price is the project's own design.
+    a worker is throttled ─► R ─► plan ─► its price against what waiting would cost ─► Offer, or why not
+
+It takes a throttled worker to drop: memory that is full without anybody waiting for it, or requests that wait for a
+place and not for memory, ask for nothing that a drop could give.
+
+Pure. Source: KunServe v1, sections 4.1 and 4.3, v2, section 4.1; that levers are compared by price, and that a plan may
+cost more than it saves, is the project's own design.
 """
 
 from __future__ import annotations
@@ -8,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.drop_facts import ClusterFacts, DropParams, ModelFacts
+from services.planner.policy.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.drop_plan import DropPlan
 from services.planner.policy.ladder import ClusterSnapshot, Declined, Offer
 
@@ -19,14 +25,11 @@ DROP_LEVER = "drop"
 class DropLever:
     """Drops parameters of the snapshot's instances; a `Lever`."""
 
-    model: ModelFacts
-    throughput: tuple[float, ...]
-    """Profile: tokens per second of one group of s instances at index s - 1."""
     params: DropParams = field(default_factory=DropParams)
     strategy: DropStrategy = DropStrategy.THROUGHPUT_GREEDY
     wait_s: float | None = None
-    """Seconds that a queued request is expected to wait if nothing is done; a plan that costs more than all of them
-    together is declined. None: any price is paid."""
+    """Seconds that a request without room is expected to wait if nothing is done; a plan that costs more than all of
+    them together is declined. None: any price is paid."""
 
     @property
     def name(self) -> str:
@@ -34,13 +37,26 @@ class DropLever:
         return DROP_LEVER
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined:
-        """Return the plan for what the snapshot's instances are short of, or why there is none."""
-        if not snapshot.instances:
+        """Return the plan for what the throttled instances are short of, or why there is none."""
+        facts = snapshot.facts
+        if facts is None or not facts.instances:
             return Declined("no instance can drop parameters")
-        facts = ClusterFacts(self.model, snapshot.instances, self.throughput)
-        num_queued = sum(instance.num_queued for instance in snapshot.instances)
-        worth_s = None if self.wait_s is None else self.wait_s * num_queued
-        plan = plan_drop(facts, self.params, tokens_short(facts), self.strategy, worth_s)
+        if snapshot.held_back:
+            return Declined(snapshot.held_back)
+        if not any(instance.throttled for instance in facts.instances):
+            return Declined("no instance is short of memory by the monitor's rules")
+        required_tokens = tokens_short(facts)
+        worth_s = None if self.wait_s is None else self.wait_s * num_without_room(facts, required_tokens)
+        plan = plan_drop(facts, self.params, required_tokens, self.strategy, worth_s)
         if isinstance(plan, DropPlan):
             return Offer(plan.price.total_s, plan.reason, plan)
         return Declined(plan.reason)
+
+
+def num_without_room(facts: ClusterFacts, required_tokens: int) -> int:
+    """Return how many requests wait for memory, or will: those queued, or as many as the missing room would hold."""
+    num_queued = sum(instance.num_queued for instance in facts.instances)
+    num_running = sum(instance.num_running for instance in facts.instances)
+    num_tokens = sum(instance.used_tokens for instance in facts.instances)
+    tokens_each = max(num_tokens // max(num_running, 1), 1)
+    return max(num_queued, -(-required_tokens // tokens_each))

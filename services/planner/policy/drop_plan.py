@@ -33,7 +33,7 @@ class NewGroup(NamedTuple):
     before_tokens: int
     """Capacity of the groups that it is made of, together."""
     after_tokens: int
-    """Its own, once the KV of running requests has been exchanged."""
+    """Its own, once the KV of running requests is where it is needed: exchanged, or computed again."""
     exchange_s: float
     """How long that takes."""
     price_s: float

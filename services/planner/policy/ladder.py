@@ -13,22 +13,26 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from services.planner.policy.drop_facts import InstanceFacts
+from services.planner.policy.drop_facts import ClusterFacts
 from services.planner.policy.drop_plan import DropPlan
 from shared.ids import WorkerId
 
 NO_LEVER = "none"
+MAX_NAMES = 8
+"""Workers that a reason names; of more it says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """KV memory of one worker that is alive and ready."""
+    """KV memory of one worker that is alive and ready and takes requests: it is alone, or leads a group."""
 
     worker_id: WorkerId
     num_blocks: int
     num_used_blocks: int
     num_demanded_blocks: int
     """Blocks that waiting and preempted sequences need before they can run."""
+    throttled: bool = False
+    """The monitor says that requests wait, or will within a second, for KV memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,10 @@ class ClusterSnapshot:
     """Sorted by id; only those that can take work."""
     num_unavailable: int = 0
     """Workers in the view that are suspect, dead, loading or draining."""
-    instances: tuple[InstanceFacts, ...] = ()
-    """Sorted by id; those whose parameters can be dropped."""
+    facts: ClusterFacts | None = None
+    """Of the workers whose parameters can be dropped; None: there are none."""
+    held_back: str = ""
+    """Why groups may not change now, in words; empty: they may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,9 @@ class LadderParams:
     max_view_age_s: float = 1.5
     """An older view is not acted upon: the monitor is down, or we are cut off. Three of the monitor's periods."""
     pressure_ratio: float = 1.0
-    """There is pressure when (used + demanded) / all blocks of the cluster is above this; lower acts earlier."""
+    """There is pressure when (used + demanded) / all blocks of the cluster is above this; lower acts earlier. A worker
+    that is throttled is pressure by itself, however much the others have free (KunServe v1, section 4.1: "one or more
+    instances")."""
 
 
 class Situation(StrEnum):
@@ -105,6 +113,11 @@ class Decision:
     plan: DropPlan | None = None
     """What the lever that is pulled does."""
 
+    @property
+    def is_in_need(self) -> bool:
+        """Whether there is pressure, and no lever that helps."""
+        return self.situation is Situation.PRESSURE and self.lever == NO_LEVER
+
     def differs_from(self, other: Decision | None) -> bool:
         """Whether this is another decision; the same one with newer figures in its reason or plan is not."""
         return other is None or self.essence != other.essence
@@ -152,4 +165,8 @@ def _look(params: LadderParams, snapshot: ClusterSnapshot) -> tuple[Situation, s
         return Situation.EMPTY, f"no worker can take work ({snapshot.num_unavailable} known)"
     wanted = sum(worker.num_used_blocks + worker.num_demanded_blocks for worker in snapshot.workers)
     share = f"{wanted} of {num_blocks} KV blocks wanted on {len(snapshot.workers)} workers"
+    throttled = [worker.worker_id for worker in snapshot.workers if worker.throttled]
+    if throttled:
+        names = ", ".join(throttled[:MAX_NAMES]) + (", …" if len(throttled) > MAX_NAMES else "")
+        return Situation.PRESSURE, f"{share}; throttled: {names}"
     return (Situation.PRESSURE if wanted > params.pressure_ratio * num_blocks else Situation.CALM), share

@@ -9,12 +9,17 @@ For a group that forms from several, with n running and q queued requests in all
     T = max over members of max(bytes out, bytes in) / bandwidth of its link, which carries both ways at once
     bytes out = KV tokens of its old group · (layers it held - layers it keeps) · KV bytes of a token in a layer
     bytes in  = KV tokens of the other old groups · layers it keeps · KV bytes of a token in a layer
+
+    or, where KV is not exchanged but computed again (`DropParams.kv`), one request after the other by the new group:
+
+    T = KV tokens of all old groups · seconds per token of the slowest member, alone · thpt(1) / thpt(new size)
     before    = Σ thpt of the old groups' sizes, after = thpt of the new one's (profile)
 
-A member with an unknown link costs nothing here. How long a group lasts nobody knows: `hold_s` is a guess, and the
-price is as good as it.
+What is unknown (a link, the time of a token) costs nothing here. How long a group lasts nobody knows: `hold_s` is a
+guess, and the price is as good as it.
 
-Pure. Source: the project's own design; that KV is exchanged and requests stall for it: KunServe v2, section 4.2.
+Pure. Source: the project's own design; that KV is exchanged and requests stall for it, or would be computed again at a
+high price: KunServe v2, section 4.2.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.planner.policy.columns import F64, I64
-from services.planner.policy.drop_facts import DropParams, ModelFacts
+from services.planner.policy.drop_facts import DropParams, KvFate, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Price:
 
     remap_s: float
     exchange_s: float
+    """Until KV is where it is needed: exchanged, or computed again."""
     slower_s: float
 
     @property
@@ -59,9 +65,18 @@ class Merges:
     """[g, s] layers"""
     link_bytes_per_s: F64
     """[g, s]; 0: unknown"""
+    token_s: F64
+    """[g] seconds in which the new group computes the KV of one token again; 0: unknown"""
 
 
-def exchange_times_s(model: ModelFacts, merges: Merges) -> F64:
+def kv_times_s(model: ModelFacts, kv: KvFate, merges: Merges) -> F64:
+    """Return T of each group, seconds: until running requests' KV lies where it is needed; [g]."""
+    if kv is KvFate.RECOMPUTE:
+        return merges.all_tokens * merges.token_s
+    return _exchange_times_s(model, merges)
+
+
+def _exchange_times_s(model: ModelFacts, merges: Merges) -> F64:
     """Return T of each group, seconds: until running requests' KV lies where it is needed; [g]."""
     leaving = merges.own_tokens * (merges.held - merges.kept)
     arriving = (merges.all_tokens[:, np.newaxis] - merges.own_tokens) * merges.kept

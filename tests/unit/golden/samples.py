@@ -144,7 +144,14 @@ PLANNED_GROUP = PlannedGroup(
     ),
     num_blocks=512,
 )
-_STATUS = WorkerStatus(liveness=Liveness.SUSPECT, age_s=1.75, incompatible="2", report=_REPORT)
+_STATUS = WorkerStatus(
+    liveness=Liveness.SUSPECT,
+    age_s=1.75,
+    incompatible="2",
+    throttled=True,
+    throttled_reason="full",
+    report=_REPORT,
+)
 
 MESSAGES: dict[str, ControlMessage] = {
     "submit": _SUBMIT,

@@ -1,0 +1,1 @@
+"""`sluice drop` and `sluice restore`: pipeline groups by hand."""

@@ -1,0 +1,182 @@
+"""What the planner answers people: `plan` at once; `drop` and `restore`, by hand, once it is done, or why it is not.
+
+    {"workers": ["w0", "w1"]}   drop: one group of exactly these; {} or nothing: what is needed, else the best pair
+    {"groups": ["w0"]}          restore: these groups, by their leaders; {} or nothing: all
+    ◄─ {"done": true, "reason": "…", "plan_id": 8, "groups": [["w0", "w1"]], "latency_s": 0.043}
+
+By hand neither price nor pauses count; what no plan may do is refused all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from services.planner.config import PlannerSettings
+from services.planner.decisions import Decider
+from services.planner.execution import Outcome
+from services.planner.policy.chosen import plan_chosen
+from services.planner.policy.drop import plan_drop, tokens_short
+from services.planner.policy.drop_facts import ClusterFacts
+from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.intent import Intent, drop_intent, restore_intent
+from services.planner.policy.ladder import NO_LEVER, Decision
+from services.planner.policy.restore import RestoreRefusal, plan_restore
+from shared.bus import Endpoint, Message
+from shared.ids import WorkerId
+from shared.messages.report import ClusterView
+from shared.subjects import Subjects
+
+MAX_NAMES = 4096
+"""Of one question."""
+
+
+class Carrier(Protocol):
+    """What the endpoints need of the planner."""
+
+    decision: Decision | None
+    superseded: bool
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that it holds."""
+        ...
+
+    @property
+    def lever_names(self) -> list[str]:
+        """The ladder."""
+        ...
+
+    @property
+    def fresh_view(self) -> ClusterView | None:
+        """The newest view, if it is young enough to act upon."""
+        ...
+
+    @property
+    def why_busy(self) -> str:
+        """Why nothing can be begun now; empty: something can."""
+        ...
+
+    async def carry_out(self, intent: Intent) -> Outcome:
+        """Have workers carry something out."""
+        ...
+
+
+class RefusedError(Exception):
+    """What a person asks for cannot be; the text says why."""
+
+
+class PlannerEndpoints:
+    """Answers questions of people."""
+
+    def __init__(self, planner: Carrier, decider: Decider, settings: PlannerSettings) -> None:
+        self._planner = planner
+        self._decider = decider
+        self._params = settings.drop()
+        self._settings = settings
+
+    def all(self) -> list[Endpoint]:
+        """Return every verb."""
+        subjects, instance_id = Subjects(self._settings.cluster), self._settings.instance_id
+        verbs = {"plan": self.plan, "drop": self.drop, "restore": self.restore}
+        return [
+            Endpoint(verb, subjects.admin("planner", instance_id, verb), answer, metadata={"format": "json"})
+            for verb, answer in verbs.items()
+        ]
+
+    async def plan(self, message: Message) -> bytes:
+        """Say what was decided last."""
+        del message
+        decision = self._planner.decision
+        answer = {
+            "epoch": self._planner.epoch,
+            "superseded": self._planner.superseded,
+            "levers": self._planner.lever_names,
+            "lever": decision.lever if decision is not None else NO_LEVER,
+            "situation": decision.situation if decision is not None else None,
+            "reason": decision.reason if decision is not None else "no decision yet",
+        }
+        return json.dumps(answer).encode()
+
+    async def drop(self, message: Message) -> bytes:
+        """Form a group of these workers; of none: what is needed, else the best pair."""
+
+        def find(facts: ClusterFacts, view: ClusterView, names: tuple[str, ...]) -> Intent:
+            if names:
+                plan = plan_chosen(facts, self._params, [WorkerId(name) for name in names])
+            else:
+                plan = plan_drop(facts, self._params, max(tokens_short(facts), 1))
+            if not isinstance(plan, DropPlan):
+                raise RefusedError(plan.reason)
+            return drop_intent(plan, facts, view)
+
+        return await self._carry_out(message, "workers", find)
+
+    async def restore(self, message: Message) -> bytes:
+        """Make the members of these groups whole instances; of none: of all groups."""
+
+        def find(facts: ClusterFacts, view: ClusterView, names: tuple[str, ...]) -> Intent:
+            try:
+                plan = plan_restore(facts, names)
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
+            if isinstance(plan, RestoreRefusal):
+                raise RefusedError(plan.reason)
+            return restore_intent(plan, facts, view)
+
+        return await self._carry_out(message, "groups", find)
+
+    async def _carry_out(
+        self, message: Message, key: str, find: Callable[[ClusterFacts, ClusterView, tuple[str, ...]], Intent]
+    ) -> bytes:
+        try:
+            names = _read_names(message.data, key)
+            intent = find(*self._look(), names)
+        except RefusedError as error:
+            return _answer(Outcome(is_done=False, reason=str(error)))
+        return _answer(await self._planner.carry_out(intent))
+
+    def _look(self) -> tuple[ClusterFacts, ClusterView]:
+        """Return what is known of the workers now.
+
+        Raises:
+            RefusedError: too little, or something is being done.
+        """
+        if self._planner.why_busy:
+            raise RefusedError(self._planner.why_busy)
+        view = self._planner.fresh_view
+        if view is None:
+            raise RefusedError("no fresh view of the cluster: is the monitor there?")
+        facts = self._decider.observe(view, 0.0).snapshot.facts
+        if facts is None:
+            raise RefusedError("no worker that is ready can drop parameters; those of `--system kunserve` can")
+        return facts, view
+
+
+def _read_names(data: bytes, key: str) -> tuple[str, ...]:
+    """Return the names under the key of a JSON object; () if there are none.
+
+    Raises:
+        RefusedError: it is something else.
+    """
+    try:
+        fields: Any = json.loads(data) if data.strip() else {}
+    except (ValueError, RecursionError):
+        fields = None
+    names = fields.get(key, []) if isinstance(fields, dict) and set(fields) <= {key} else None
+    if not isinstance(names, list) or len(names) > MAX_NAMES or not all(isinstance(name, str) for name in names):
+        raise RefusedError(f'the question must be {{"{key}": [names]}}, or empty')
+    return tuple(dict.fromkeys(names))
+
+
+def _answer(outcome: Outcome) -> bytes:
+    groups = [[stage.worker_id for stage in group.stages] for group in outcome.groups]
+    answer = {
+        "done": outcome.is_done,
+        "reason": outcome.reason,
+        "plan_id": outcome.plan_id,
+        "groups": groups,
+        "latency_s": round(outcome.latency_s, 6),
+    }
+    return json.dumps(answer).encode()

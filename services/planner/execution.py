@@ -1,0 +1,287 @@
+"""Has workers carry a plan out, all of them or none: prepare, commit, and abort where a single one cannot.
+
+    begin ──► PREPARING ──every worker is prepared──► COMMITTING ──every worker is done, or lost──► DONE
+                  │                                       ▲                                          ▲
+                  └─refused, silent, too late: abort──────┼──────────────────────────────────────────┘
+                                                          └─ no way back: driven on by whoever is the planner
+
+Each arrow is a write of the plan key by compare-and-set, before anybody is told. So a planner that takes over knows
+what may have been said: PREPARING is abandoned, COMMITTING is driven on. What a worker makes of it is idempotent, so
+questions may be asked again. A worker that fails, or is lost, needs no repair from here: it, and the members of its
+group, become whole instances by themselves.
+
+No decision is taken here. Source: the project's own design (KunServe says nothing of failures on the way).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from services.planner.book import PlanBook, SupersededError
+from services.planner.policy.intent import Intent, names_of, stages_of
+from shared.bus import Bus, BusError
+from shared.ids import WorkerId
+from shared.messages.base import ControlMessage
+from shared.messages.plan import (
+    AbortPlan,
+    CommitPlan,
+    Plan,
+    PlanAnswer,
+    PlannedGroup,
+    PlannedStage,
+    PlanPhase,
+    PlanState,
+    PreparePlan,
+)
+from shared.subjects import Subjects
+from shared.wire import WireError, decode_json, encode_json
+
+_R = TypeVar("_R")
+MAX_REASONS = 4
+"""Workers whose troubles a reason tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionParams:
+    """Limits, seconds."""
+
+    prepare_limit_s: float = 2.0
+    """For a worker to say that it is prepared; readers stand still meanwhile."""
+    prepared_limit_s: float = 5.0
+    """After which a worker that was prepared goes on as it was, if it hears nothing."""
+    ask_limit_s: float = 2.0
+    """For one answer to a commit or an abort, before it is asked again."""
+    retry_s: float = 0.1
+    """Pause before it is asked again, where nobody answers."""
+    commit_limit_s: float = 60.0
+    """After which a worker that is alive but does not answer counts as failed."""
+    make_token: Callable[[], str] = secrets.token_hex
+    """Returns what the stages of a group show each other: for each group another secret."""
+
+    def __post_init__(self) -> None:
+        if min(self.prepare_limit_s, self.ask_limit_s, self.retry_s, self.commit_limit_s) <= 0:
+            raise ValueError("limits are positive")
+        if self.prepared_limit_s <= self.prepare_limit_s:
+            raise ValueError("prepared_limit_s must exceed prepare_limit_s: who is prepared waits for the others")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a plan."""
+
+    is_done: bool
+    """Every worker has carried it out."""
+    reason: str
+    plan_id: int = 0
+    latency_s: float = 0.0
+    """From the publication of the plan, or since it was taken up, to the last worker's answer."""
+    lever: str = ""
+    groups: tuple[PlannedGroup, ...] = ()
+    done: tuple[WorkerId, ...] = ()
+    """Workers that said so, in the plan's order."""
+
+
+class PlanExecution:
+    """Carries out one plan at a time.
+
+    Args:
+        bus: connected.
+        subjects: of the cluster.
+        book: claimed.
+        params: limits.
+        find_loss: returns why this process of a worker will never answer, or None while it may.
+        announce: tells people the name of what happened, and the reason.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        book: PlanBook,
+        params: ExecutionParams,
+        find_loss: Callable[[PlannedStage], str | None],
+        announce: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._book = book
+        self._params = params
+        self._find_loss = find_loss
+        self._announce = announce
+
+    async def carry_out(self, intent: Intent) -> Outcome:
+        """Begin a plan and see it to its end.
+
+        Raises:
+            SupersededError: another planner took over, which sees to the rest.
+            BusError: what the plan key holds is unknown; `take_up` after a claim.
+        """
+        began_s = _now_s()
+        plan = await self._book.begin(intent.lever, intent.reason, intent.groups)
+        await self._announce("plan_preparing", f"plan {plan.plan_id}: {names_of(plan)}: {plan.reason}")
+        trouble = await self._prepare(plan)
+        late_s = _now_s() - began_s
+        if trouble is None and late_s >= self._params.prepared_limit_s:
+            trouble = f"it took {late_s:.1f} s until all were prepared, who was first has given up"
+        if trouble is not None:
+            return await self._abort(plan, trouble, began_s)
+        plan = await self._book.advance(PlanPhase.COMMITTING, plan.reason)
+        count = len(stages_of(plan))
+        await self._announce(
+            "plan_committed", f"plan {plan.plan_id}: {count} workers are prepared after {late_s:.3f} s"
+        )
+        return await self._commit(plan, began_s)
+
+    async def take_up(self, plan: Plan) -> Outcome:
+        """See a plan to its end that was begun before, by whomever.
+
+        Raises:
+            SupersededError, BusError: as `carry_out`.
+        """
+        assert plan.phase is not PlanPhase.DONE, "something is left to do"
+        if plan.phase is PlanPhase.PREPARING:
+            return await self._abort(plan, "its planner was lost before every worker was prepared", _now_s())
+        await self._announce("plan_committed", f"plan {plan.plan_id}: taken up, it was being carried out")
+        return await self._commit(plan, _now_s())
+
+    async def _prepare(self, plan: Plan) -> str | None:
+        """Return None once every worker is prepared, or the first trouble."""
+        asks = []
+        for group in plan.groups:
+            message = PreparePlan(
+                epoch=plan.epoch,
+                plan_id=plan.plan_id,
+                group=group,
+                token=self._params.make_token(),
+                limit_s=self._params.prepared_limit_s,
+            )
+            asks += [self._prepare_one(plan, stage, message) for stage in group.stages]
+        troubles = await _together(asks, is_enough=lambda trouble: trouble is not None)
+        return next((trouble for trouble in troubles if trouble is not None), None)
+
+    async def _prepare_one(self, plan: Plan, stage: PlannedStage, message: PreparePlan) -> str | None:
+        try:
+            answer = await self._ask(plan, stage, message, self._params.prepare_limit_s)
+        except (BusError, WireError) as error:
+            return f"{stage.worker_id}: {error}"
+        if answer.state is PlanState.PREPARED:
+            return None
+        return f"{stage.worker_id}: {answer.state}{_because(answer.reason)}"
+
+    async def _abort(self, plan: Plan, trouble: str, began_s: float) -> Outcome:
+        """Tell every worker, as long as one may still be prepared, and close the plan."""
+        message = AbortPlan(epoch=plan.epoch, plan_id=plan.plan_id)
+        limit_s = self._params.prepared_limit_s
+        await _together([self._finish(plan, stage, message, limit_s) for stage in stages_of(plan)])
+        reason = f"plan {plan.plan_id} abandoned: {trouble}"
+        await self._book.advance(PlanPhase.DONE, reason)
+        await self._announce("plan_aborted", f"{reason} ({plan.reason})")
+        return Outcome(
+            is_done=False,
+            reason=reason,
+            plan_id=plan.plan_id,
+            latency_s=_now_s() - began_s,
+            lever=plan.lever,
+            groups=plan.groups,
+        )
+
+    async def _commit(self, plan: Plan, began_s: float) -> Outcome:
+        message = CommitPlan(epoch=plan.epoch, plan_id=plan.plan_id)
+        limit_s = self._params.commit_limit_s
+        stages = stages_of(plan)
+        answers = await _together([self._finish(plan, stage, message, limit_s) for stage in stages])
+        latency_s = _now_s() - began_s
+        pairs = list(zip(stages, answers, strict=True))
+        done = tuple(stage.worker_id for stage, answer in pairs if _state(answer) is PlanState.DONE)
+        troubles = [f"{stage.worker_id}: {_trouble(answer)}" for stage, answer in pairs if stage.worker_id not in done]
+        what = f"plan {plan.plan_id}: carried out by {len(done)} of {len(stages)} workers in {latency_s:.3f} s"
+        reason = "; ".join([what, *troubles[:MAX_REASONS]])
+        await self._book.advance(PlanPhase.DONE, f"{reason}: {plan.reason}")
+        await self._announce("plan_failed" if troubles else "plan_done", f"{reason}: {plan.reason}")
+        return Outcome(
+            is_done=not troubles,
+            reason=reason,
+            plan_id=plan.plan_id,
+            latency_s=latency_s,
+            lever=plan.lever,
+            groups=plan.groups,
+            done=done,
+        )
+
+    async def _finish(
+        self, plan: Plan, stage: PlannedStage, message: CommitPlan | AbortPlan, limit_s: float
+    ) -> PlanAnswer | str:
+        """Ask until the worker has answered for good; return why it never will, if it is lost, or the time is over."""
+        until_s = _now_s() + limit_s
+        last = "no answer"
+        while (left_s := until_s - _now_s()) > 0:
+            loss = self._find_loss(stage)
+            if loss is not None:
+                return loss
+            try:
+                answer = await self._ask(plan, stage, message, min(self._params.ask_limit_s, left_s))
+            except (BusError, WireError) as error:
+                last = str(error)
+            else:
+                if answer.state is not PlanState.PREPARED:
+                    return answer
+                last = "it is prepared and does not go on"
+            await asyncio.sleep(self._params.retry_s)
+        return f"{last}, for {limit_s:g} s"
+
+    async def _ask(self, plan: Plan, stage: PlannedStage, message: ControlMessage, timeout_s: float) -> PlanAnswer:
+        """Return the worker's answer.
+
+        Raises:
+            SupersededError: it has heard of a newer epoch.
+            BusError: no answer.
+            WireError: the answer is none, or to another question.
+        """
+        subject = self._subjects.plan(stage.worker_id)
+        answer = decode_json(await self._bus.request(subject, encode_json(message), timeout_s=timeout_s), PlanAnswer)
+        if answer.newest_epoch > plan.epoch:
+            raise SupersededError(plan.epoch)
+        if (answer.worker_id, answer.plan_id) != (stage.worker_id, plan.plan_id):
+            raise WireError(f"the answer is {answer.worker_id}'s, about plan {answer.plan_id}")
+        return answer
+
+
+async def _together(
+    asks: Sequence[Coroutine[Any, Any, _R]], is_enough: Callable[[_R], bool] = lambda _: False
+) -> list[_R | None]:
+    """Run all at once; return their results in order, None for those that were broken off because it was enough.
+
+    An error of one ends the others, and is raised.
+    """
+    tasks = [asyncio.create_task(ask) for ask in asks]
+    pending = set(tasks)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            if any(is_enough(task.result()) for task in done):
+                break
+        return [task.result() if task.done() else None for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _state(answer: PlanAnswer | str | None) -> PlanState | None:
+    return answer.state if isinstance(answer, PlanAnswer) else None
+
+
+def _trouble(answer: PlanAnswer | str | None) -> str:
+    return f"{answer.state}{_because(answer.reason)}" if isinstance(answer, PlanAnswer) else str(answer)
+
+
+def _because(reason: str) -> str:
+    return f", {reason}" if reason else ""
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,178 @@
+"""From the monitor's view to what the policies know.
+
+    view ─► alive and ready ─► alone, or leading ──────────────────► WorkerLoad       what the ladder looks at
+                           └─► memory that is elastic, one model ──► InstanceFacts    what plans are made from
+
+A leader reports for its whole group; the other members report no sequences, and nothing is placed on them. All elastic
+workers must agree on the sizes of the model: those that do not agree with most of them are left out, by name.
+
+Pure. Source: the project's own design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
+from services.planner.policy.ladder import ClusterSnapshot, WorkerLoad
+from shared.ids import Incarnation, WorkerId
+from shared.layers import LayerRange
+from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveParams:
+    """What a view does not say."""
+
+    throughput: tuple[float, ...]
+    """Profile: throughput of a group of s instances at index s - 1; only their ratios count."""
+    horizon_s: float = 1.0
+    """How far ahead the growth of running requests is counted (v1, section 4.3); higher drops more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a view means."""
+
+    snapshot: ClusterSnapshot
+    left_out: tuple[tuple[WorkerId, str], ...] = ()
+    """Elastic workers that no plan counts on, and why; sorted by id."""
+
+
+def linear_profile(max_size: int, loss_ratio: float) -> tuple[float, ...]:
+    """Return a profile in which each further stage costs a group this share of what its instances do alone.
+
+    Raises:
+        ValueError: a group of that size would do nothing.
+    """
+    if max_size < 1 or not 0 <= loss_ratio * (max_size - 1) < 1:
+        raise ValueError(f"groups of {max_size} that lose {loss_ratio:g} per stage would do nothing")
+    return tuple(size * (1 - loss_ratio * (size - 1)) for size in range(1, max_size + 1))
+
+
+def can_work(status: WorkerStatus) -> bool:
+    """Return whether the worker is alive and ready."""
+    return status.liveness is Liveness.ALIVE and status.report.phase is WorkerPhase.READY
+
+
+def find_loss(view: ClusterView, worker_id: WorkerId, incarnation: Incarnation) -> str | None:
+    """Return why this process of a worker will never answer; None while it may.
+
+    One that the view does not show may answer: a monitor that has just started has not heard of everybody yet.
+    """
+    status = next((each for each in view.workers if each.report.worker_id == worker_id), None)
+    if status is None:
+        return None
+    if status.liveness is Liveness.DEAD or status.report.phase is WorkerPhase.STOPPED:
+        return "it is gone"
+    return None if status.report.incarnation == incarnation else "it was started anew"
+
+
+def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Observation:
+    """Return what the policies know of this view."""
+    usable = [status for status in view.workers if can_work(status)]
+    loads = tuple(_load(status) for status in usable if _takes_requests(status.report))
+    models, left_out = _models(usable)
+    model = _most_common(models)
+    instances = []
+    for status in usable:
+        name = status.report.worker_id
+        if name not in models:
+            continue
+        if models[name] != model:
+            left_out[name] = "the sizes of its model are not those of most workers"
+            continue
+        instances.append(_instance(status, models[name], params))
+    facts = None if model is None else ClusterFacts(model[1], tuple(_sorted(instances)), params.throughput)
+    snapshot = ClusterSnapshot(view_age_s, loads, len(view.workers) - len(usable), facts)
+    return Observation(snapshot, tuple(sorted(left_out.items())))
+
+
+def _takes_requests(report: WorkerReport) -> bool:
+    return report.group in ("", report.worker_id)
+
+
+def _load(status: WorkerStatus) -> WorkerLoad:
+    report = status.report
+    return WorkerLoad(
+        report.worker_id,
+        num_blocks=report.num_blocks,
+        num_used_blocks=report.num_used_blocks,
+        num_demanded_blocks=report.num_demanded_blocks,
+        throttled=status.throttled,
+    )
+
+
+_Model = tuple[str, ModelFacts]
+
+
+def _models(usable: Sequence[WorkerStatus]) -> tuple[dict[WorkerId, _Model], dict[WorkerId, str]]:
+    """Return the model of each elastic worker, and why others of them cannot be taken at their word."""
+    models: dict[WorkerId, _Model] = {}
+    left_out: dict[WorkerId, str] = {}
+    for status in usable:
+        report = status.report
+        if report.elastic is None:
+            continue
+        try:
+            models[report.worker_id] = report.model, _model_facts(report, report.elastic)
+        except ValueError as error:
+            left_out[report.worker_id] = str(error)
+    return models, left_out
+
+
+def _model_facts(report: WorkerReport, elastic: ElasticFacts) -> ModelFacts:
+    """Return the sizes of the worker's model.
+
+    Raises:
+        ValueError: they cannot be, or do not fit what else the worker says.
+    """
+    facts = ModelFacts(
+        layer_bytes=elastic.layer_bytes,
+        outer_bytes=elastic.outer_bytes,
+        first_stage_end=elastic.first_stage_end,
+        last_stage_begin=elastic.last_stage_begin,
+        block_bytes=elastic.block_bytes,
+        block_size=report.block_size,
+        page_bytes=elastic.page_bytes,
+    )
+    if not facts.all_layers.covers(LayerRange(*report.layers)):
+        raise ValueError(f"it holds the layers {report.layers} of a model of {facts.num_layers}")
+    if elastic.num_pages < 1 or elastic.max_blocks < 0 or not 0 <= elastic.token_s < float("inf"):
+        raise ValueError("its budget cannot be")
+    return facts
+
+
+def _most_common(models: Mapping[WorkerId, _Model]) -> _Model | None:
+    """Return the model that most workers have; of equally many the first worker's."""
+    counts: dict[_Model, int] = {}
+    for name in sorted(models):
+        counts[models[name]] = counts.get(models[name], 0) + 1
+    return max(counts, key=counts.__getitem__, default=None)
+
+
+def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> InstanceFacts:
+    report, elastic, block_size = status.report, status.report.elastic, model[1].block_size
+    assert elastic is not None, "it has a model"
+    reports = _takes_requests(report)
+    return InstanceFacts(
+        instance_id=report.worker_id,
+        layers=LayerRange(*report.layers),
+        num_pages=elastic.num_pages,
+        group_id=report.group,
+        host=report.host,
+        used_tokens=reports * report.num_used_blocks * block_size,
+        demanded_tokens=reports * report.num_demanded_blocks * block_size,
+        growth_tokens=reports * int(report.tokens_per_s * params.horizon_s),
+        num_running=reports * report.num_running,
+        num_queued=reports * report.num_queued_for_memory,
+        throttled=reports and status.throttled,
+        token_s=elastic.token_s,
+        host_copy=model[1].all_layers if elastic.has_host_copy else None,
+        max_blocks=elastic.max_blocks,
+    )
+
+
+def _sorted(instances: Sequence[InstanceFacts]) -> list[InstanceFacts]:
+    return sorted(instances, key=lambda instance: instance.instance_id)

@@ -1,0 +1,139 @@
+"""When groups may change: after some calm, not at once after a restore, and later and later after failures.
+
+    use of a group, in its members' capacity without drop
+    1.0 ┤ ╭──╮                               a restore is due after `hold_s` below the ratio, without a break
+    0.5 ┼╭╯··╰─╮·╭╮······················
+        ┤╯     ╰─╯╰──────────────┬───────►   restored; for `cooldown_s` a worker that was throttled all the time counts
+                  │◄── hold_s ──►│           for nothing, one that was calm in between does
+
+Pure reducers: facts in, decisions out; time is an argument, seconds of one monotonic clock. Source: KunServe v2,
+section 4.4 ("the memory usage is below 50 % of the GPU (without drop)"); hold, cool-down and back-off are the
+project's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, missing_layers
+from services.planner.policy.ladder import WorkerLoad
+from shared.ids import WorkerId
+
+ROUNDING_S = 1e-6
+"""A span that is this little shorter than a limit has reached it: clocks round."""
+
+
+@dataclass(frozen=True, slots=True)
+class PacingParams:
+    """How much patience there is."""
+
+    restore_ratio: float = 0.5
+    """Use over capacity without drop below which a group is no longer needed (v2, section 4.4); higher restores sooner,
+    and drops again sooner."""
+    restore_hold_s: float = 10.0
+    """Seconds that it must stay below; higher waits longer for the next burst."""
+    cooldown_s: float = 10.0
+    """Seconds after a restore in which only what has been calm meanwhile is a reason to drop."""
+    retry_s: float = 2.0
+    """Pause after a plan that did not come about; it doubles with each failure in a row."""
+    max_retry_s: float = 60.0
+    """Longest pause."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.restore_ratio <= 1 or min(self.restore_hold_s, self.cooldown_s) < 0:
+            raise ValueError("0 <= restore_ratio <= 1 must hold, and no time be negative")
+        if not 0 < self.retry_s <= self.max_retry_s:
+            raise ValueError("0 < retry_s <= max_retry_s must hold")
+
+
+class Backoff:
+    """Counts failures in a row."""
+
+    def __init__(self, params: PacingParams) -> None:
+        self._params = params
+        self._num_failures = 0
+        self._until_s = 0.0
+
+    def failed(self, now_s: float) -> float:
+        """Note a failure; return the seconds until the next try."""
+        pause_s = min(self._params.retry_s * 2.0 ** min(self._num_failures, 64), self._params.max_retry_s)
+        self._num_failures += 1
+        self._until_s = now_s + pause_s
+        return pause_s
+
+    def succeeded(self) -> None:
+        """Forget the failures."""
+        self._num_failures = 0
+        self._until_s = 0.0
+
+    def left_s(self, now_s: float) -> float:
+        """Return the seconds until the next try; 0: now."""
+        return max(self._until_s - now_s, 0.0) if self._num_failures else 0.0
+
+
+class RestoreWatch:
+    """Follows which groups are used little."""
+
+    def __init__(self, params: PacingParams) -> None:
+        self._params = params
+        self._since_s: dict[str, float] = {}
+
+    def apply(self, facts: ClusterFacts, now_s: float) -> tuple[str, ...]:
+        """Take the facts of this moment; return the groups that are due for a restore, sorted.
+
+        A group that lacks layers is none of them: its members become whole by themselves.
+        """
+        since_s, self._since_s = self._since_s, {}
+        rule = CapacityRule(facts.model)
+        for name, members in _groups(facts).items():
+            if self._is_idle(facts, rule, members):
+                self._since_s[name] = since_s.get(name, now_s)
+        hold_s = self._params.restore_hold_s - ROUNDING_S
+        return tuple(sorted(name for name, began_s in self._since_s.items() if now_s - began_s >= hold_s))
+
+    def forget(self) -> None:
+        """Begin anew: what was seen so far does not count."""
+        self._since_s.clear()
+
+    def _is_idle(self, facts: ClusterFacts, rule: CapacityRule, members: Sequence[InstanceFacts]) -> bool:
+        if len(members) < 2 or missing_layers(facts.model, members) is not None:
+            return False
+        if any(member.throttled for member in members):
+            return False
+        whole = facts.model.all_layers
+        blocks = sum(rule.blocks(whole, member.num_pages, member.max_blocks) for member in members)
+        wanted = sum(member.used_tokens + member.demanded_tokens for member in members)
+        return wanted < self._params.restore_ratio * rule.tokens(blocks)
+
+
+class Cooldown:
+    """Which workers' shortage counts after a restore."""
+
+    def __init__(self, params: PacingParams) -> None:
+        self._params = params
+        self._until_s = 0.0
+        self._was_calm: dict[WorkerId, None] = {}
+
+    def restored(self, now_s: float) -> None:
+        """Note that groups were dissolved just now."""
+        self._until_s = now_s + self._params.cooldown_s
+        self._was_calm.clear()
+
+    def apply(self, workers: Sequence[WorkerLoad], now_s: float) -> str:
+        """Take the workers of this moment; return why nothing may be dropped for them, or an empty text."""
+        if now_s >= self._until_s:
+            return ""
+        self._was_calm |= {worker.worker_id: None for worker in workers if not worker.throttled}
+        throttled = [worker.worker_id for worker in workers if worker.throttled]
+        if not throttled or any(name in self._was_calm for name in throttled):
+            return ""
+        return f"groups were restored a moment ago; {self._until_s - now_s:.1f} s are given to it"
+
+
+def _groups(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:
+    groups: dict[str, list[InstanceFacts]] = {}
+    for instance in facts.instances:
+        groups.setdefault(instance.group, []).append(instance)
+    return groups

@@ -1,0 +1,63 @@
+"""`sluice drop` over a real broker with a user per role: the planner is found and asked, nobody is denied anything."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from cli.exit_codes import FAILED, UNREACHABLE, CommandError
+from cli.groups.command import run_verb
+from services.monitor.config import MonitorSettings
+from services.monitor.service import build_monitor
+from services.planner.config import PlannerSettings
+from services.planner.service import build_planner
+from shared.ids import WorkerId
+from shared.messages.report import WorkerPhase, WorkerReport
+from shared.nats_bus import NatsBus
+from shared.nats_config import new_passwords
+from shared.nats_roles import Role, inbox_prefix
+from shared.nats_server import EmbeddedNats
+from shared.subjects import Subjects
+from shared.wire import encode_json
+
+
+async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> None:
+    passwords, denied = new_passwords(), list[BaseException]()
+
+    async def connect(role: Role) -> NatsBus:
+        credentials = (role.value, passwords[role])
+        prefix = inbox_prefix(role, role)
+        return await NatsBus.connect(
+            url, name=role, inbox_prefix=prefix, credentials=credentials, on_fatal=denied.append
+        )
+
+    with EmbeddedNats() as server:
+        url = server.start(tmp_path, passwords=passwords)
+        flags = {"nats_url": url.replace("://", f"://operator:{passwords[Role.OPERATOR]}@")}
+        with pytest.raises(CommandError, match="no planner answers") as nobody:
+            await run_verb("drop", {}, flags, limit_s=5, as_json=False)
+        assert nobody.value.code == UNREACHABLE
+
+        buses = {role: await connect(role) for role in (Role.MONITOR, Role.PLANNER, Role.WORKER)}
+        monitor = build_monitor(MonitorSettings(instance_id="monitor", suspect_after_s=0.2), buses[Role.MONITOR])
+        planner = build_planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[Role.PLANNER])
+        await monitor.start()
+        await planner.start()
+        report = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+        await buses[Role.WORKER].publish(Subjects().report(report.worker_id), encode_json(report))
+        async with asyncio.timeout(5):
+            while planner.fresh_view is None:
+                await asyncio.sleep(0.01)
+        for verb in ("drop", "restore"):
+            with pytest.raises(
+                CommandError, match=f"no {verb}: no worker that is ready can drop parameters"
+            ) as refused:
+                await run_verb(verb, {}, flags, limit_s=5, as_json=False)
+            assert refused.value.code == FAILED
+        await planner.stop()
+        await monitor.stop()
+        for bus in buses.values():
+            await bus.close()
+    assert denied == []

@@ -1,0 +1,498 @@
+"""Workers that keep the promises of `shared.messages.plan`, with a real planner and a real monitor, in virtual time.
+
+They have no model: layers, groups and loads are numbers. What they heard and said is written down, and `check` holds it
+to the laws of the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from services.monitor.config import MonitorSettings
+from services.planner.config import PlannerSettings
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ModelFacts
+from shared.bus import BusError, Endpoint, KvEntry, Message, ServiceInfo
+from shared.ids import Incarnation, WorkerId
+from shared.layers import LayerRange
+from shared.memory_bus import Delivery, MemoryBroker, MemoryBus
+from shared.messages.event import Event
+from shared.messages.plan import (
+    PLAN_KEY,
+    CommitPlan,
+    Plan,
+    PlanAnswer,
+    PlanMessage,
+    PlannedGroup,
+    PlanPhase,
+    PlanState,
+    PreparePlan,
+)
+from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.subjects import Subjects
+from shared.wire import decode_json, decode_union_json, encode_json
+from sim.faults.nodes import MonitorNode, PlannerNode
+from sim.virtual_time import run
+from tests.support.drop_builders import make_model
+
+SUBJECTS = Subjects()
+MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
+"""64 pages of parameters. With 224 in all a whole instance has 10 blocks of 16 tokens, half of one 24."""
+NUM_PAGES = 224
+GROUP_LIMIT_S = 1.0
+"""In which the members of a group must have met."""
+_QUESTION: TypeAdapter[PlanMessage] = TypeAdapter(PlanMessage)
+
+
+@dataclass
+class Load:
+    """What one worker's requests have and want, in blocks."""
+
+    used: int = 0
+    demanded: int = 0
+    queued: int = 0
+
+
+@dataclass
+class Heard:
+    """One question, and what became of it."""
+
+    at_s: float
+    worker_id: WorkerId
+    kind: str
+    plan_id: int
+    epoch: int
+    token: str = ""
+    state: PlanState | None = None
+
+
+@dataclass
+class _Prepared:
+    plan_id: int
+    group: PlannedGroup
+    until_s: float
+    token: str
+
+
+@dataclass
+class PlanWorker:
+    """One worker. The fields after `load` are its faults."""
+
+    cluster: PlanCluster
+    worker_id: WorkerId
+    bus: MemoryBus
+    incarnation: Incarnation
+    load: Load = field(default_factory=Load)
+    refuses: str = ""
+    """Why it refuses what it is asked to prepare."""
+    is_deaf: bool = False
+    """It answers nothing about plans."""
+    stop_s: float = 0.002
+    """Until it has stopped between two steps."""
+    change_s: float = 0.005
+    """Until its memory has changed."""
+    model: ModelFacts = MODEL
+    is_elastic: bool = True
+    is_alive: bool = True
+    layers: LayerRange = MODEL.all_layers
+    group: tuple[WorkerId, ...] = ()
+    plan_id: int = 0
+    newest_epoch: int = 0
+    prepared: _Prepared | None = None
+    concluded: dict[int, PlanState] = field(default_factory=dict)
+    _number: int = 0
+    _changing: dict[int, asyncio.Future[PlanState]] = field(default_factory=dict)
+
+    async def start(self) -> None:
+        """Answer the planner, and report by period."""
+        info = ServiceInfo("sluice-worker", "1.0.0", "a worker without a model", {}, self.worker_id)
+        await self.bus.serve(info, [Endpoint("plan", SUBJECTS.plan(self.worker_id), self._answer)])
+
+    async def live(self) -> None:
+        """Report by period, and give up what was prepared for too long."""
+        while self.is_alive:
+            await self.report()
+            await asyncio.sleep(0.5)
+
+    def die(self) -> None:
+        """Be gone; whoever is in a group with it becomes whole."""
+        self.is_alive = False
+        self.bus.abort()
+        self.cluster.broken(self.worker_id)
+
+    def become_whole(self) -> None:
+        """The group is no more."""
+        self.group, self.layers = (), MODEL.all_layers
+
+    async def report(self) -> None:
+        """Say how things are."""
+        if not self.is_alive:
+            return
+        self._number += 1
+        report = self._make_report()
+        try:
+            await self.bus.publish(SUBJECTS.report(self.worker_id), encode_json(report))
+        except BusError:
+            return
+
+    def _make_report(self) -> WorkerReport:
+        leads = not self.group or self.group[0] == self.worker_id
+        members = [self.cluster.workers[name] for name in self.group] or [self]
+        loads = [member.load for member in members] if leads else []
+        rule = CapacityRule(self.model)
+        num_blocks = min(rule.blocks(member.layers, NUM_PAGES) for member in members) if leads else 0
+        used = sum(load.used for load in loads)
+        return WorkerReport(
+            worker_id=self.worker_id,
+            sequence_number=self._number,
+            phase=WorkerPhase.READY,
+            incarnation=self.incarnation,
+            host=f"host-{self.worker_id}",
+            model="m",
+            block_size=self.model.block_size,
+            num_blocks=num_blocks,
+            num_used_blocks=min(used, num_blocks),
+            num_demanded_blocks=sum(load.demanded for load in loads) + max(used - num_blocks, 0),
+            num_head_blocks=min(1, sum(load.queued for load in loads)),
+            num_queued_for_memory=self._num_queued(loads, num_blocks),
+            num_running=used,
+            num_layers=self.model.num_layers,
+            layers=(self.layers.first, self.layers.end),
+            group=self.group[0] if self.group else "",
+            stage=self.group.index(self.worker_id) if self.group else 0,
+            num_stages=max(len(self.group), 1),
+            plan_id=self.plan_id,
+            stage_address=f"{self.worker_id}:1",
+            elastic=_elastic(self.model) if self.is_elastic else None,
+        )
+
+    @staticmethod
+    def _num_queued(loads: list[Load], num_blocks: int) -> int:
+        wanted = sum(load.used + load.demanded for load in loads)
+        return sum(load.queued for load in loads) if wanted > num_blocks else 0
+
+    async def _answer(self, message: Message) -> bytes:
+        question = decode_union_json(message.data, _QUESTION)
+        heard = Heard(_now_s(), self.worker_id, question.kind, question.plan_id, question.epoch)
+        heard.token = question.token if isinstance(question, PreparePlan) else ""
+        self.cluster.heard.append(heard)
+        if self.is_deaf:
+            await asyncio.sleep(3600)
+        if question.epoch < self.newest_epoch:
+            heard.state, reason = PlanState.REFUSED, "the epoch is old"
+        else:
+            self.newest_epoch = question.epoch
+            heard.state, reason = await self._obey(question)
+        answer = PlanAnswer(
+            worker_id=self.worker_id,
+            plan_id=question.plan_id,
+            state=heard.state,
+            reason=reason,
+            newest_epoch=self.newest_epoch,
+        )
+        return encode_json(answer)
+
+    async def _obey(self, question: PlanMessage) -> tuple[PlanState, str]:
+        self._give_up()
+        if question.plan_id in self.concluded:
+            return self.concluded[question.plan_id], "as before"
+        if question.plan_id in self._changing:
+            return await asyncio.shield(self._changing[question.plan_id]), ""
+        if isinstance(question, PreparePlan):
+            return await self._prepare(question)
+        prepared, self.prepared = self.prepared, None
+        if not isinstance(question, CommitPlan) or prepared is None or prepared.plan_id != question.plan_id:
+            self.prepared = prepared if prepared is not None and prepared.plan_id != question.plan_id else None
+            self.concluded[question.plan_id] = PlanState.ABORTED
+            return PlanState.ABORTED, ""
+        return await self._commit(prepared), ""
+
+    async def _prepare(self, question: PreparePlan) -> tuple[PlanState, str]:
+        why_not = self.refuses or self._why_not(question.group) or ("it is changing" if self._changing else "")
+        if why_not:
+            self.concluded[question.plan_id] = PlanState.REFUSED
+            return PlanState.REFUSED, why_not
+        self.prepared = _Prepared(question.plan_id, question.group, _now_s() + question.limit_s, question.token)
+        await asyncio.sleep(self.stop_s)
+        if question.plan_id in self.concluded:
+            return self.concluded[question.plan_id], "aborted meanwhile"
+        return PlanState.PREPARED, ""
+
+    def _why_not(self, group: PlannedGroup) -> str:
+        stage = next(stage for stage in group.stages if stage.worker_id == self.worker_id)
+        if stage.incarnation != self.incarnation:
+            return "it is another process"
+        if stage.held != (self.layers.first, self.layers.end):
+            return f"it holds {self.layers}"
+        return ""
+
+    def _give_up(self) -> None:
+        if self.prepared is not None and _now_s() >= self.prepared.until_s:
+            self.concluded[self.prepared.plan_id] = PlanState.ABORTED
+            self.prepared = None
+
+    async def _commit(self, prepared: _Prepared) -> PlanState:
+        change: asyncio.Future[PlanState] = asyncio.get_running_loop().create_future()
+        self._changing[prepared.plan_id] = change
+        self.cluster.broken(self.worker_id, but=prepared.group)
+        await asyncio.sleep(self.change_s)
+        state = await self._meet(prepared)
+        if state is not PlanState.DONE:
+            self.become_whole()
+        self.concluded[prepared.plan_id] = state
+        change.set_result(state)
+        del self._changing[prepared.plan_id]
+        await self.report()
+        return state
+
+    async def _meet(self, prepared: _Prepared) -> PlanState:
+        stages = prepared.group.stages
+        names = tuple(stage.worker_id for stage in stages)
+        stage = stages[names.index(self.worker_id)]
+        if len(stages) > 1 and not await self.cluster.meet(self, prepared.plan_id, names, prepared.token):
+            return PlanState.FAILED
+        self.layers = LayerRange(*stage.layers)
+        self.group = names if len(names) > 1 else ()
+        self.plan_id = prepared.plan_id
+        return PlanState.DONE
+
+
+class PlanCluster:
+    """Workers, a monitor, and planners that come and go.
+
+    Args:
+        num_workers: `w0`, `w1` …, one on each host.
+        settings: of the planners.
+        deliver: faults of the broker; None: none.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        settings: PlannerSettings,
+        deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
+    ) -> None:
+        self.broker = MemoryBroker(latency_s=0.001, deliver=deliver)
+        self.bus = self.broker.connect("test")
+        self.settings = settings
+        self.workers: dict[WorkerId, PlanWorker] = {}
+        self.heard: list[Heard] = []
+        self.plans: list[Plan] = []
+        self.events: list[tuple[float, str, str]] = []
+        self.monitor = MonitorNode(MonitorSettings(instance_id="monitor"), self.broker, np.random.default_rng(0))
+        self.planners: dict[str, PlannerNode] = {}
+        self._meetings: dict[tuple[int, tuple[WorkerId, ...]], dict[WorkerId, str]] = {}
+        self._over: dict[tuple[int, tuple[WorkerId, ...]], None] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_processes = 0
+        for number in range(num_workers):
+            self._make(WorkerId(f"w{number}"))
+
+    def _make(self, worker_id: WorkerId) -> PlanWorker:
+        self._num_processes += 1
+        bus = self.broker.connect(worker_id)
+        worker = PlanWorker(self, worker_id, bus, Incarnation(self._num_processes))
+        self.workers[worker_id] = worker
+        return worker
+
+    async def start(self) -> None:
+        """Start workers and monitor; the planner is started by `start_planner`."""
+        await self.bus.subscribe("sluice.*.event.>", self._on_event)
+        await (await self.bus.key_value(SUBJECTS.plan_bucket())).watch(PLAN_KEY, self._on_plan)
+        self.monitor.launch()
+        for worker in list(self.workers.values()):
+            await self._start(worker)
+
+    async def _start(self, worker: PlanWorker) -> None:
+        await worker.start()
+        self._tasks.append(asyncio.create_task(worker.live()))
+
+    async def restart(self, worker_id: WorkerId) -> None:
+        """Put a new process in the place of a dead worker."""
+        load = self.workers[worker_id].load
+        worker = self._make(worker_id)
+        worker.load = load
+        await self._start(worker)
+
+    def start_planner(self, name: str = "p") -> PlannerNode:
+        """Start a planner, or start it again."""
+        if name not in self.planners:
+            settings = self.settings.model_copy(update={"instance_id": name})
+            self.planners[name] = PlannerNode(settings, self.broker, np.random.default_rng(0))
+        self.planners[name].launch()
+        return self.planners[name]
+
+    async def close(self) -> None:
+        """End everything."""
+        for planner in self.planners.values():
+            planner.kill(None)
+        self.monitor.kill(None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self.workers.values():
+            await worker.bus.close()
+        await self.bus.close()
+
+    async def strain(self, name: str, queued: int = 3, demanded: int = 2) -> None:
+        """Let a worker be full, with requests that wait for memory, and say so at once."""
+        worker = self.workers[WorkerId(name)]
+        worker.load = Load(10, demanded, queued)
+        await worker.report()
+
+    def relax(self, used: int = 2, *names: str) -> None:
+        """Let these workers, or all, have this much to do, and nobody wait."""
+        for name, worker in self.workers.items():
+            if not names or name in names:
+                worker.load = Load(used)
+
+    def broken(self, worker_id: WorkerId, but: PlannedGroup | None = None) -> None:
+        """End the groups of this worker: each member becomes whole, but those that change their role with it."""
+        changing = [] if but is None else [stage.worker_id for stage in but.stages]
+        names = self.workers[worker_id].group
+        for name in names:
+            if name not in changing and not self.workers[name]._changing:
+                self.workers[name].become_whole()
+
+    async def meet(self, worker: PlanWorker, plan_id: int, names: tuple[WorkerId, ...], token: str) -> bool:
+        """Return whether all members of a group came with one token in time."""
+        meeting = (plan_id, names)
+        present = self._meetings.setdefault(meeting, {})
+        present[worker.worker_id] = token
+        until_s = _now_s() + GROUP_LIMIT_S
+        while len(present) < len(names):
+            if _now_s() >= until_s:
+                self._over[meeting] = None
+                return False
+            await asyncio.sleep(0.001)
+        if meeting in self._over:
+            return False
+        return len(set(present.values())) == 1 and all(self.workers[name].is_alive for name in names)
+
+    def names(self, prefix: str = "plan_") -> list[str]:
+        """Names of the planner's events."""
+        return [name for _, name, _ in self.events if name.startswith(prefix)]
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """The groups of living workers, by their leaders."""
+        return [w.group for w in self.workers.values() if w.is_alive and w.group and w.group[0] == w.worker_id]
+
+    @property
+    def plan(self) -> Plan:
+        """What the plan key holds."""
+        return self.plans[-1]
+
+    def _on_event(self, message: Message) -> None:
+        event = decode_json(message.data, Event)
+        self.events.append((_now_s(), event.name, event.reason))
+
+    def _on_plan(self, entry: KvEntry) -> None:
+        assert entry.value is not None
+        self.plans.append(decode_json(entry.value, Plan))
+
+    def check(self, *, is_lossless: bool = True) -> None:
+        """Hold what was heard to the laws; raises AssertionError."""
+        self._check_epochs()
+        for plan_id in dict.fromkeys(heard.plan_id for heard in self.heard):
+            self._check_plan(plan_id, is_lossless=is_lossless)
+        self._check_groups()
+
+    def _check_epochs(self) -> None:
+        epochs = [plan.epoch for plan in self.plans]
+        assert all(later > earlier for earlier, later in pairwise(epochs)), epochs
+        for plan in self.plans:
+            for group in plan.groups:
+                reached = 0
+                for stage in group.stages:
+                    if len(group.stages) > 1:
+                        assert stage.held[0] <= stage.layers[0] < stage.layers[1] <= stage.held[1], (
+                            "it would have to load"
+                        )
+                    assert stage.layers[0] == reached, "layers are missing"
+                    reached = stage.layers[1]
+                assert reached == MODEL.num_layers
+
+    def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
+        heard = [each for each in self.heard if each.plan_id == plan_id]
+        named = {s.worker_id for p in self.plans if p.plan_id == plan_id for g in p.groups for s in g.stages}
+        assert {each.worker_id for each in heard} <= named, "somebody else was asked"
+        commits = [each for each in heard if each.kind == "commit_plan"]
+        aborts = [each for each in heard if each.kind == "abort_plan"]
+        assert not (commits and aborts), f"plan {plan_id} was both committed and aborted"
+        if commits:
+            prepared = {each.worker_id for each in heard if each.kind == "prepare_plan"}
+            first = {each.worker_id: each for each in reversed(heard) if each.kind == "prepare_plan"}
+            refused = [name for name, each in first.items() if each.state is not PlanState.PREPARED]
+            assert not refused, f"plan {plan_id} was committed although {refused} refused"
+            assert prepared == named, f"plan {plan_id} was committed although not all were prepared"
+        if is_lossless:
+            told = {each.worker_id for each in (*commits, *aborts)}
+            silent = {name for name in named - told if self.workers[name].is_alive}
+            assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"
+        tokens = {each.worker_id: each.token for each in heard if each.kind == "prepare_plan"}
+        groups = next(p.groups for p in self.plans if p.plan_id == plan_id)
+        of_group = [{tokens[s.worker_id] for s in g.stages if s.worker_id in tokens} for g in groups]
+        assert all(len(each) <= 1 for each in of_group), "one group, one secret"
+
+    def _check_groups(self) -> None:
+        assert self.plan.phase is PlanPhase.DONE, "something was begun and not ended"
+        for worker in self.workers.values():
+            if not worker.is_alive:
+                continue
+            worker._give_up()
+            assert worker.prepared is None, f"{worker.worker_id} waits for ever"
+            if not worker.group:
+                assert worker.layers == MODEL.all_layers, f"{worker.worker_id} is alone and not whole"
+                continue
+            members = [self.workers[name] for name in worker.group]
+            assert all(member.group == worker.group for member in members), "members disagree"
+            assert [member.layers.first for member in members] == [0, *(m.layers.end for m in members[:-1])]
+
+
+def settings(**changes: object) -> PlannerSettings:
+    """A planner that drops."""
+    return PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **changes})
+
+
+def in_cluster(
+    test: Callable[[PlanCluster], Awaitable[None]],
+    num_workers: int = 4,
+    planner: PlannerSettings | None = None,
+    deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
+) -> PlanCluster:
+    """Run a test in virtual time, in a cluster whose workers are ready and whose planner is not started."""
+
+    async def main() -> PlanCluster:
+        cluster = PlanCluster(num_workers, planner or settings(), deliver)
+        await cluster.start()
+        await asyncio.sleep(2)
+        await test(cluster)
+        await cluster.close()
+        return cluster
+
+    return run(main())
+
+
+def _elastic(model: ModelFacts) -> ElasticFacts:
+    return ElasticFacts(
+        layer_bytes=model.layer_bytes,
+        outer_bytes=model.outer_bytes,
+        first_stage_end=model.first_stage_end,
+        last_stage_begin=model.last_stage_begin,
+        block_bytes=model.block_bytes,
+        page_bytes=model.page_bytes,
+        num_pages=NUM_PAGES,
+        max_blocks=10_000,
+        token_s=0.0001,
+        has_host_copy=True,
+    )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

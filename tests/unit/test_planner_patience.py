@@ -1,0 +1,331 @@
+"""What the planner makes of a view, when groups may change, and groups that a person names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.policy.chosen import plan_chosen
+from services.planner.policy.drop_facts import DropParams, InstanceFacts
+from services.planner.policy.drop_plan import DropPlan, DropRefusal
+from services.planner.policy.intent import drop_intent, restore_intent, stages_of
+from services.planner.policy.ladder import WorkerLoad
+from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
+from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
+from services.planner.policy.restore import RestorePlan, plan_restore
+from shared.ids import Incarnation, WorkerId
+from shared.layers import LayerRange
+from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, random_facts
+
+PACING = PacingParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
+OBSERVE = ObserveParams((1.0, 1.8), horizon_s=2.0)
+ELASTIC = ElasticFacts(
+    layer_bytes=(128,) * 8,
+    outer_bytes=0,
+    first_stage_end=0,
+    last_stage_begin=0,
+    block_bytes=64,
+    page_bytes=64,
+    num_pages=64,
+    max_blocks=50,
+    token_s=0.25,
+    has_host_copy=True,
+)
+
+
+def status(name: str, *, liveness: Liveness = Liveness.ALIVE, throttled: bool = False, **fields: Any) -> WorkerStatus:
+    common: dict[str, Any] = {
+        "worker_id": WorkerId(name),
+        "sequence_number": 0,
+        "phase": WorkerPhase.READY,
+        "host": "h",
+        "incarnation": Incarnation(3),
+        "block_size": 16,
+        "num_blocks": 100,
+        "num_layers": 8,
+        "layers": (0, 8),
+        "elastic": ELASTIC,
+    }
+    report = WorkerReport.model_validate(common | fields)
+    return WorkerStatus(liveness=liveness, age_s=0.1, throttled=throttled, report=report)
+
+
+def view(*statuses: WorkerStatus) -> ClusterView:
+    return ClusterView(sequence_number=1, workers=statuses)
+
+
+def instances(*statuses: WorkerStatus) -> tuple[InstanceFacts, ...]:
+    facts = observe(view(*statuses), 0.1, OBSERVE).snapshot.facts
+    assert facts is not None
+    return facts.instances
+
+
+# --- from a view to facts --------------------------------------------------------------------------------------------
+
+
+def test_every_figure_of_a_report_has_its_place() -> None:
+    busy: dict[str, Any] = {
+        "num_used_blocks": 40,
+        "num_demanded_blocks": 7,
+        "tokens_per_s": 12.5,
+        "num_running": 5,
+        "num_queued_for_memory": 2,
+        "num_waiting": 9,
+    }
+    (facts,) = instances(status("w", throttled=True, **busy))
+    assert facts == InstanceFacts(
+        instance_id=WorkerId("w"),
+        layers=LayerRange(0, 8),
+        num_pages=64,
+        host="h",
+        used_tokens=40 * 16,
+        demanded_tokens=7 * 16,
+        growth_tokens=25,
+        num_running=5,
+        num_queued=2,
+        throttled=True,
+        token_s=0.25,
+        host_copy=LayerRange(0, 8),
+        max_blocks=50,
+    )
+
+
+def test_a_leader_speaks_for_its_group_and_is_the_one_that_takes_requests() -> None:
+    common: dict[str, Any] = {"group": "w1", "num_stages": 2, "num_used_blocks": 30}
+    seen = observe(
+        view(
+            status("w0", layers=(4, 8), stage=1, throttled=True, **common),
+            status("w1", layers=(0, 4), throttled=True, **common),
+            status("w2"),
+            status("w3", elastic=None, num_used_blocks=9),
+            status("w4", liveness=Liveness.SUSPECT),
+            status("w5", phase=WorkerPhase.LOADING),
+        ),
+        0.3,
+        OBSERVE,
+    )
+    assert [(load.worker_id, load.throttled) for load in seen.snapshot.workers] == [
+        ("w1", True),
+        ("w2", False),
+        ("w3", False),
+    ]
+    assert (seen.snapshot.num_unavailable, seen.snapshot.view_age_s, seen.left_out) == (2, 0.3, ())
+    assert seen.snapshot.facts is not None
+    member, leader, alone = seen.snapshot.facts.instances
+    assert (member.group, member.used_tokens, member.throttled) == ("w1", 0, False)
+    assert (leader.group, leader.used_tokens, leader.throttled) == ("w1", 480, True)
+    assert (alone.group, alone.group_id) == ("w2", "")
+
+
+def test_without_elastic_workers_there_are_no_facts() -> None:
+    assert observe(view(status("w", elastic=None)), 0.1, OBSERVE).snapshot.facts is None
+    assert observe(view(), 0.1, OBSERVE).snapshot.facts is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"block_size": 32}, "the sizes of its model are not those of most workers"),
+        ({"model": "other"}, "the sizes of its model are not those of most workers"),
+        ({"block_size": 0}, "block_bytes, block_size and page_bytes are positive"),
+        ({"layers": (0, 0)}, "layers [0, 0) are no range"),
+        ({"layers": (0, 9)}, "it holds the layers (0, 9) of a model of 8"),
+        ({"elastic": ELASTIC.model_copy(update={"num_pages": 0})}, "its budget cannot be"),
+        ({"elastic": ELASTIC.model_copy(update={"token_s": -1.0})}, "its budget cannot be"),
+    ],
+)
+def test_workers_that_no_plan_can_count_on_are_left_out_with_the_reason(fields: dict[str, Any], reason: str) -> None:
+    seen = observe(view(status("w0", **fields), status("w1"), status("w2")), 0.1, OBSERVE)
+    assert seen.left_out == (("w0", reason),)
+    assert seen.snapshot.facts is not None
+    assert [each.instance_id for each in seen.snapshot.facts.instances] == ["w1", "w2"]
+    assert len(seen.snapshot.workers) == 3, "requests are placed on it all the same"
+
+
+def test_the_time_of_a_token_and_the_budget_may_differ() -> None:
+    other = ELASTIC.model_copy(update={"token_s": 1.0, "num_pages": 80, "max_blocks": 7, "has_host_copy": False})
+    first, second = instances(status("w0"), status("w1", elastic=other))
+    assert (first.num_pages, second.num_pages, second.host_copy) == (64, 80, None)
+
+
+def test_a_process_is_lost_when_it_is_dead_or_stopped_or_another_one_and_not_when_nobody_has_heard_of_it() -> None:
+    seen = view(
+        status("w0"),
+        status("w1", liveness=Liveness.SUSPECT),
+        status("w2", liveness=Liveness.DEAD),
+        status("w3", phase=WorkerPhase.STOPPED),
+        status("w4", incarnation=4),
+    )
+    losses = [find_loss(seen, WorkerId(f"w{number}"), Incarnation(3)) for number in range(6)]
+    assert losses == [None, None, "it is gone", "it is gone", "it was started anew", None]
+
+
+@given(st.integers(1, 64), st.floats(0, 1))
+def test_a_linear_profile_is_concave_and_positive_or_refused(size: int, loss: float) -> None:
+    try:
+        profile = linear_profile(size, loss)
+    except ValueError:
+        assert loss * (size - 1) >= 1
+        return
+    assert len(profile) == size
+    assert profile[0] == 1.0
+    assert min(profile) > 0
+    steps = np.diff(profile)
+    assert (np.diff(steps) <= 1e-9).all()
+
+
+# --- patience --------------------------------------------------------------------------------------------------------
+
+
+def test_pauses_double_up_to_a_limit_and_a_success_forgets_them() -> None:
+    backoff = Backoff(PACING)
+    assert backoff.left_s(0.0) == 0.0
+    assert [backoff.failed(100.0) for _ in range(6)] == [2, 4, 8, 16, 20, 20]
+    assert (backoff.left_s(100.0), backoff.left_s(119.0), backoff.left_s(121.0)) == (20.0, 1.0, 0.0)
+    backoff.succeeded()
+    assert backoff.left_s(100.0) == 0.0
+    assert backoff.failed(0.0) == 2
+
+
+def group_of(used: int, demanded: int = 0, **fields: Any) -> list[InstanceFacts]:
+    """Two stages; each instance alone has 3 blocks of 16 tokens: 96 tokens in all."""
+    pair = make_group(0, (4, 8))
+    return [replace(pair[0], used_tokens=used, demanded_tokens=demanded, **fields), pair[1]]
+
+
+@pytest.mark.parametrize(
+    ("members", "is_idle"),
+    [
+        (group_of(47), True),
+        (group_of(48), False),
+        (group_of(40, 8), False),
+        (group_of(0, throttled=True), False),
+        (group_of(0)[:1], False),
+        ([make_instance(0)], False),
+        ([make_instance(0, 0, 4)], False),
+    ],
+)
+def test_a_group_is_due_after_its_use_was_below_half_of_what_its_members_have_alone(
+    members: list[InstanceFacts], is_idle: bool
+) -> None:
+    watch = RestoreWatch(PACING)
+    facts = make_facts(members)
+    assert [watch.apply(facts, at_s) for at_s in (0.0, 5.0, 9.9)] == [(), (), ()]
+    assert watch.apply(facts, 10.0) == (("w00000",) if is_idle else ())
+    watch.forget()
+    assert watch.apply(facts, 10.1) == ()
+
+
+def test_every_break_begins_the_wait_anew_for_that_group_only() -> None:
+    watch = RestoreWatch(PACING)
+    other = [replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(group_of(0))]
+    for at_s in range(10):
+        used = 60 if at_s == 4 else 0
+        assert watch.apply(make_facts([*group_of(used), *other]), float(at_s)) == ()
+    assert watch.apply(make_facts([*group_of(0), *other]), 10.0) == ("x0",)
+    assert watch.apply(make_facts([*group_of(0), *other]), 15.0) == ("w00000", "x0")
+
+
+def loads(**throttled: bool) -> list[WorkerLoad]:
+    return [WorkerLoad(WorkerId(name), 1, 1, 0, throttled=is_short) for name, is_short in throttled.items()]
+
+
+def test_after_a_restore_a_worker_counts_once_it_was_calm() -> None:
+    cooldown = Cooldown(PACING)
+    assert cooldown.apply(loads(a=True), 0.0) == ""
+    cooldown.restored(10.0)
+    assert "4.0 s are given to it" in cooldown.apply(loads(a=True, b=True), 11.0)
+    assert cooldown.apply(loads(a=False, b=True), 12.0) != ""
+    assert cooldown.apply(loads(a=True, b=True), 13.0) == ""
+    cooldown.restored(13.5)
+    assert cooldown.apply(loads(a=True), 14.0) != ""
+    assert cooldown.apply(loads(a=True), 18.5) == ""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"restore_ratio": 1.1}, {"restore_hold_s": -1.0}, {"cooldown_s": -1.0}, {"retry_s": 0.0}, {"retry_s": 30.0}],
+)
+def test_patience_that_cannot_be_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must hold"):
+        replace(PACING, **fields)
+
+
+# --- by hand, and what workers are told ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_group_of_named_instances_is_exactly_of_these_or_there_is_a_reason(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    facts = random_facts(rng)
+    ids = [each.instance_id for each in facts.instances]
+    names = [ids[i] for i in rng.permutation(len(ids))[: int(rng.integers(0, len(ids) + 1))]]
+    plan = plan_chosen(facts, DropParams(), names)
+    if isinstance(plan, DropRefusal):
+        assert plan.reason
+        return
+    plan.check_invariants(facts)
+    (group,) = plan.groups
+    assert sorted(stage.instance_id for stage in group.stages) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ((), "a group takes two workers at least"),
+        ((0, 0), "a group takes two workers at least"),
+        ((0, 1), "they are one group already"),
+        ((0, 3), "'w00001' is in a group with some of them; name it too, or restore the group first"),
+        ((3, 9), "'w00009' is no worker that is ready and can drop parameters"),
+        ((0, 1, 3, 4), "a layer would be left without a second copy"),
+    ],
+)
+def test_what_a_person_cannot_have_is_refused_with_the_reason(names: tuple[int, ...], reason: str) -> None:
+    facts = make_facts([*make_group(0, (4, 8)), make_instance(3), make_instance(4)])
+    refusal = plan_chosen(facts, DropParams(), [WorkerId(f"w{number:05d}") for number in names])
+    assert isinstance(refusal, DropRefusal)
+    assert refusal.reason == reason
+
+
+def test_a_person_may_grow_a_group_by_naming_all_of_it() -> None:
+    copy = LayerRange(0, 12)
+    facts = make_facts(
+        [*make_group(0, (6, 12), pages=96, host_copy=copy), make_instance(3, end=12, pages=96)], make_model(12)
+    )
+    plan = plan_chosen(facts, DropParams(), [each.instance_id for each in facts.instances])
+    assert isinstance(plan, DropPlan)
+    plan.check_invariants(facts)
+    assert len(plan.groups[0].stages) == 3
+
+
+def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_was_made_from() -> None:
+    statuses = [
+        status(f"w{number}", incarnation=50 + number, stage_address=f"a:{number}", num_used_blocks=10)
+        for number in range(2)
+    ]
+    seen = observe(view(*statuses), 0.1, OBSERVE)
+    assert seen.snapshot.facts is not None
+    plan = plan_chosen(seen.snapshot.facts, DropParams(), [WorkerId("w0"), WorkerId("w1")])
+    assert isinstance(plan, DropPlan)
+    intent = drop_intent(plan, seen.snapshot.facts, view(*statuses))
+    assert [(s.worker_id, s.incarnation, s.address, s.held, s.layers) for s in stages_of(intent)] == [
+        ("w0", 50, "a:0", (0, 8), (0, 4)),
+        ("w1", 51, "a:1", (0, 8), (4, 8)),
+    ]
+    assert intent.groups[0].num_blocks == plan.groups[0].after_tokens // 16 == 7
+
+    common: dict[str, Any] = {"group": "w0", "num_stages": 2}
+    grouped = view(status("w0", layers=(0, 4), **common), status("w1", layers=(4, 8), stage=1, **common))
+    facts = observe(grouped, 0.1, OBSERVE).snapshot.facts
+    assert facts is not None
+    restore = plan_restore(facts)
+    assert isinstance(restore, RestorePlan)
+    back = restore_intent(restore, facts, grouped)
+    assert [len(group.stages) for group in back.groups] == [1, 1]
+    assert [(s.held, s.layers) for s in stages_of(back)] == [((0, 4), (0, 8)), ((4, 8), (0, 8))]
