@@ -57,7 +57,9 @@ class SimCluster:
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
         self._planner: Planner = build_planner(
-            PlannerSettings(instance_id="planner"), self.broker.connect("planner"), on_failure=self._fail
+            PlannerSettings(instance_id="planner", system=params.system),
+            self.broker.connect("planner"),
+            on_failure=self._fail,
         )
         settings = DispatcherSettings(
             instance_id="dispatcher",
