@@ -13,23 +13,20 @@ from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.decisions import Decider
+from services.planner.decisions import Decider, levers_of
 from services.planner.endpoints import PlannerEndpoints
 from services.planner.execution import Outcome, PlanExecution
-from services.planner.policy.drop_lever import DropLever
 from services.planner.policy.intent import Intent
 from services.planner.policy.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
 from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
-from shared.errors import StartupError
 from shared.host import process_facts
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
-from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
 from shared.version import VERSION
 from shared.wire import WireError, encode_json
@@ -284,19 +281,6 @@ class Planner:
             },
             instance_id=self._settings.instance_id,
         )
-
-
-def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
-    """Return the ladder of the settings' system.
-
-    Raises:
-        StartupError: there is no such system.
-    """
-    try:
-        system = find_system(settings.system)
-    except UnknownSystemError as error:
-        raise StartupError(str(error), "Choose one with --system") from None
-    return (DropLever(settings.drop(), wait_s=settings.drop_wait_s),) if system.drops else ()
 
 
 def build_planner(

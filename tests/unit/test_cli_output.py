@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -159,8 +160,8 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
         "num_pages": 99,
         "max_blocks": 9,
     }
-    common = {"num_layers": 8, "elastic": elastic}
-    grouped = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}
+    common: dict[str, Any] = {"num_layers": 8, "elastic": elastic}
+    grouped: dict[str, Any] = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}
     reports = [
         report("w0", layers=(0, 4), stage=0, **grouped),
         report("w1", layers=(4, 8), stage=1, **grouped),
