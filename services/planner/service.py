@@ -33,6 +33,7 @@ from shared.wire import WireError, encode_json
 
 _log = get_logger()
 ROUNDING_S = 1e-6
+SETTLE_LOOK_S = 0.02
 MAX_TOLD = 1024
 """Events that are told once and remembered; when there are more, all may be told again."""
 
@@ -129,9 +130,16 @@ class Planner:
         """Why nothing can be begun now, in words; empty: something can."""
         if self.superseded:
             return "another planner has taken over; this one decides nothing more"
-        if self._carrying is not None or not self._certain:
+        plan = self._book.plan if self._book is not None else None
+        if self._carrying is not None or not self._certain or plan is None or plan.phase is not PlanPhase.DONE:
             return "a plan is being carried out"
         return ""
+
+    async def settle(self) -> None:
+        """Return when reports show what the last plan has changed, or have had time enough."""
+        loop = asyncio.get_running_loop()
+        while not self._decider.is_settled(self._view, loop.time()):
+            await asyncio.sleep(SETTLE_LOOK_S)
 
     async def carry_out(self, intent: Intent) -> Outcome:
         """Have workers carry something out, whatever becomes of the caller; `why_busy` must be empty."""

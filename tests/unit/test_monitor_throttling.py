@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -150,7 +152,7 @@ def test_another_process_begins_without_rates() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"plan_id": 4}, {"layers": (0, 4)}])
-def test_what_a_plan_changes_makes_no_rates(fields: dict[str, object]) -> None:
+def test_what_a_plan_changes_makes_no_rates(fields: dict[str, Any]) -> None:
     """A leader takes over the other's requests; later it has less memory again: no trend in either."""
     source = Source()
     source.say(0.0, 60)
