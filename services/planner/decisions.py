@@ -15,13 +15,16 @@ from dataclasses import dataclass, replace
 from services.planner.config import PlannerSettings
 from services.planner.execution import Outcome
 from services.planner.policy.drop_facts import ClusterFacts
+from services.planner.policy.drop_lever import DropLever
 from services.planner.policy.intent import RESTORE, Intent, drop_intent, restore_intent
 from services.planner.policy.ladder import ClusterSnapshot, Decision, Lever, Situation, decide
 from services.planner.policy.observe import Observation, can_work, observe
 from services.planner.policy.pacing import Backoff, Cooldown, RestoreWatch
 from services.planner.policy.restore import RestoreRefusal, plan_restore
+from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView
+from shared.systems import UnknownSystemError, find_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,6 @@ class Decider:
 
     def note(self, outcome: Outcome, now_s: float) -> None:
         """Learn what became of a plan."""
-        self._restores.forget()
         if outcome.is_done:
             self._backoff.succeeded()
         else:
@@ -125,6 +127,19 @@ class Decider:
         if together is None or isinstance(together, RestoreRefusal):
             return None, refusals
         return restore_intent(together, facts, view), refusals
+
+
+def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
+    """Return the ladder of the settings' system.
+
+    Raises:
+        StartupError: there is no such system.
+    """
+    try:
+        system = find_system(settings.system)
+    except UnknownSystemError as error:
+        raise StartupError(str(error), "Choose one with --system") from None
+    return (DropLever(settings.drop(), wait_s=settings.drop_wait_s),) if system.drops else ()
 
 
 def _is_awaited(outcome: Outcome, view: ClusterView) -> bool:

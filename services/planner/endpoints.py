@@ -58,6 +58,10 @@ class Carrier(Protocol):
         """Why nothing can be begun now; empty: something can."""
         ...
 
+    async def settle(self) -> None:
+        """Return when reports show what the last plan has changed."""
+        ...
+
     async def carry_out(self, intent: Intent) -> Outcome:
         """Have workers carry something out."""
         ...
@@ -132,6 +136,7 @@ class PlannerEndpoints:
     ) -> bytes:
         try:
             names = _read_names(message.data, key)
+            await self._planner.settle()
             intent = find(*self._look(), names)
         except RefusedError as error:
             return _answer(Outcome(is_done=False, reason=str(error)))

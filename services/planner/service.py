@@ -13,29 +13,27 @@ from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.decisions import Decider
+from services.planner.decisions import Decider, levers_of
 from services.planner.endpoints import PlannerEndpoints
 from services.planner.execution import Outcome, PlanExecution
-from services.planner.policy.drop_lever import DropLever
 from services.planner.policy.intent import Intent
 from services.planner.policy.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
 from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
-from shared.errors import StartupError
 from shared.host import process_facts
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
-from shared.systems import UnknownSystemError, find_system
 from shared.tasks import TaskOwner
 from shared.version import VERSION
 from shared.wire import WireError, encode_json
 
 _log = get_logger()
 ROUNDING_S = 1e-6
+SETTLE_LOOK_S = 0.02
 MAX_TOLD = 1024
 """Events that are told once and remembered; when there are more, all may be told again."""
 
@@ -132,9 +130,16 @@ class Planner:
         """Why nothing can be begun now, in words; empty: something can."""
         if self.superseded:
             return "another planner has taken over; this one decides nothing more"
-        if self._carrying is not None or not self._certain:
+        plan = self._book.plan if self._book is not None else None
+        if self._carrying is not None or not self._certain or plan is None or plan.phase is not PlanPhase.DONE:
             return "a plan is being carried out"
         return ""
+
+    async def settle(self) -> None:
+        """Return when reports show what the last plan has changed, or have had time enough."""
+        loop = asyncio.get_running_loop()
+        while not self._decider.is_settled(self._view, loop.time()):
+            await asyncio.sleep(SETTLE_LOOK_S)
 
     async def carry_out(self, intent: Intent) -> Outcome:
         """Have workers carry something out, whatever becomes of the caller; `why_busy` must be empty."""
@@ -284,19 +289,6 @@ class Planner:
             },
             instance_id=self._settings.instance_id,
         )
-
-
-def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
-    """Return the ladder of the settings' system.
-
-    Raises:
-        StartupError: there is no such system.
-    """
-    try:
-        system = find_system(settings.system)
-    except UnknownSystemError as error:
-        raise StartupError(str(error), "Choose one with --system") from None
-    return (DropLever(settings.drop(), wait_s=settings.drop_wait_s),) if system.drops else ()
 
 
 def build_planner(

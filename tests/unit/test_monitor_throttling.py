@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -147,6 +149,18 @@ def test_another_process_begins_without_rates() -> None:
     assert not source.detector.throttled
     source.number = -1
     assert source.say(1.2, 99) is None  # a number that does not grow: again another
+
+
+@pytest.mark.parametrize("fields", [{"plan_id": 4}, {"layers": (0, 4)}])
+def test_what_a_plan_changes_makes_no_rates(fields: dict[str, Any]) -> None:
+    """A leader takes over the other's requests; later it has less memory again: no trend in either."""
+    source = Source()
+    source.say(0.0, 60)
+    assert source.say(0.5, 60) is None
+    assert source.say(1.0, 120, blocks=250, **fields) is None
+    assert source.say(1.5, 120, blocks=250, **fields) is None
+    assert source.say(2.0, 60, blocks=100, plan_id=9) is None
+    assert not source.detector.throttled
 
 
 def test_workers_that_do_not_serve_are_forgotten() -> None:

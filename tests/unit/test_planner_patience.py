@@ -10,16 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.planner.config import PlannerSettings
+from services.planner.decisions import Decider, levers_of
+from services.planner.execution import Outcome
 from services.planner.policy.chosen import plan_chosen
 from services.planner.policy.drop_facts import DropParams, InstanceFacts
 from services.planner.policy.drop_plan import DropPlan, DropRefusal
 from services.planner.policy.intent import drop_intent, restore_intent, stages_of
-from services.planner.policy.ladder import WorkerLoad
+from services.planner.policy.ladder import Situation, WorkerLoad
 from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
 from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
 from services.planner.policy.restore import RestorePlan, plan_restore
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
+from shared.messages.plan import PlannedGroup, PlannedStage
 from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, random_facts
 
@@ -265,7 +269,7 @@ def test_a_group_of_named_instances_is_exactly_of_these_or_there_is_a_reason(see
     rng = np.random.default_rng(seed)
     facts = random_facts(rng)
     ids = [each.instance_id for each in facts.instances]
-    names = [ids[i] for i in rng.permutation(len(ids))[: int(rng.integers(0, len(ids) + 1))]]
+    names = [ids[i] for i in rng.permutation(len(ids))[: int(rng.integers(2, 4))]]
     plan = plan_chosen(facts, DropParams(), names)
     if isinstance(plan, DropRefusal):
         assert plan.reason
@@ -329,3 +333,63 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
     back = restore_intent(restore, facts, grouped)
     assert [len(group.stages) for group in back.groups] == [1, 1]
     assert [(s.held, s.layers) for s in stages_of(back)] == [((0, 4), (0, 8)), ((4, 8), (0, 8))]
+
+
+# --- the decider -----------------------------------------------------------------------------------------------------
+
+
+def pair_of(leader: str, member: str, num_pages: int = 64) -> list[WorkerStatus]:
+    """A group with nothing to do; the member has a budget of its own."""
+    small = ELASTIC.model_copy(update={"num_pages": num_pages})
+    return [
+        status(leader, group=leader, num_stages=2, layers=(0, 4)),
+        status(member, group=leader, num_stages=2, layers=(4, 8), stage=1, elastic=small),
+    ]
+
+
+def decider(**fields: Any) -> Decider:
+    settings = PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **fields})
+    return Decider(settings, levers_of(settings))
+
+
+def test_a_group_that_cannot_be_restored_keeps_no_other_from_it() -> None:
+    """Whole, 17 pages hold 16 of parameters and no block: that group stays, and is looked at again 10 s later."""
+    seen, decides = view(*pair_of("a0", "a1", 17), *pair_of("b0", "b1")), decider()
+    assert decides.decide(seen, 0.1, 0.0).intent is None
+    verdict = decides.decide(seen, 0.1, 10.0)
+    assert verdict.refusals == ("a0: a whole copy leaves an instance no room for KV",)
+    assert verdict.intent is not None
+    assert [stage.worker_id for stage in stages_of(verdict.intent)] == ["b0", "b1"]
+    only = view(*pair_of("a0", "a1", 17))
+    told = [decides.decide(only, 0.1, 10.0 + tick * 0.5).refusals for tick in range(1, 61)]
+    assert sum(map(len, told)) == 2, "once in 10 s"
+
+
+def test_nothing_is_restored_while_nobody_sees_the_cluster() -> None:
+    seen, decides = view(*pair_of("a0", "a1")), decider()
+    decides.decide(seen, 0.1, 0.0)
+    assert decides.decide(seen, 2.0, 11.0).decision.situation is Situation.BLIND
+    assert decides.decide(seen, 0.1, 12.0).intent is None, "the wait begins anew"
+    assert decides.decide(seen, 0.1, 22.0).intent is not None
+
+
+def test_nothing_is_decided_until_reports_show_the_last_plan_or_had_time_enough() -> None:
+    decides = decider(settle_limit_s=5.0)
+    stage = PlannedStage(worker_id=WorkerId("w"), incarnation=Incarnation(3), held=(0, 8), layers=(0, 8))
+    outcome = Outcome(
+        is_done=True, reason="", plan_id=7, groups=(PlannedGroup(stages=(stage,)),), done=(WorkerId("w"),)
+    )
+    before, after = view(status("w", plan_id=6)), view(status("w", plan_id=7))
+    for seen, is_settled in [
+        (None, False),
+        (before, False),
+        (after, True),
+        (view(status("w", incarnation=4)), True),
+        (view(status("w", liveness=Liveness.DEAD)), True),
+    ]:
+        decides.note(outcome, 100.0)
+        assert decides.is_settled(seen, 100.1) == is_settled
+    decides.note(outcome, 100.0)
+    assert not decides.is_settled(before, 104.9)
+    assert decides.is_settled(before, 105.0)
+    assert decides.is_settled(before, 100.1), "once is enough"

@@ -75,7 +75,7 @@ class Throttling:
 class _Watch:
     """What is remembered of a worker."""
 
-    incarnation: Incarnation
+    role: tuple[Incarnation, int, tuple[int, int]]
     sequence_number: int
     at_s: float
     demand: int
@@ -120,9 +120,9 @@ class ThrottlingDetector:
             self.forget(report.worker_id)
             return None
         watch = self._watches.get(report.worker_id)
-        is_same = watch is not None and watch.incarnation == report.incarnation
+        is_same = watch is not None and watch.role == _role(report)
         if watch is None or not is_same or report.sequence_number <= watch.sequence_number:
-            watch = _Watch(report.incarnation, report.sequence_number, now_s, _demand(report), report.num_blocks)
+            watch = _Watch(_role(report), report.sequence_number, now_s, _demand(report), report.num_blocks)
             self._watches[report.worker_id] = watch
         else:
             self._follow(watch, report, now_s)
@@ -160,6 +160,11 @@ class ThrottlingDetector:
         watch.raised_epoch = epoch
         rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
         return Throttling(report.worker_id, epoch, rule, demand, capacity, watch.strain)
+
+
+def _role(report: WorkerReport) -> tuple[Incarnation, int, tuple[int, int]]:
+    """Return the process, and what it serves: memory that a plan gives or takes at once makes no rate."""
+    return report.incarnation, report.plan_id, report.layers
 
 
 def _demand(report: WorkerReport) -> int:
