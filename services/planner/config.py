@@ -109,6 +109,6 @@ class PlannerSettings(ServiceSettings):
     def drop(self) -> DropParams:
         """Return what a drop may do, and what its price is made of.
 
-        Workers that change their role give up the KV of running requests, which is computed again.
+        Workers that say how fast their links are exchange the KV of running requests; others give it up.
         """
-        return DropParams(max_group_size=self.max_group_size, hold_s=self.drop_hold_s, kv=KvFate.RECOMPUTE)
+        return DropParams(max_group_size=self.max_group_size, hold_s=self.drop_hold_s, kv=KvFate.BY_LINK)

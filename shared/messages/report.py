@@ -40,6 +40,8 @@ class ElasticFacts(MessagePart):
     """Block ids are below this."""
     token_s: float = 0.0
     """Seconds that computing the KV of one token again takes; 0 if unknown."""
+    link_bytes_per_s: float = 0.0
+    """At which KV is exchanged with other workers, each way; 0: it does not go along, and is computed again."""
     has_host_copy: bool = False
     """Dropped layers can be loaded again from the memory or the disk of its own host."""
 

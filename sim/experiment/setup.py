@@ -93,5 +93,6 @@ def _elastic_facts(instance: InstanceFacts) -> ElasticFacts:
         page_bytes=PAGE_BYTES,
         num_pages=num_pages,
         max_blocks=2 * num_pages * PAGE_BYTES // block_bytes,
+        link_bytes_per_s=instance.network_bytes_per_s,
         has_host_copy=True,
     )

@@ -360,6 +360,19 @@ def test_kv_that_is_computed_again_is_priced_by_the_time_of_its_tokens() -> None
     assert plan.price.exchange_s == pytest.approx(2 * 7 / 1.85)
 
 
+def test_kv_is_priced_by_links_where_somebody_says_how_fast_his_is() -> None:
+    copy = LayerRange(0, 8)
+    first = make_instance(0, used_tokens=40, num_running=2, link_bytes_per_s=100.0, token_s=0.1, host_copy=copy)
+    second = make_instance(1, used_tokens=30, num_running=1, token_s=0.04)
+
+    def time_s(left: InstanceFacts, kv: KvFate) -> float:
+        return plan_of(make_facts([left, second]), 1, DropParams(kv=kv)).groups[0].exchange_s
+
+    mute = replace(first, link_bytes_per_s=0.0)
+    assert time_s(first, KvFate.BY_LINK) == time_s(first, KvFate.EXCHANGE) == pytest.approx(12.8)
+    assert time_s(mute, KvFate.BY_LINK) == time_s(mute, KvFate.RECOMPUTE) == pytest.approx(7 / 1.85)
+
+
 def test_kv_of_a_group_is_exchanged_from_where_its_stages_have_it() -> None:
     """A pair with 70 tokens and a single with 30 become three stages of 4 of 12 layers: (96 - 8) / 8 = 11 blocks, more
     than 7 + 3. The single sends 30 · 8 and gets 70 · 4 tokens' layers of 8 bytes: 280 · 8 bytes at 100 bytes/s. Of the

@@ -142,6 +142,7 @@ class KvFate(StrEnum):
 
     EXCHANGE = "exchange"  # each layer's part moves to the stage that has the layer now (v2, section 4.2)
     RECOMPUTE = "recompute"  # it is given up, and computed again from the tokens
+    BY_LINK = "by-link"  # the first in a group of which a member says how fast its link is, else the second
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,7 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         num_queued=reports * report.num_queued_for_memory,
         throttled=reports and status.throttled,
         token_s=elastic.token_s,
+        link_bytes_per_s=elastic.link_bytes_per_s,
         host_copy=model[1].all_layers if elastic.has_host_copy else None,
         max_blocks=elastic.max_blocks,
     )

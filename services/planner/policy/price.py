@@ -71,9 +71,14 @@ class Merges:
 
 def kv_times_s(model: ModelFacts, kv: KvFate, merges: Merges) -> F64:
     """Return T of each group, seconds: until running requests' KV lies where it is needed; [g]."""
+    again_s: F64 = merges.all_tokens * merges.token_s
     if kv is KvFate.RECOMPUTE:
-        return merges.all_tokens * merges.token_s
-    return _exchange_times_s(model, merges)
+        return again_s
+    exchange_s = _exchange_times_s(model, merges)
+    if kv is KvFate.EXCHANGE:
+        return exchange_s
+    times_s: F64 = np.where((merges.link_bytes_per_s > 0).any(axis=1), exchange_s, again_s)
+    return times_s
 
 
 def _exchange_times_s(model: ModelFacts, merges: Merges) -> F64:

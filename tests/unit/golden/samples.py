@@ -117,6 +117,7 @@ _REPORT = WorkerReport(
         num_pages=4000,
         max_blocks=9000,
         token_s=0.0005,
+        link_bytes_per_s=25e9,
         has_host_copy=True,
     ),
     num_running=3,
