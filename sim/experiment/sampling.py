@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shared.bus import Message
-from shared.messages.event import Event
+from shared.bus import KvEntry
+from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import Liveness, WorkerPhase
 from shared.subjects import Subjects
 from shared.wire import decode_json
@@ -35,7 +35,8 @@ class Sampler:
         self._loop = asyncio.get_running_loop()
         self._begin_s = self._loop.time()
         self._rows: list[tuple[float, ...]] = []
-        self._events: Counter[str] = Counter()
+        self._plans: Counter[str] = Counter()
+        """That were carried out, by lever."""
 
     async def run(self, on_sample: Callable[[float], None]) -> None:
         """Look by period until cancelled; `on_sample` is called with the seconds that have passed.
@@ -43,8 +44,9 @@ class Sampler:
         Raises:
             BaseException: what ended a task of the cluster, all of which should outlive the run.
         """
-        subject = Subjects(self._cluster.workers[0].params.cluster).event("planner", "*")
-        await self._cluster.broker.connect("experiment").subscribe(subject, self._on_event)
+        subjects = Subjects(self._cluster.workers[0].params.cluster)
+        plans = await self._cluster.broker.connect("experiment").key_value(subjects.plan_bucket())
+        await plans.watch(PLAN_KEY, self._on_plan)
         while True:
             self.look()
             on_sample(self._rows[-1][0])
@@ -89,9 +91,9 @@ class Sampler:
             demand_over_capacity_peak=float((samples.demanded_blocks / samples.num_blocks).max()),
             preemptions=sum(each.num_preemptions for each in stats),
             bubble_ratio=self._bubble_ratio(),
-            drops=self._events["plan_drop"],
-            restores=self._events["plan_restore"],
-            migrations=self._events["plan_migrate"],
+            drops=self._plans["drop"],
+            restores=self._plans["restore"],
+            migrations=self._plans["migrate"],
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
         )
@@ -108,5 +110,7 @@ class Sampler:
         queued = (s.request.num_prompt_tokens for s in self._cluster.dispatcher.sessions.table if s.worker_id is None)
         return sum(-(-num_tokens // size) for num_tokens in queued)
 
-    def _on_event(self, message: Message) -> None:
-        self._events[decode_json(message.data, Event).name] += 1
+    def _on_plan(self, entry: KvEntry) -> None:
+        if entry.value is not None:
+            plan = decode_json(entry.value, Plan)
+            self._plans[plan.lever] += plan.phase is PlanPhase.COMMITTING
