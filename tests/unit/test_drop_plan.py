@@ -315,13 +315,14 @@ def test_nothing_is_planned_where_nothing_is_short() -> None:
 
 def test_what_is_short_is_all_that_throttled_groups_ask_for_less_what_is_free_there() -> None:
     """Three instances with 3 blocks of 16 tokens, 48 each. The first asks for 40 + 20 + 5, the second for 30 + 70, but
-    not for want of memory; the third has room, and will run short only soon: it asks for a block."""
+    not for want of memory; the third has room: it asks for a block if somebody waits."""
     first = make_instance(0, used_tokens=40, demanded_tokens=20, growth_tokens=5, throttled=True)
     second = make_instance(1, used_tokens=30, demanded_tokens=70)
     third = make_instance(2, used_tokens=40, throttled=True)
     assert tokens_short(make_facts([first, second])) == 65 - 48
     assert tokens_short(make_facts([first, replace(second, throttled=True)])) == 17 + 52
-    assert tokens_short(make_facts([second, third])) == 16
+    assert tokens_short(make_facts([second, third])) == 0
+    assert tokens_short(make_facts([second, replace(third, num_queued=1)])) == 16
     assert tokens_short(make_facts([second])) == 0
 
 
@@ -329,7 +330,7 @@ def test_what_a_group_is_short_of_is_counted_as_the_group_has_it() -> None:
     """Two stages of 4 of 8 layers: 64 pages less 8, in 8 sides: 7 blocks of 16 tokens."""
     pair = make_group(0, (4, 8))
     pair[0] = replace(pair[0], used_tokens=100, demanded_tokens=20, throttled=True)
-    assert tokens_short(make_facts(pair)) == max(120 - 7 * 16, 16)
+    assert tokens_short(make_facts(pair)) == max(120 - 7 * 16, 0)
     pair[0] = replace(pair[0], demanded_tokens=60)
     assert tokens_short(make_facts(pair)) == 160 - 7 * 16
 

@@ -57,8 +57,9 @@ def tokens_short(facts: ClusterFacts) -> int:
     Of each throttled group that can serve all that is queued and the growth of what runs, less what is free there. What
     is free elsewhere does not count against it: a queued request waits at its own instance, and one that is throttled
     is reason enough (v1, section 4.1; v2, section 4.1: "the memory demand of all queuing requests"). What waits at an
-    instance that is not throttled waits for something else than memory, so it asks for none: a deviation. A group that
-    will only run short within the horizon is short of one block at least.
+    instance that is not throttled waits for something else than memory, so it asks for none: a deviation. Where
+    requests wait, at least one block is missing, whatever the sums say; where none does, and none is missing over the
+    horizon, the monitor's forecast was of another kind than this one, and nothing is done.
     """
     columns = instance_columns(facts.instances)
     groups = group_columns(facts.model, CapacityRule(facts.model), facts.instances, columns)
@@ -66,8 +67,11 @@ def tokens_short(facts: ClusterFacts) -> int:
     wanted = np.zeros(len(groups.size), dtype=np.int64)
     by_instance = columns.used_tokens + columns.demanded_tokens + columns.growth_tokens
     np.add.at(wanted, groups.of_instance[serves], by_instance[serves])
+    queued = np.zeros(len(groups.size), dtype=np.int64)
+    np.add.at(queued, groups.of_instance[serves], columns.num_queued[serves])
     missing = wanted - groups.num_blocks * facts.model.block_size
-    return int(np.maximum(missing[groups.throttled], facts.model.block_size).sum())
+    least = np.where(queued > 0, facts.model.block_size, 0)
+    return int(np.maximum(missing, least)[groups.throttled].sum())
 
 
 def plan_drop(

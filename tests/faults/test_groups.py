@@ -1,0 +1,163 @@
+"""Groups of live workers: layers are dropped and loaded again while streams run, and members die.
+
+Token identity of the real thing: torch or native kernels, sockets between processes, a planner that is asked by hand.
+Rows 9, 10 and 11.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from shared.nats_bus import NatsBus
+from tests.faults.conftest import set_up_with
+from tests.support.fault_checks import unchanged
+from tests.support.fault_cluster import Cluster, Shape, running, until_async
+from tests.support.fault_streams import Ask, long_prompts, mixed_load, seen
+
+pytestmark = pytest.mark.timeout(180)
+
+ENV: Final = {
+    "SLUICE_WORKER_PAGE_BYTES": "16384",
+    "SLUICE_WORKER_MAX_BATCH_TOKENS": "48",
+    "SLUICE_WORKER_MAX_BATCH_ROWS": "32",
+    "SLUICE_PLANNER_COOLDOWN_S": "0.1",
+    "SLUICE_PLANNER_RESTORE_RATIO": "0",
+}
+"""Restored by hand only; so small that the parameters are a third of the memory."""
+SYSTEM: Final = ("--system", "kunserve")
+FLAGS: Final = {"worker": (*SYSTEM, "--memory", "32MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
+ANSWER_S: Final = 30.0
+
+
+def shape(num_workers: int) -> Shape:
+    return Shape(num_workers=num_workers, env=ENV, flags=FLAGS)
+
+
+async def change(cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Have the planner drop or restore; return its answer."""
+    key = "workers" if verb == "drop" else "groups"
+    question = json.dumps({key: list(names)}).encode() if names else b""
+    subject = cluster.subjects.admin("planner", "planner", verb)
+    answer: dict[str, Any] = json.loads(await bus.request(subject, question, timeout_s=ANSWER_S))
+    return answer
+
+
+async def change_until_done(cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = ()) -> dict[str, Any]:
+    """As `change`; the planner may have to see the end of something first."""
+    answer: dict[str, Any] = {}
+
+    async def is_done() -> bool:
+        answer.update(await change(cluster, bus, verb, names))
+        return bool(answer["done"])
+
+    try:
+        await until_async(is_done, "the planner has done it", 20.0)
+    except AssertionError:
+        raise AssertionError(f"{verb} {list(names)}: {answer}") from None
+    return answer
+
+
+def load() -> list[Ask]:
+    return [*mixed_load(), *long_prompts(6)]
+
+
+def released(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return the sequences that a worker has given up when it became a stage, or left its group."""
+    events = cluster.events("dispatcher-0")
+    return [e for e in events if e.get("event") == "request_lost_worker" and e.get("how") == "released"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two workers; four changes at moments that the seed chooses."""
+    rng = np.random.default_rng(seed)
+    with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
+        asks = load()
+        stage = set_up_with(cluster, asks)
+        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+            await seen(readers, 1 + int(rng.integers(3)))
+            for verb in ("drop", "restore", "drop", "restore"):
+                await change_until_done(cluster, bus, verb)
+                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+        given_up = released(cluster)
+        assert any(event["tokens"] > 0 for event in given_up), "a decode was struck"
+        for name in cluster.workers:
+            changes = [event for event in cluster.events(name) if event.get("event") == "role_changed"]
+            assert len(changes) == 4, "each worker has changed its role four times"
+
+
+async def test_four_workers_form_groups_of_two_and_of_four(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running(tmp_path_factory.mktemp("cluster"), shape(4)) as cluster:
+        asks = load()
+        stage = set_up_with(cluster, asks)
+        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+            await seen(readers, 3)
+            await change_until_done(cluster, bus, "drop", ["worker-0", "worker-2"])
+            await change_until_done(cluster, bus, "drop", ["worker-1", "worker-3"])
+            _, view = await cluster.get("/v1/cluster")
+            await asyncio.sleep(0.3)
+            await change_until_done(cluster, bus, "restore", [view["workers"][0]["report"]["group"] or "worker-0"])
+            await asyncio.sleep(0.3)
+            await change_until_done(cluster, bus, "restore")
+        assert released(cluster)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_member_that_dies_breaks_its_group_and_no_answer(
+    victim: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Row 9: the survivor loads the missing layers; the leader's death and the member's."""
+    with running(tmp_path_factory.mktemp("cluster"), shape(3)) as cluster:
+        asks = load()
+        stage = set_up_with(cluster, asks)
+        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+            await seen(readers, 3)
+            answer = await change_until_done(cluster, bus, "drop", ["worker-0", "worker-1"])
+            members = answer["groups"][0]
+            await asyncio.sleep(0.2)
+            cluster.kill(members[victim])
+
+            async def is_whole() -> bool:
+                _, view = await cluster.get("/v1/cluster")
+                reports = {worker["report"]["worker_id"]: worker["report"] for worker in view["workers"]}
+                survivor = reports[members[1 - victim]]
+                return bool(survivor["num_stages"] == 1 and survivor["layers"] == [0, survivor["num_layers"]])
+
+            await until_async(is_whole, "the survivor is whole again", 20.0)
+
+
+async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_half_done(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Rows 10 and 11: it is killed at once after the word; a new one takes over under a newer epoch."""
+    with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
+        asks = load()
+        stage = set_up_with(cluster, asks)
+        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+            await seen(readers, 3)
+            for delay_s in (0.0, 0.01, 0.02):
+                asking = asyncio.ensure_future(change(cluster, bus, "drop"))
+                await asyncio.sleep(delay_s)
+                cluster.kill("planner")
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                cluster.start("planner")
+                await until_async(lambda: _agree(cluster), "the workers agree on their group", 20.0)
+                _, view = await cluster.get("/v1/cluster")
+                if any(worker["report"]["num_stages"] > 1 for worker in view["workers"]):
+                    await change_until_done(cluster, bus, "restore")
+
+
+async def _agree(cluster: Cluster) -> bool:
+    """Return whether all workers are in one group, or none is."""
+    _, view = await cluster.get("/v1/cluster")
+    reports = [worker["report"] for worker in view["workers"]]
+    return len({report["num_stages"] for report in reports}) == 1 and len({report["group"] for report in reports}) == 1
