@@ -30,9 +30,9 @@ class Point:
     requests_per_s: float
     baseline_ttft_p99_s: float
     oracle_ttft_p99_s: float
-    mean_use: float
-    """KV that sequences hold where memory is unlimited, over what there is: mean over the arrivals' time."""
-    peak_use: float
+    mean_demand: float
+    """KV that requests hold or wait for where memory is unlimited, over what there is: mean over the arrivals' time."""
+    peak_demand: float
 
     @property
     def ratio(self) -> float:
@@ -64,17 +64,19 @@ class Sweep:
         assert samples is not None, "a simulated run has samples"
         assert duration_s is not None, "the scenario says how long requests come"
         during = samples.at_s <= duration_s
-        use = samples.used_blocks[during] / samples.num_blocks[during]
+        demand = samples.demanded_blocks[during] / samples.num_blocks[during]
         point = Point(
             upscale=upscale,
             requests_per_s=len(oracle.result.records) / duration_s,
             baseline_ttft_p99_s=baseline.summary["ttft_s"]["p99"],
             oracle_ttft_p99_s=oracle.summary["ttft_s"]["p99"],
-            mean_use=float(use.mean()),
-            peak_use=float(use.max()),
+            mean_demand=float(demand.mean()),
+            peak_demand=float(demand.max()),
         )
         walls = f"{baseline.wall_s:.0f} and {oracle.wall_s:.0f} s"
-        print(f"upscale {upscale:g}: ratio {point.ratio:.2f}, mean use {point.mean_use:.1%} ({walls})", flush=True)
+        print(
+            f"upscale {upscale:g}: ratio {point.ratio:.2f}, mean demand {point.mean_demand:.1%} ({walls})", flush=True
+        )
         return point
 
 
@@ -136,7 +138,7 @@ def main() -> None:
     }
     print_table(
         f"{chosen.scenario}, seed {chosen.seed} ({machine()})",
-        ("upscale", "requests/s", f"{BASELINE} P99 TTFT, s", f"{ORACLE}, s", "ratio", "mean KV use", "peak"),
+        ("upscale", "requests/s", f"{BASELINE} P99 TTFT, s", f"{ORACLE}, s", "ratio", "mean KV demand", "peak"),
         [
             (
                 f"{point.upscale:g}",
@@ -144,8 +146,8 @@ def main() -> None:
                 f"{point.baseline_ttft_p99_s:.3f}",
                 f"{point.oracle_ttft_p99_s:.3f}",
                 f"{point.ratio:.2f}",
-                f"{point.mean_use:.1%}",
-                f"{point.peak_use:.0%}",
+                f"{point.mean_demand:.1%}",
+                f"{point.peak_demand:.0%}",
             )
             for point in sorted(sweep.points.values(), key=lambda point: point.upscale)
         ],
