@@ -32,6 +32,8 @@ class Point:
     oracle_ttft_p99_s: float
     mean_demand: float
     """KV that requests hold or wait for where memory is unlimited, over what there is: mean over the arrivals' time."""
+    mean_held: float
+    """The same without what an instance's real memory has no room for."""
     peak_demand: float
 
     @property
@@ -64,12 +66,14 @@ class Sweep:
         assert samples is not None, "a simulated run has samples"
         assert duration_s is not None, "the scenario says how long requests come"
         during = samples.at_s <= duration_s
+        held = samples.used_blocks[during] / samples.num_blocks[during]
         demand = samples.demanded_blocks[during] / samples.num_blocks[during]
         point = Point(
             upscale=upscale,
             requests_per_s=len(oracle.result.records) / duration_s,
             baseline_ttft_p99_s=baseline.summary["ttft_s"]["p99"],
             oracle_ttft_p99_s=oracle.summary["ttft_s"]["p99"],
+            mean_held=float(held.mean()),
             mean_demand=float(demand.mean()),
             peak_demand=float(demand.max()),
         )
@@ -138,7 +142,16 @@ def main() -> None:
     }
     print_table(
         f"{chosen.scenario}, seed {chosen.seed} ({machine()})",
-        ("upscale", "requests/s", f"{BASELINE} P99 TTFT, s", f"{ORACLE}, s", "ratio", "mean KV demand", "peak"),
+        (
+            "upscale",
+            "requests/s",
+            f"{BASELINE} P99 TTFT, s",
+            f"{ORACLE}, s",
+            "ratio",
+            "mean KV held",
+            "mean demand",
+            "peak",
+        ),
         [
             (
                 f"{point.upscale:g}",
@@ -146,6 +159,7 @@ def main() -> None:
                 f"{point.baseline_ttft_p99_s:.3f}",
                 f"{point.oracle_ttft_p99_s:.3f}",
                 f"{point.ratio:.2f}",
+                f"{point.mean_held:.1%}",
                 f"{point.mean_demand:.1%}",
                 f"{point.peak_demand:.0%}",
             )
