@@ -38,7 +38,7 @@ def open_runner(arguments: argparse.Namespace, kernels: str) -> ModelRunner:
     settings = RunnerSettings(
         arguments.model,
         dtype=arguments.dtype,
-        memory_bytes=2**31,
+        memory_bytes=int(arguments.memory_gib * 2**30),
         max_batch_rows=64,
         max_model_len=1024,
         num_threads=arguments.threads,
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=192, help="tokens before the decoded one")
+    parser.add_argument("--memory-gib", type=float, default=2.0, help="for parameters and KV, of each runner")
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     runners = [open_runner(arguments, "native"), open_other(arguments)]

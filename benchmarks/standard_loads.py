@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,9 +30,11 @@ class Point:
     requests_per_s: float
     baseline_ttft_p99_s: float
     oracle_ttft_p99_s: float
-    mean_use: float
-    """KV that sequences hold where memory is unlimited, over what there is: mean over the arrivals' time."""
-    peak_use: float
+    mean_demand: float
+    """KV that requests hold or wait for where memory is unlimited, over what there is: mean over the arrivals' time."""
+    mean_held: float
+    """The same without what an instance's real memory has no room for."""
+    peak_demand: float
 
     @property
     def ratio(self) -> float:
@@ -63,34 +66,59 @@ class Sweep:
         assert samples is not None, "a simulated run has samples"
         assert duration_s is not None, "the scenario says how long requests come"
         during = samples.at_s <= duration_s
-        use = samples.used_blocks[during] / samples.num_blocks[during]
+        held = samples.used_blocks[during] / samples.num_blocks[during]
+        demand = samples.demanded_blocks[during] / samples.num_blocks[during]
         point = Point(
             upscale=upscale,
             requests_per_s=len(oracle.result.records) / duration_s,
             baseline_ttft_p99_s=baseline.summary["ttft_s"]["p99"],
             oracle_ttft_p99_s=oracle.summary["ttft_s"]["p99"],
-            mean_use=float(use.mean()),
-            peak_use=float(use.max()),
+            mean_held=float(held.mean()),
+            mean_demand=float(demand.mean()),
+            peak_demand=float(demand.max()),
         )
         walls = f"{baseline.wall_s:.0f} and {oracle.wall_s:.0f} s"
-        print(f"upscale {upscale:g}: ratio {point.ratio:.2f}, mean use {point.mean_use:.1%} ({walls})", flush=True)
+        print(
+            f"upscale {upscale:g}: ratio {point.ratio:.2f}, mean demand {point.mean_demand:.1%} ({walls})", flush=True
+        )
         return point
 
-    def find(self, target: float, factors: list[float], step: float) -> Point | None:
-        """Return the smallest load, to a step, whose ratio is at least the target; None if none of the factors is."""
-        above = next((factor for factor in factors if self.point(factor).ratio >= target), None)
-        if above is None:
-            return None
-        below = max((factor for factor in factors if factor < above), default=above)
-        while above - below > step:
-            middle = round((above + below) / 2 / step) * step
-            if middle in (above, below):
-                break
-            if self.point(middle).ratio >= target:
-                above = middle
-            else:
-                below = middle
-        return self.point(above)
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where the ratio passes a target."""
+
+    factor: float
+    """The smallest one whose ratio is known to be at least the target, above one where it is less."""
+    is_bounded: bool
+    """Whether there is one where it is less, at most a step below; else the lowest factor tried is above already."""
+
+
+def find_crossing(ratio: Callable[[float], float], factors: list[float], target: float, step: float) -> Crossing | None:
+    """Return where the ratio first passes the target on its way up the factors, to a step.
+
+    Args:
+        ratio: of a factor; between two neighbouring factors it is taken to pass the target once.
+        factors: ascending.
+        target: of the ratio.
+        step: how close the crossing is found; what is tried between the factors is a multiple of it.
+
+    Returns:
+        None if no factor's ratio is at least the target.
+    """
+    place = next((i for i, factor in enumerate(factors) if ratio(factor) >= target), None)
+    if place is None:
+        return None
+    if place == 0:
+        return Crossing(factors[0], is_bounded=False)
+    below, above = factors[place - 1], factors[place]
+    while above - below > step:
+        middle = round((above + below) / 2 / step) * step
+        if ratio(middle) >= target:
+            above = middle
+        else:
+            below = middle
+    return Crossing(above, is_bounded=True)
 
 
 def main() -> None:
@@ -108,10 +136,22 @@ def main() -> None:
     factors = sorted(chosen.factors)
     for factor in factors:
         sweep.point(factor)
-    found = {target: sweep.find(target, factors, chosen.step) for target in TARGETS}
+    found = {
+        target: find_crossing(lambda factor: sweep.point(factor).ratio, factors, target, chosen.step)
+        for target in TARGETS
+    }
     print_table(
         f"{chosen.scenario}, seed {chosen.seed} ({machine()})",
-        ("upscale", "requests/s", f"{BASELINE} P99 TTFT, s", f"{ORACLE}, s", "ratio", "mean KV use", "peak"),
+        (
+            "upscale",
+            "requests/s",
+            f"{BASELINE} P99 TTFT, s",
+            f"{ORACLE}, s",
+            "ratio",
+            "mean KV held",
+            "mean demand",
+            "peak",
+        ),
         [
             (
                 f"{point.upscale:g}",
@@ -119,21 +159,23 @@ def main() -> None:
                 f"{point.baseline_ttft_p99_s:.3f}",
                 f"{point.oracle_ttft_p99_s:.3f}",
                 f"{point.ratio:.2f}",
-                f"{point.mean_use:.1%}",
-                f"{point.peak_use:.0%}",
+                f"{point.mean_held:.1%}",
+                f"{point.mean_demand:.1%}",
+                f"{point.peak_demand:.0%}",
             )
             for point in sorted(sweep.points.values(), key=lambda point: point.upscale)
         ],
     )
-    for target, point in found.items():
-        print(
-            f"ratio {target:g}: "
-            + ("not reached" if point is None else f"upscale {point.upscale:g} ({point.ratio:.2f})")
-        )
+    for target, crossing in found.items():
+        if crossing is None:
+            print(f"ratio {target:g}: not reached")
+            continue
+        passed = "passed at" if crossing.is_bounded else "passed at the lowest factor,"
+        print(f"ratio {target:g}: {passed} upscale {crossing.factor:g} ({sweep.point(crossing.factor).ratio:.2f})")
     if chosen.json is not None:
         document = {
             "points": [asdict(point) for point in sweep.points.values()],
-            "found": {f"{target:g}": None if point is None else point.upscale for target, point in found.items()},
+            "found": {f"{target:g}": crossing and asdict(crossing) for target, crossing in found.items()},
         }
         chosen.json.write_text(json.dumps(document, indent=1) + "\n")
 

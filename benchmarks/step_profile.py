@@ -23,7 +23,6 @@ from services.worker.executor.runner import load_runner
 from services.worker.native.structures import PARTS
 from shared.types import SamplingParams
 
-NUM_STEPS = 40
 PREFILL_TOKENS = 512
 COLUMNS = (*PARTS, "rest")
 BLUES, WARM, COLD = ("#1b6ca8", "#66b2e0"), ("#e9a23b", "#c9761a"), ("#7b4ea3", "#dddddd")
@@ -37,20 +36,22 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=192, help="tokens before the decoded one")
+    parser.add_argument("--memory-gib", type=float, default=2.0, help="for parameters and KV")
+    parser.add_argument("--steps", type=int, default=40, help="of each kind")
     parser.add_argument("--svg", type=Path, help="file for the picture")
     arguments = parser.parse_args()
     settings = RunnerSettings(
         arguments.model,
         dtype=arguments.dtype,
-        memory_bytes=2**31,
+        memory_bytes=int(arguments.memory_gib * 2**30),
         max_batch_rows=64,
         max_model_len=1024,
         num_threads=arguments.threads,
         kernels="native",
     )
     runner = load_runner(settings, lambda _done, _what: None)
-    bars = {f"{rows} decodes": profile(runner, rows, 1, arguments.context) for rows in (1, 8, 32, 64)}
-    bars[f"prompt of {PREFILL_TOKENS}"] = profile(runner, 1, PREFILL_TOKENS, 0)
+    bars = {f"{rows} decodes": profile(runner, rows, 1, arguments.context, arguments.steps) for rows in (1, 8, 32, 64)}
+    bars[f"prompt of {PREFILL_TOKENS}"] = profile(runner, 1, PREFILL_TOKENS, 0, arguments.steps)
     title = f"{runner.info.kernels}, {arguments.dtype}, {arguments.threads} threads, context {arguments.context}"
     print_table(
         f"Where a step's time goes, ms: {title} ({machine()})",
@@ -61,12 +62,12 @@ def main() -> None:
         arguments.svg.write_text(picture(bars, title))
 
 
-def profile(runner: ModelRunner, num_rows: int, num_tokens: int, start: int) -> list[float]:
+def profile(runner: ModelRunner, num_rows: int, num_tokens: int, start: int, num_steps: int) -> list[float]:
     """Return the seconds of each of `COLUMNS` for steps of some shape."""
     forward: Any = vars(runner)["_forward"]
     assert isinstance(forward, NativeForward)
     steps = []
-    for number in range(NUM_STEPS):
+    for number in range(num_steps):
         forward.part_seconds = np.zeros(len(PARTS))
         batch = make_batch(runner, num_rows, num_tokens, start, is_first=number == 0)
         began = time.perf_counter()
@@ -75,7 +76,7 @@ def profile(runner: ModelRunner, num_rows: int, num_tokens: int, start: int) -> 
         known = forward.part_seconds.tolist()
         steps.append([*known, whole - sum(known)])
     steps.sort(key=sum)
-    return [float(part) for part in np.mean(steps[: NUM_STEPS // 2], axis=0)]
+    return [float(part) for part in np.mean(steps[: max(num_steps // 2, 1)], axis=0)]
 
 
 def make_batch(runner: ModelRunner, num_rows: int, num_tokens: int, start: int, *, is_first: bool) -> Batch:

@@ -13,7 +13,7 @@ from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, R
 from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector
 from services.worker.executor.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
-from services.worker.executor.pipeline import PipelineExecutor
+from services.worker.executor.pipeline import PipelineExecutor, PipelineStats
 from services.worker.executor.shadow_kv import TokenDraw
 from services.worker.executor.stage_messages import StepDone
 from services.worker.policy.registry import SCHEDULERS
@@ -151,6 +151,33 @@ def test_span_counts_only_the_time_with_a_batch_in_flight() -> None:
     stats = run(main()).stats
     assert stats.span_s == pytest.approx(0.2)
     assert stats.bubble_ratio == pytest.approx(0.5), "one batch at a time keeps one of two stages busy"
+
+
+def test_span_counts_a_batch_that_is_under_way_and_ends_when_the_pipeline_breaks() -> None:
+    async def main() -> list[PipelineStats]:
+        flat = CostModel(g0_s=10, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
+        stages = modelled_stages(PipelineParams(flat, 6, even_split(6, 2), 8, 16, DRAW))
+        executor = PipelineExecutor(stages, asyncio.get_running_loop().time)
+        seen = []
+        future = executor.submit(prefill(0, 5))
+        for happens in (lambda: None, lambda: stages.servers[0].die("its process ended"), lambda: None):
+            await asyncio.sleep(2)
+            happens()
+            await asyncio.sleep(0)
+            seen.append(executor.stats)
+        with pytest.raises(BatchFailedError):
+            await future
+        await executor.close()
+        return seen
+
+    assert [stats.span_s for stats in run(main())] == pytest.approx([2, 4, 4])
+
+
+def test_idle_shares_stay_within_0_and_1_though_clocks_differ() -> None:
+    """Stages time themselves: a clock that runs fast may have them busy for longer than the span was."""
+    assert PipelineStats((2.5, 1.0), 2.0).idle_ratios == (0.0, 0.5)
+    assert PipelineStats((2.5, 1.0), 2.0).bubble_ratio == 0.25
+    assert PipelineStats((0.0, 0.0), 0.0).bubble_ratio == 0.0
 
 
 # Lanes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -70,6 +71,34 @@ def test_every_shape_equals_attention_written_out(
     atol, rtol = TOLERANCE[dtype]
     for found, expected in zip(attend(built_library(level), case), case.expected(0), strict=True):
         torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+
+
+@functools.cache
+def case_with_nothing_to_see_elsewhere(
+    dtype: torch.dtype, block_size: int, window: int | None
+) -> tuple[AttentionCase, tuple[torch.Tensor, torch.Tensor]]:
+    """Return a case in which also the keys before the window of a row's first query are NaN, and what to expect."""
+    case = AttentionCase(attention_spec((4, 2, 96), (window,)), RAGGED[1:], dtype=dtype, block_size=block_size, seed=3)
+    expected = case.expected(0)
+    for start, table in zip(case.rows.start.tolist(), case.rows.tables, strict=True):
+        unseen = np.arange(0 if window is None else max(start + 1 - window, 0))
+        for pool in (case.cache.keys[0], case.cache.values[0]):
+            pool[table[unseen // block_size], unseen % block_size] = torch.nan
+    return case, expected
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [16, 24, 32])
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_are_found_in_blocks_of_every_size_and_those_before_the_window_do_not_matter(
+    level: str, dtype: torch.dtype, block_size: int, window: int | None
+) -> None:
+    """The matrix unit reads blocks of 16 and 32 where they lie; of those of 24 it has its keys copied."""
+    case, expected = case_with_nothing_to_see_elsewhere(dtype, block_size, window)
+    atol, rtol = TOLERANCE[dtype]
+    for found, exact in zip(attend(built_library(level), case), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, atol=atol, rtol=rtol)
 
 
 OWN_CODE = [64, 80, 96, 128, 256]
