@@ -6,7 +6,7 @@ import asyncio
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +51,7 @@ BLOCK = 16
 
 
 @pytest.fixture(autouse=True)
-def _spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """After every change, all KV is no number until it is written: what was not moved cannot be read by luck."""
     for name in ("keep", "restore"):
         change = getattr(ElasticModel, name)
@@ -61,7 +61,6 @@ def _spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             spoil(self)
 
         monkeypatch.setattr(ElasticModel, name, spoiling)
-    yield
 
 
 # Text
@@ -81,6 +80,8 @@ class Server:
     num_computed: int = 0
     """Tokens in all batches."""
     texts: Texts = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+    """Where the first batch of each began since the executor changed."""
 
     def __post_init__(self) -> None:
         self.engine = new_engine(1, self.executor.capacity.num_blocks)
@@ -98,28 +99,36 @@ class Server:
     async def serve(self, num_steps: int = 10**9) -> None:
         """Make some steps, or all."""
         while num_steps and (batch := self.engine.next_batch(0.0)) is not None:
-            events = self.engine.absorb(batch, await self.executor.submit(batch), 0.0)
             self.num_computed += int(batch.num_tokens.sum())
+            for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
+                self.starts.setdefault(int(self.engine.table.stream[row]) - 1000, start)
+            events = self.engine.absorb(batch, await self.executor.submit(batch), 0.0)
             for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
                 if token >= 0:
-                    self.texts.setdefault(stream, []).append(token)
+                    self.texts.setdefault(stream - 1000, []).append(token)
             num_steps -= 1
             self.engine.check_invariants()
 
     def enter(self, executor: Executor, kept: KeptKv) -> None:
         """Go on elsewhere."""
+        self.starts.clear()
         self.executor = executor
         self.engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept)
 
+    def num_cached(self, kept: KeptKv, name: int) -> int:
+        """Return how many tokens of a request, as far as it has come, lie in blocks that were kept."""
+        tokens = np.array([*prompt_of(name), *self.texts.get(name, [])], np.int32)
+        chain = following_names(root_name(""), tokens[:-1], BLOCK)
+        return BLOCK * next((i for i, each in enumerate(chain) if each not in kept.names), len(chain))
+
     def left_to_compute(self, kept: KeptKv, names: Sequence[int]) -> int:
         """Return the tokens that have to be computed for some requests if what is kept is used, and nothing twice."""
-        known, total = set(kept.names), 0
-        for name in names:
-            tokens = np.array([*prompt_of(name), *self.texts.get(name, [])], np.int32)
-            chain = following_names(root_name(""), tokens[:-1], BLOCK)
-            cached = next((i for i, each in enumerate(chain) if each not in known), len(chain))
-            total += len(prompt_of(name)) + 8 - 1 - BLOCK * cached
-        return total
+        return sum(len(prompt_of(name)) + 8 - 1 - self.num_cached(kept, name) for name in names)
+
+
+async def calm(name: str = "llama", dtype: str = "float32", kernels: str = KERNELS) -> Texts:
+    """Return what an undisturbed worker says to each request."""
+    return {stream - 1000: text for stream, text in (await calm_texts(name, dtype, kernels)).items()}
 
 
 def prompt_of(name: int) -> list[int]:
@@ -128,7 +137,7 @@ def prompt_of(name: int) -> list[int]:
 
 def rows_of(engine: Engine, names: Sequence[int]) -> list[int]:
     table = engine.table
-    return [row for row in engine.row_of.values() if int(table.stream[row]) in names]
+    return [row for row in engine.row_of.values() if int(table.stream[row]) - 1000 in names]
 
 
 CASES = sorted({("llama", "float32", KERNELS), ("llama", "float32", "torch"), ("tied", "bfloat16", KERNELS)})
@@ -139,8 +148,8 @@ CASES = sorted({("llama", "float32", KERNELS), ("llama", "float32", "torch"), ("
 async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anything_twice(
     ranges: Sequence[LayerRange], name: str, dtype: str, kernels: str
 ) -> None:
-    """Six half-way alone at the first; in the group another two, whose prompts the second knows; then half by half."""
-    expected = await calm_texts(name, dtype, kernels)
+    """Three begin at the first; in the group three more, whose prompts the second knows; then they part by halves."""
+    expected = await calm(name, dtype, kernels)
     async with live_devices(len(ranges), name, dtype=dtype, kernels=kernels) as devices:
         first = Server((await devices[0].alone()).executor, [0, 1, 2])
         second = Server((await devices[1].alone()).executor, [3, 4, 5])
@@ -154,13 +163,14 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         group = await form(devices, ranges, kept)
         assert set(group.kept.names) == set(kept[0].names) | set(kept[1].names)
         first.enter(group.executor, group.kept)
-        before = first.num_computed
-        needed = first.left_to_compute(group.kept, [0, 1, 2])
+        cached = {each: first.num_cached(group.kept, each) for each in range(6)}
+        assert min(cached.values()) >= BLOCK
         await first.serve(2)
         first.add([3, 4, 5])  # of the second, from their prompts
         await first.serve(3)
+        assert set(first.starts) == set(range(6))
+        assert all(start >= cached[each] for each, start in first.starts.items())
         kept_now = first.engine.leave_executor()
-        assert 0 < first.num_computed - before < needed + first.left_to_compute(group.kept, [3, 4, 5])
 
         shares = [first.engine.sharing.kept(rows_of(first.engine, each)) for each in ([0, 3, 5], [1, 2, 4], [])]
         assert set(shares[0].names) | set(shares[1].names) == set(kept_now.names)
@@ -379,7 +389,7 @@ async def test_what_the_group_has_no_blocks_for_is_cut_at_the_end(monkeypatch: p
 
 @pytest.mark.parametrize("room", [0, 3])
 async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for some blocks of four layers, and a bit; in the group each stage has half of the layers, so twice as many."""
+    """Room for some blocks of four layers, and a bit; in the group each stage has half of them, so twice as many."""
     taken: list[int] = []
 
     def note(cache: KVCache, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> BlockCopies:
@@ -465,7 +475,7 @@ async def serves(group: Group) -> None:
     assert group.kept.names == ()
     server = Server(group.executor, range(6))
     await server.serve()
-    assert server.texts == await calm_texts("llama", "float32", KERNELS)
+    assert server.texts == await calm()
     await group.executor.close()
 
 
@@ -556,7 +566,7 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
             assert led.kept.names == ()
             server = Server(led.executor, range(6))
             await server.serve()
-            assert server.texts == await calm_texts("llama", "float32", KERNELS)
+            assert server.texts == await calm()
         check(devices)
 
 
@@ -590,7 +600,7 @@ async def test_a_member_that_parts_first_waits_in_its_pipeline_for_the_leader() 
             await asyncio.sleep(0)
         server = Server(executor, range(6))
         await server.serve()
-        assert server.texts == await calm_texts("llama", "float32", KERNELS)
+        assert server.texts == await calm()
         assert broken == []
         await executor.close()
         share = server.engine.leave_executor()

@@ -49,7 +49,8 @@ class BlockCopies:
             end: one past the last.
         """
         part = self._data[layer - self._first_layer, side, first:end]
-        return memoryview(part.reshape(-1).view(torch.uint8).numpy())
+        data: memoryview = part.reshape(-1).view(torch.uint8).numpy().data
+        return data
 
 
 def block_bytes(cache: KVCache) -> int:
