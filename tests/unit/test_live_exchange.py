@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import pytest
@@ -334,7 +335,7 @@ async def test_through_random_changes_every_bit_is_where_it_belongs(
     monkeypatch.setattr(kv_wire, "CHUNK_BYTES", 3000)
     async with live_devices(4, dtype=dtype) as devices:
         life = Life(devices, seed)
-        for _ in range(20):
+        for _ in range(14):
             await life.step()
         assert min(life.done[name] for name in ("form", "merge", "part")) > 0, life.done
         for _, group in life.groups:
@@ -479,19 +480,33 @@ async def serves(group: Group) -> None:
     await group.executor.close()
 
 
-@pytest.mark.parametrize("kind", ["bytes", "length", "number", "header"])
-@pytest.mark.parametrize("at", [0, 9])
-async def test_a_damaged_chunk_costs_the_kv_and_not_the_group(
-    kind: str, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_damage_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one chunk, early or late, of any part of it; and of what the leader says to all."""
     async with live_devices(3) as devices:
         kept = await kept_three(devices)
+        for kind, at in [*product(["bytes", "length", "number", "header"], [0, 9]), ("table", 0)]:
+            with monkeypatch.context() as patch:
+                sent = count_sends(patch, at, damaged(kind))
+                if kind == "table":
+                    patch.setattr(live_exchange, "pack_table", lambda _table: bytes(99))
+                group = await form(devices, ranges_of(1, 2, 4), kept)
+            assert sent[0] > at or kind == "table"
+            assert group.kept.names == ()
+            if at:
+                await serves(group)
+            await group.executor.close()
+            await asyncio.gather(*(device.alone() for device in devices))
+        group = await form(devices, ranges_of(1, 2, 4), kept)
+        assert len(group.kept) == 24
+        await group.executor.close()
         with monkeypatch.context() as patch:
-            sent = count_sends(patch, at, damaged(kind))
-            group = await form(devices, ranges_of(1, 2, 4), kept)
-        assert sent[0] > at
-        await serves(group)
-        assert (await devices[0].alone(Parting((numbered(3), *[NOTHING_KEPT] * 2)))).kept.names == ()
+            sent = count_sends(patch, 4, damaged("bytes"))
+            shares = tuple(KeptKv(group.kept.names[i::3], group.kept.ids[i::3]) for i in range(3))
+            partings = [Parting(shares), Parting(), Parting()]
+            led = await asyncio.gather(*(device.alone(part) for device, part in zip(devices, partings, strict=True)))
+        assert sent[0] > 4
+        assert min(len(each.kept) for each in led) == 0, "at least who was sent the damage has nothing"
+        assert all(each.kept.names in ((), share.names) for each, share in zip(led, shares, strict=True))
 
 
 async def test_kv_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
