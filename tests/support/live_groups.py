@@ -209,7 +209,7 @@ async def live_devices(
     for _ in range(num):
         model = open_elastic_model(SHAPES[name], folder, **changes)
         listener = await StageListener.open(wait_s=wait_s)
-        limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s}
+        limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s, "part_limit_s": 20.0}
         devices.append(TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, **limits))
         await devices[-1].alone()
     try:

@@ -546,12 +546,13 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
     """Its connections end while its KV is on the way. Its own part fails as it is cancelled."""
     loop, over, shut = asyncio.get_running_loop(), threading.Event(), KvSocket.shut
     calls: list[asyncio.Future[object]] = []
+    woken: list[bool] = []
     move = LiveExchange._move
 
     def die(self: LiveExchange, cache: KVCache) -> None:
         if self._stage == killed:
             loop.call_soon_threadsafe(calls[killed].cancel)
-            assert over.wait(30)
+            woken.append(over.wait(20))
         move(self, cache)
 
     def wake(self: KvSocket) -> None:
@@ -568,6 +569,7 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
             calls.append(asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0])))
             calls += [asyncio.ensure_future(devices[i].join(own[i], ends[i].append, kept[i])) for i in (1, 2)]
             results = await asyncio.gather(*calls, return_exceptions=True)
+        assert woken == [True], "its connections end as soon as it is cancelled"
         assert isinstance(results[killed], asyncio.CancelledError)
         if killed:
             assert isinstance(results[0], GroupFailedError)

@@ -69,7 +69,7 @@ class LiveExchange:
     @property
     def is_complete(self) -> bool:
         """All KV that was to come here is here."""
-        return self._has_moved and self.failure is None
+        return self._has_moved
 
     @property
     def kept(self) -> KeptKv:
