@@ -310,6 +310,17 @@ async def test_memory_that_refuses_a_drop_fails_the_group_and_nothing_else(
         await be_alone(*devices)
 
 
+async def test_a_stage_that_has_fewer_blocks_than_it_promised_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live_devices(2) as devices:
+        own, ends = places(devices, HALVES), list[str | None]()
+        with monkeypatch.context() as patch:
+            patch.setattr(devices[1]._model, "blocks_with", lambda _layers: 10**6)
+            said = await failure_of(devices[0].lead(own[0], unheard), devices[1].join(own[1], ends.append))
+        assert "w1 has left before the first step" in said[0]
+        assert "blocks fit, 1000000 were promised" in said[1]
+        await be_alone(*devices)
+
+
 async def test_layers_that_cannot_be_loaded_end_the_worker_and_not_before(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(stored_checkpoint(SHAPES["llama"])[0], tmp_path / "model"))
     async with live_devices(2, folder=folder) as devices:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -119,7 +120,11 @@ class LiveExchange:
             self._move(cache)
             self._has_moved = True
 
+        began_s = time.monotonic()
         await self._attempt(work)
+        if self.kept.names:
+            took_s = round(time.monotonic() - began_s, 4)
+            _log.info("kv_exchanged", stage=self._stage, num_blocks=len(self.kept), took_s=took_s)
         self.close()
 
     def close(self) -> None:

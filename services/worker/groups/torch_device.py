@@ -258,11 +258,18 @@ class TorchGroupDevice:
             exchange.read(self._model.cache)
             self._model.keep(place.own.layers)
 
+        def open_stage() -> RunnerStage:
+            stage = RunnerStage(self._model.open())
+            if stage.capacity.num_blocks < offer.num_blocks:
+                stage.close()
+                raise MemoryError(f"{stage.capacity.num_blocks} blocks fit, {offer.num_blocks} were promised")
+            return stage
+
         try:
             await exchange.agree(offer, self._model.cache.num_blocks, lambda offers: table_to_form(offers, num_layers))
             await in_thread(change, "layer dropping")
             await exchange.move(self._model.cache)
-            return await in_thread(lambda: RunnerStage(self._model.open()), "model opening")
+            return await in_thread(open_stage, "model opening")
         except Exception as error:  # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
