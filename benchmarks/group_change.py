@@ -5,8 +5,11 @@
 First table: what one worker does by itself, in the thread that changes its memory. "Drop" maps the pages of the dropped
 layers to the KV, "open" makes the forward pass over the rest, "restore" maps the pages back and reads the layers from
 the checkpoint, which the system has in memory. Second table: whole changes of workers of one process, over sockets of
-this machine, as their callers see them: all of them drop, open and connect; the group's first step, in blocks that the
-drop has brought; the end of the pipeline; and then all are whole again. The least of all rounds counts.
+this machine, as their callers see them: all of them connect, drop and open; the group's first step, in blocks that the
+drop has brought; the end of the pipeline; and then all are whole again. Third table: the same with KV that goes along,
+from each worker as many blocks as the group and the limit of memory for it (`--exchange-memory`) have room for; "more
+per MiB" is the time beyond that of the second table, by the KV of all layers that is kept, once. The least of all
+rounds counts.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.harness import DEMO_MODEL, machine, print_table
-from services.worker.engine.types import Batch, Executor, RowInit, TableDelta
+from services.worker.engine.types import NOTHING_KEPT, Batch, Executor, KeptKv, RowInit, TableDelta
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.model_runner import RunnerSettings
 from services.worker.groups.connect import StageListener
-from services.worker.groups.device import GroupPlace, StagePlace
+from services.worker.groups.device import GroupPlace, Parting, StagePlace
 from services.worker.groups.torch_device import TorchGroupDevice
 from shared.config import parse_size
 from shared.ids import WorkerId
@@ -107,26 +110,72 @@ def places(devices: list[TorchGroupDevice], plan_id: int) -> list[GroupPlace]:
     return [GroupPlace(plan_id, "benchmark", stages, i) for i in range(len(stages))]
 
 
+async def open_devices(
+    settings: RunnerSettings, num_stages: int, exchange_bytes: int, owned: AsyncExitStack
+) -> list[TorchGroupDevice]:
+    """Return devices that are alone."""
+    devices = []
+    for _ in range(num_stages):
+        model = load_elastic_model(settings, lambda _done, _what: None)
+        devices.append(TorchGroupDevice(model, await StageListener.open(), exchange_bytes=exchange_bytes))
+        owned.push_async_callback(devices[-1].close)
+        await devices[-1].alone()
+    return devices
+
+
 async def of_group(settings: RunnerSettings, num_stages: int, rounds: int) -> list[str]:
     """Return a line of the second table."""
     times, num_blocks = Times(), 0
     async with AsyncExitStack() as owned:
-        devices = []
-        for _ in range(num_stages):
-            model = load_elastic_model(settings, lambda _done, _what: None)
-            devices.append(TorchGroupDevice(model, await StageListener.open()))
-            owned.push_async_callback(devices[-1].close)
-            before = (await devices[-1].alone()).executor.capacity.num_blocks
+        devices = await open_devices(settings, num_stages, 0, owned)
+        before = devices[0].whole_blocks
         for plan_id in range(1, rounds + 1):
             own = places(devices, plan_id)
             changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0], lambda _: None)]
             changes += [device.join(place, lambda _: None) for device, place in zip(devices[1:], own[1:], strict=True)]
-            executor = (await times.of_all("group", *changes))[0]
+            executor = (await times.of_all("group", *changes))[0].executor
             num_blocks = executor.capacity.num_blocks
             await times.of_all("first step", _step(executor))
             await times.of_all("end", executor.close())
             await times.of_all("whole again", *(device.alone() for device in devices))
     return [str(num_stages), f"{before} -> {num_blocks}", *times.texts()]
+
+
+def kept_blocks(stage: int, num_blocks: int) -> KeptKv:
+    """Return made-up names of a stage's first blocks."""
+    names = tuple((stage * 2**32 + block).to_bytes(16, "little") for block in range(num_blocks))
+    return KeptKv(names, np.arange(num_blocks, dtype=np.int32))
+
+
+async def of_exchange(settings: RunnerSettings, num_stages: int, rounds: int, exchange_bytes: int) -> list[str]:
+    """Return a line of the third table."""
+    times = Times()
+    async with AsyncExitStack() as owned:
+        devices = await open_devices(settings, num_stages, exchange_bytes, owned)
+        facts = devices[0].facts
+        block_bytes = 2 * facts.block_bytes * len(facts.layer_bytes)
+        num_kept = min(exchange_bytes // block_bytes, devices[0].whole_blocks) // num_stages
+        kept = [kept_blocks(stage, num_kept) for stage in range(num_stages)]
+        for round_index in range(2 * rounds):
+            with_kv = bool(round_index % 2)
+            given, name = (kept, ", with KV") if with_kv else ([NOTHING_KEPT] * num_stages, "")
+            own = places(devices, round_index + 1)
+            changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0], lambda _: None, given[0])]
+            changes += [devices[i].join(own[i], lambda _: None, given[i]) for i in range(1, num_stages)]
+            led = (await times.of_all("form" + name, *changes))[0]
+            assert len(led.kept) == (num_kept * num_stages if with_kv else 0), "KV was lost"
+            await led.executor.close()
+            ids = [led.kept.ids[i::num_stages] for i in range(num_stages)]
+            shares = tuple(KeptKv(led.kept.names[i::num_stages], ids[i]) for i in range(num_stages))
+            partings = [Parting(shares), *[Parting()] * (num_stages - 1)]
+            alone = [device.alone(parting) for device, parting in zip(devices, partings, strict=True)]
+            parted = await times.of_all("part" + name, *alone)
+            assert sum(len(each.kept) for each in parted) == len(led.kept), "KV was lost"
+    kept_mib = num_stages * num_kept * block_bytes / 2**20
+    best = times.best_ms
+    more = [f"{(best[what + ', with KV'] - best[what]) / kept_mib:.3f}" for what in ("form", "part")]
+    shown = [f"{best[what]:.2f}" for what in ("form", "form, with KV", "part", "part, with KV")]
+    return [str(num_stages), f"{kept_mib:.1f}", *shown[:2], more[0], *shown[2:], more[1]]
 
 
 async def _step(executor: Executor) -> None:
@@ -143,6 +192,7 @@ def main() -> None:
     parser.add_argument("--page-bytes", type=parse_size, default=2 * 2**20)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--exchange-memory", type=parse_size, default=256 * 2**20)
     arguments = parser.parse_args()
     settings = RunnerSettings(
         arguments.model,
@@ -163,8 +213,16 @@ def main() -> None:
     model.close()
     print_table(
         f"Groups: ms; {name}",
-        ["stages", "blocks", "drop, open, connect", f"first step of {STEP_TOKENS} tokens", "end", "whole again"],
+        ["stages", "blocks", "connect, drop, open", f"first step of {STEP_TOKENS} tokens", "end", "whole again"],
         [asyncio.run(of_group(settings, count, arguments.rounds)) for count in arguments.stages],
+    )
+    print_table(
+        f"KV that goes along: ms; {name}",
+        ["stages", "MiB kept", "form", "with KV", "more per MiB", "part", "with KV", "more per MiB"],
+        [
+            asyncio.run(of_exchange(settings, count, arguments.rounds, arguments.exchange_memory))
+            for count in arguments.stages
+        ],
     )
 
 

@@ -133,7 +133,14 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         model.close()
         where = f"{settings.stage_host}:{settings.stage_port}"
         raise StartupError(f"stages cannot be heard at {where}: {error.strerror or error}", "Set stage_host") from error
-    device = TorchGroupDevice(model, listener, limit_s=limit_s, token_s=facts.token_s)
+    device = TorchGroupDevice(
+        model,
+        listener,
+        limit_s=limit_s,
+        exchange_bytes=settings.exchange_memory,
+        exchange_limit_s=settings.exchange_limit_s,
+        token_s=facts.token_s,
+    )
     return Loaded((await device.alone()).executor, facts, device)
 
 

@@ -19,7 +19,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor
+from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.groups.connect import StageListener
@@ -92,15 +92,18 @@ class Group:
     """As the members say."""
     ends: dict[int, list[str | None]] = field(default_factory=dict)
     """By stage: what `on_end` was called with."""
+    kept: KeptKv = NOTHING_KEPT
+    """Of all stages."""
 
 
-async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]) -> Group:
-    """Let devices become a group; the leader is told of it first."""
-    own = places(devices, ranges)
+async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv] = ()) -> Group:
+    """Let devices become a group, which keep some KV each; the leader is told of it first."""
+    own, kept = places(devices, ranges), kept or [NOTHING_KEPT] * len(devices)
     ends: dict[int, list[str | None]] = {i: [] for i in range(1, len(devices))}
-    leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None))
-    num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append) for i in ends))
-    return Group((await leading).executor, num_blocks, ends)
+    leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
+    num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in ends))
+    led = await leading
+    return Group(led.executor, num_blocks, ends, led.kept)
 
 
 def tokens_of(seed: int, num: int) -> list[int]:
@@ -194,6 +197,8 @@ async def live_devices(
     limit_s: float = 5.0,
     wait_s: float = 5.0,
     folder: Path | None = None,
+    exchange_bytes: int = 16 * MIB,
+    exchange_limit_s: float = 30.0,
     **changes: object,
 ) -> AsyncIterator[list[TorchGroupDevice]]:
     """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
@@ -203,7 +208,9 @@ async def live_devices(
     devices = []
     for _ in range(num):
         model = open_elastic_model(SHAPES[name], folder, **changes)
-        devices.append(TorchGroupDevice(model, await StageListener.open(wait_s=wait_s), limit_s=limit_s))
+        listener = await StageListener.open(wait_s=wait_s)
+        limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s, "part_limit_s": 20.0}
+        devices.append(TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, **limits))
         await devices[-1].alone()
     try:
         yield devices

@@ -171,7 +171,7 @@ async def test_a_member_that_does_not_come_fails_the_group_for_all() -> None:
         own = places(devices, ranges_of(1, 2, 4))
         said = await failure_of(devices[0].lead(own[0], unheard), devices[1].join(own[1], unheard))
         assert any("w2" in text for text in said)
-        assert devices[0].layers == LayerRange(0, 1)
+        assert [device.layers for device in devices] == [LayerRange(0, 4)] * 3, "nothing is dropped for no group"
         await be_alone(*devices)
 
 
@@ -179,7 +179,7 @@ async def test_a_leader_that_does_not_come_is_named() -> None:
     async with live_devices(2, limit_s=0.2) as devices:
         own = places(devices, HALVES)
         (said,) = await failure_of(devices[1].join(own[1], unheard))
-        assert said == "the leader, w0, w0 as the stage before did not come within 0.2 s"
+        assert said == "the leader, w0, w0 as the stage before, w0 for KV did not come within 0.2 s"
         await be_alone(devices[1])
 
 
@@ -283,17 +283,41 @@ async def test_a_member_that_is_cancelled_anywhere_can_be_whole_again(num_turns:
         await be_alone(devices[1])
 
 
-async def test_memory_that_refuses_a_drop_fails_the_group_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("guilty", range(2))
+async def test_memory_that_refuses_a_drop_fails_the_group_and_nothing_else(
+    guilty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_args: object, **_more: object) -> None:
         raise OSError(12, "too many mappings")
 
     async with live_devices(2) as devices:
-        own = places(devices, HALVES)
+        own, ends = places(devices, HALVES), list[str | None]()
         with monkeypatch.context() as patch:
-            patch.setattr(devices[0]._model._memory, "drop", fail)
-            (said,) = await failure_of(devices[0].lead(own[0], unheard))
-        assert "too many mappings" in said
-        assert devices[0].layers == LayerRange(0, 4)
+            patch.setattr(devices[guilty]._model._memory, "drop", fail)
+            led, joined = await asyncio.gather(
+                devices[0].lead(own[0], unheard), devices[1].join(own[1], ends.append), return_exceptions=True
+            )
+        assert isinstance(led, GroupFailedError)
+        if guilty == 0:
+            assert "too many mappings" in str(led)
+            if isinstance(joined, int):
+                await ended({1: ends})
+                assert ends[0]
+        else:
+            assert "too many mappings" in str(joined)
+            assert "w1 has left before the first step" in str(led)
+        assert devices[guilty].layers == LayerRange(0, 4)
+        await be_alone(*devices)
+
+
+async def test_a_stage_that_has_fewer_blocks_than_it_promised_fails_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live_devices(2) as devices:
+        own, ends = places(devices, HALVES), list[str | None]()
+        with monkeypatch.context() as patch:
+            patch.setattr(devices[1]._model, "blocks_with", lambda _layers: 10**6)
+            said = await failure_of(devices[0].lead(own[0], unheard), devices[1].join(own[1], ends.append))
+        assert "w1 has left before the first step" in said[0]
+        assert "blocks fit, 1000000 were promised" in said[1]
         await be_alone(*devices)
 
 
@@ -458,8 +482,10 @@ async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(mo
         await loaded.executor.close()
         return loaded.device, texts
 
-    device, texts = await load(settings("dropping", deterministic=True, stage_advertise="worker-0"))
-    assert device is not None
+    limits = {"exchange_memory": "3KiB", "exchange_limit_s": 7}
+    device, texts = await load(settings("dropping", deterministic=True, stage_advertise="worker-0", **limits))
+    assert isinstance(device, TorchGroupDevice)
+    assert (device._exchange_bytes, device._exchange_limit_s) == (3072, 7)
     assert told[-1] == 1
     assert device.layers == LayerRange(0, 4)
     assert device.facts.page_bytes == PAGE

@@ -33,6 +33,7 @@ from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 from shared.wire import encode
 from tests.support.leaks import whats_open
 
+KV_ROLES = (StageRole.KV, StageRole.PARTING)
 WELCOME = StageWelcome(num_blocks=7, block_size=16)
 
 
@@ -243,8 +244,8 @@ async def test_a_listener_tells_others_the_name_that_it_was_given() -> None:
         await listener.close()
 
 
-def test_every_place_wants_its_leader_and_the_stage_before_it_and_nobody_else() -> None:
-    """All of 3 members, 2 roles and 3 senders."""
+def test_every_place_wants_its_leader_and_the_stages_before_it_and_nobody_else() -> None:
+    """All of 2 members, 4 roles and 3 senders."""
     wanted = set()
     for index in (1, 2):
         for role in StageRole:
@@ -257,7 +258,27 @@ def test_every_place_wants_its_leader_and_the_stage_before_it_and_nobody_else() 
         (1, StageRole.PREVIOUS, 0),
         (2, StageRole.LEADER, 0),
         (2, StageRole.PREVIOUS, 1),
+        *((index, role, sender) for index, sender in ((1, 0), (2, 0), (2, 1)) for role in KV_ROLES),
     }
+
+
+@pytest.mark.parametrize("parting", [False, True])
+async def test_connections_for_kv_are_let_in_when_they_are_due_and_not_before(parting: bool) -> None:
+    async with listening() as listener:
+        seats = listener.expect(place_of(2), parting=parting)
+        due, other = reversed(KV_ROLES) if parting else KV_ROLES
+        with ExitStack() as sockets:
+            for sender in range(2):
+                dialling = asyncio.create_task(dial(place_of(sender, listener.address), 2, due, sockets))
+                await say(await seats.of(due, sender), WELCOME)
+                assert (await dialling)[1] == WELCOME
+                for role, reason in ((due, "is there already"), (other, f"no connection of the role {other} is due")):
+                    with pytest.raises(GroupFailedError, match=reason):
+                        await dial(place_of(sender, listener.address), 2, role, sockets)
+            with pytest.raises(GroupFailedError, match="w2 is not before stage 2"):
+                await dial(place_of(2, listener.address), 2, due, sockets)
+        listener.forget(seats)
+        seats.close()
 
 
 def test_greetings_are_read_back_as_they_were() -> None:

@@ -4,8 +4,9 @@
               closes, and the       layers 2, 3 become             more KV blocks,        layers 2, 3 are read from
               memory stays          memory for KV                  no row is known        the checkpoint again
 
-Parameters and KV never move: every runner finds them at the addresses of the first one. KV and rows do not survive a
-change. One runner is open at a time, and none during a change. Blocks; one thread at a time.
+Parameters and KV never move: every runner finds them at the addresses of the first one. Rows do not survive a change,
+and of KV what others copy through `cache`. One runner is open at a time, and none during a change. Blocks; one thread
+at a time.
 
 Source: KunServe v2, section 4.1 (parameters are dropped by mapping their memory to the KV). Deviation: dropped layers
 come back from the host's own copy of the checkpoint, where the paper also pulls them from other instances.
@@ -22,6 +23,7 @@ from services.worker.memory import holdings
 from services.worker.memory.change import MemoryLostError
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.holdings import NotEnoughPagesError
+from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.spans import Spans
 from services.worker.models.loader import fill_buffers
@@ -92,6 +94,14 @@ class ElasticModel:
     def facts(self) -> MemoryFacts:
         """Sizes of the memory."""
         return self._memory.layout.facts
+
+    @property
+    def cache(self) -> KVCache:
+        """Keys and values of the layers that are held: to copy what is in blocks before and after a change.
+
+        What a change does to their contents: blocks of layers that stay keep theirs as long as there are as many.
+        """
+        return self._cache
 
     def blocks_with(self, layers: LayerRange) -> int:
         """Return how many KV blocks there will be for these layers, which are the whole model or a part of those held.

@@ -5,6 +5,7 @@
        │                     │  └─ previous ─┐
        └────── leader ───► stage 2 ◄─────────┘
 
+Each member is also dialled by every stage before it for KV, when the group forms and when it dissolves (`gather.py`).
 Members are told of a plan at different times, so who dials may be early: the listener keeps a connection for a plan
 that it has not heard of for a while.
 """
@@ -29,6 +30,7 @@ from services.worker.groups.greeting import (
     why_refused,
 )
 from services.worker.groups.sockets import hear, resolve, say, split_address, watch, what_failed
+from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.tasks import TaskOwner
 
@@ -45,13 +47,33 @@ class Seats:
 
     Args:
         place: of the member.
+        parting: the group stands and is about to dissolve; else it is about to form.
     """
 
-    def __init__(self, place: GroupPlace) -> None:
+    def __init__(self, place: GroupPlace, *, parting: bool = False) -> None:
         loop = asyncio.get_running_loop()
         self.place = place
-        self.leader: asyncio.Future[socket.socket] = loop.create_future()
-        self.previous: asyncio.Future[socket.socket] = loop.create_future()
+        before = [stage.worker_id for stage in place.stages[: place.index]]
+        due = [(StageRole.PARTING if parting else StageRole.KV, worker_id) for worker_id in before]
+        if not parting:
+            due += [(StageRole.LEADER, before[0]), (StageRole.PREVIOUS, before[-1])]
+        self._seats: dict[tuple[StageRole, WorkerId], asyncio.Future[socket.socket]] = {
+            key: loop.create_future() for key in due
+        }
+
+    @property
+    def leader(self) -> asyncio.Future[socket.socket]:
+        """Of the group that forms."""
+        return self.of(StageRole.LEADER, 0)
+
+    @property
+    def previous(self) -> asyncio.Future[socket.socket]:
+        """The stage before, in the group that forms."""
+        return self.of(StageRole.PREVIOUS, self.place.index - 1)
+
+    def of(self, role: StageRole, stage: int) -> asyncio.Future[socket.socket]:
+        """Return the connection that is due from a stage."""
+        return self._seats[role, self.place.stages[stage].worker_id]
 
     def take(self, said: StageHello, sock: socket.socket) -> None:
         """Give a connection to whoever waits for it, who welcomes and owns it.
@@ -60,16 +82,18 @@ class Seats:
             StageRefusedError: nobody waits for it.
         """
         reason = why_refused(said, self.place)
-        seat = self.leader if said.role is StageRole.LEADER else self.previous
-        if reason is None and seat.done():
+        seat = self._seats.get((said.role, said.sender))
+        if reason is None and seat is None:
+            reason = f"no connection of the role {said.role} is due now"
+        if reason is None and seat is not None and seat.done():
             reason = f"a connection of the {said.role} is there already"
-        if reason is not None:
-            raise StageRefusedError(reason)
+        if reason is not None or seat is None:
+            raise StageRefusedError(reason or "")
         seat.set_result(sock)
 
     def close(self) -> None:
         """Close what has come."""
-        for seat in (self.leader, self.previous):
+        for seat in self._seats.values():
             if seat.done() and not seat.cancelled():
                 seat.result().close()
             seat.cancel()
@@ -129,9 +153,9 @@ class StageListener:
         port = self._sock.getsockname()[1]
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
-    def expect(self, place: GroupPlace) -> Seats:
-        """Let in the connections of a group from now on, those that came early first."""
-        seats = self._expected[place.plan_id] = Seats(place)
+    def expect(self, place: GroupPlace, *, parting: bool = False) -> Seats:
+        """Let in the connections of a group from now on, those that came early first; `parting` as for `Seats`."""
+        seats = self._expected[place.plan_id] = Seats(place, parting=parting)
         self._changed.set()
         self._changed = asyncio.Event()
         return seats

@@ -69,8 +69,8 @@ class GroupFailedError(Exception):
 class GroupDevice(Protocol):
     """Memory and model of a worker whose layers can be dropped. Changed only while no step is in flight.
 
-    Whoever calls it has taken all blocks from all sequences before. Of the KV in them only what is named survives, and
-    only in a group that forms: each stage gets its layers of it.
+    Whoever calls it has taken all blocks from all sequences before. Of the KV in them only what is named survives: in a
+    group that forms each stage gets its layers of it, in one that dissolves each worker all layers of its share.
     """
 
     @property

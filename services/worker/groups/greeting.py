@@ -6,8 +6,9 @@
                                            ◄────────  or StageRefused (reason), and the connection ends
 
 A member welcomes the stage before it at once, and the leader when it has all its other connections: so a leader that is
-welcome everywhere leads a whole group. The token is shown as it is: these connections are for networks in which nobody
-else reads.
+welcome everywhere leads a whole group. Later, when the member can compute, it says `StageReady` there. Between any two
+stages there is a connection for KV besides, for a while; the one before in the pipeline dials. The token is shown as it
+is: these connections are for networks in which nobody else reads.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class StageRole(StrEnum):
 
     LEADER = "leader"  # its batches come over this connection, tokens and ends of copies go back
     PREVIOUS = "previous"  # the stage before: its activations come
+    KV = "kv"  # any stage before: KV goes both ways while the group forms
+    PARTING = "parting"  # any stage before: KV goes both ways when the group dissolves
 
 
 class StageHello(ControlMessage):
@@ -56,8 +59,16 @@ class StageWelcome(ControlMessage):
 
     kind: Literal["stage_welcome"] = "stage_welcome"
     num_blocks: Annotated[int, Field(ge=0)]
-    """KV blocks that the listening stage has for its layers."""
+    """KV blocks that the listening stage will have for its layers."""
     block_size: Annotated[int, Field(ge=1)]
+
+
+class StageReady(ControlMessage):
+    """A member to its leader: batches can come now."""
+
+    kind: Literal["stage_ready"] = "stage_ready"
+    has_kv: bool
+    """All KV that was to come here is here."""
 
 
 class StageRefused(ControlMessage):
@@ -71,8 +82,8 @@ class StageRefusedError(Exception):
     """One of the two does not want the other; the text says why."""
 
 
-G = TypeVar("G", StageHello, StageWelcome)
-Greeting = StageHello | StageWelcome | StageRefused
+G = TypeVar("G", StageHello, StageWelcome, StageReady)
+Greeting = StageHello | StageWelcome | StageReady | StageRefused
 _GREETING: Final[TypeAdapter[Greeting]] = TypeAdapter(Annotated[Greeting, Field(discriminator="kind")])
 
 
@@ -123,6 +134,9 @@ def why_refused(said: StageHello, place: GroupPlace) -> str | None:
         return f"the token is not that of plan {place.plan_id}"
     if (said.target, said.index) != (place.own.worker_id, place.index):
         return f"stage {said.index}, {said.target}, was dialled, and this is stage {place.index}, {place.own.worker_id}"
+    if said.role in (StageRole.KV, StageRole.PARTING):
+        before = [stage.worker_id for stage in place.stages[: place.index]]
+        return None if said.sender in before else f"{said.sender} is not before stage {place.index}"
     expected = place.stages[0 if said.role is StageRole.LEADER else place.index - 1].worker_id
     if said.sender != expected:
         whose = "leads" if said.role is StageRole.LEADER else f"is before stage {place.index}"

@@ -12,11 +12,16 @@ from typing import TypeVar
 R = TypeVar("R")
 
 
-async def in_thread(function: Callable[[], R], name: str) -> R:
+async def in_thread(function: Callable[[], R], name: str, *, interrupt: Callable[[], None] | None = None) -> R:
     """Call a function in a thread of its own, and return what it returns or raise what it raises.
 
     If the caller is cancelled, the function still runs to its end, since nobody can stop it, and then the cancellation
     goes on.
+
+    Args:
+        function: what is called.
+        name: of the thread.
+        interrupt: called on the loop when the caller is cancelled, so that the function ends soon.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[R] = loop.create_future()
@@ -37,6 +42,8 @@ async def in_thread(function: Callable[[], R], name: str) -> R:
             await asyncio.wait([done])
         except asyncio.CancelledError as error:
             cancelled = error
+            if interrupt is not None:
+                interrupt()
     thread.join()
     if cancelled is not None:
         done.exception()  # looked at: nobody else will

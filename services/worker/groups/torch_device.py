@@ -1,14 +1,18 @@
 """The device of a live worker whose layers can be dropped: a model in pages, and sockets to the other stages.
 
-            lead: drop, dial all members              executor: PipelineExecutor over threads and sockets
+            lead: dial all members                    executor: PipelineExecutor over threads and sockets
     alone ─────────────────────────────────► leader
-      │ ▲   join: drop, dial the next stage,          stage server: threads compute what comes over sockets
-      │ └──────── be dialled by leader and ► member
-      │           by the stage before                 in all states one model in one memory (`elastic_model.py`);
+      │ ▲   join: be dialled by the stages            stage server: threads compute what comes over sockets
+      │ └───────── before, dial those behind ► member
+      │                                               in all states one model in one memory (`elastic_model.py`);
       └─ alone: leave, load, open ◄─────── anything   what runs on it is closed before the next change
 
-Source: KunServe v2, sections 3 and 4.1 (instances drop layers and form a group); how stages find each other is left
-open there.
+Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
+not come, and KV is kept aside only if it goes along. Then each drops its layers, KV moves (`live_exchange.py`), and
+the pipeline opens. When a group dissolves, its stages connect once more, for KV alone.
+
+Source: KunServe v2, sections 3, 4.1 and 4.2 (instances drop layers, form a group, and exchange KV); how stages find
+each other is left open there.
 """
 
 from __future__ import annotations
@@ -25,17 +29,28 @@ from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.executor.thread_stage import ThreadStages
-from services.worker.groups.connect import Seats, StageListener, dial, together
+from services.worker.groups.connect import StageListener
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
-from services.worker.groups.greeting import StageRole, StageWelcome
+from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_to_part
+from services.worker.groups.greeting import StageReady, StageWelcome
+from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
+from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.membership import Membership
-from services.worker.groups.sockets import say
+from services.worker.groups.sockets import say, what_failed
 from services.worker.groups.threads import in_thread
 from shared.layers import LayerRange, check_tiling
+from shared.log import get_logger
 from shared.messages.report import ElasticFacts
 
 GROUP_LIMIT_S = 5.0
 """Longest time in which the stages of a group have to find each other."""
+PART_LIMIT_S = 1.0
+"""Longest time in which those of a group that dissolves have to find each other: meanwhile they serve nobody."""
+EXCHANGE_BYTES = 256 * 1024**2
+"""Host memory for KV that changes hands, while it does."""
+EXCHANGE_LIMIT_S = 30.0
+"""Longest time in which KV has to change hands."""
+_log = get_logger()
 
 
 class TorchGroupDevice:
@@ -45,19 +60,36 @@ class TorchGroupDevice:
         model: owned; no runner of it is open.
         listener: where other stages connect; owned.
         limit_s: in which the stages of a group have to find each other.
+        exchange_bytes: host memory for KV that changes hands, beside a chunk (4 MiB or a block) for each other stage;
+            taken while it does. 0: all KV is computed again.
+        exchange_limit_s: in which KV has to change hands; else it is computed again.
+        part_limit_s: in which the stages of a group that dissolves have to find each other.
         token_s: seconds that computing the KV of one token again takes, as reported.
     """
 
-    def __init__(
-        self, model: ElasticModel, listener: StageListener, *, limit_s: float = GROUP_LIMIT_S, token_s: float = 0.0
+    def __init__(  # noqa: PLR0913  limits by name
+        self,
+        model: ElasticModel,
+        listener: StageListener,
+        *,
+        limit_s: float = GROUP_LIMIT_S,
+        exchange_bytes: int = EXCHANGE_BYTES,
+        exchange_limit_s: float = EXCHANGE_LIMIT_S,
+        part_limit_s: float = PART_LIMIT_S,
+        token_s: float = 0.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
         self._listener = listener
         self._limit_s = limit_s
+        self._exchange_bytes = exchange_bytes
+        self._exchange_limit_s = exchange_limit_s
+        self._part_limit_s = part_limit_s
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
         self._membership: Membership | None = None
+        self._place: GroupPlace | None = None
+        """In the group that stands."""
         self._layers = model.layers
         self._closed = False
         facts = model.facts
@@ -103,40 +135,59 @@ class TorchGroupDevice:
         return None
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> Led:
-        """Become the first stage of a group; see `GroupDevice`. KV does not go along: it is computed again."""
-        del kept
+        """Become the first stage of a group; see `GroupDevice`."""
         async with self._changing:
             if place.index:
                 raise GroupFailedError(f"stage {place.index} cannot lead")
-            stage = await self._become(place)
-            try:
-                self._executor = await self._lead(place, stage, on_end)
-            except BaseException:
-                stage.close()
-                raise
-            return Led(self._executor)
+            self._check(place)
+            with contextlib.ExitStack() as sockets:
+                offer = await self._leave_with(kept, place.own.layers)
+                links = await gather_as_leader(place, self._limit_s, sockets)
+                capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
+                exchange = self._exchange(place.index, links.kv, [stage.layers for stage in place.stages])
+                stage = await self._become(place, exchange, offer)
+                try:
+                    is_complete = await all_ready(place, links, self._exchange_limit_s + self._limit_s)
+                    channels = [SocketChannel(sock) for sock in links.members]
+                    stages = ThreadStages(stage, SocketChannel(links.behind), channels, capacity, self._loop)
+                except BaseException:
+                    stage.close()
+                    raise
+                sockets.pop_all()
+            self._executor, self._place = PipelineExecutor(stages, self._loop.time, on_end), place
+            return Led(self._executor, exchange.kept if is_complete else NOTHING_KEPT)
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
-        """Become another stage of a group; see `GroupDevice`. KV does not go along, as for `lead`.
+        """Become another stage of a group; see `GroupDevice`.
 
-        It returns when this stage has its own connections. If another one lacks some, the leader gives up, and `on_end`
-        is called.
+        It returns when this stage can compute. If another one cannot, the leader gives up, and `on_end` is called.
         """
-        del kept
         async with self._changing:
             if not place.index:
                 raise GroupFailedError("the first stage leads, it does not join")
-            stage = await self._become(place)
-            seats = self._listener.expect(place)
-            try:
-                self._membership = await self._join(place, stage, seats, on_end)
-            except BaseException:
-                seats.close()
-                stage.close()
-                raise
-            finally:
-                self._listener.forget(seats)
-            return stage.capacity.num_blocks
+            self._check(place)
+            with contextlib.ExitStack() as sockets:
+                offer = await self._leave_with(kept, place.own.layers)
+                welcome = StageWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
+                seats = self._listener.expect(place)
+                sockets.callback(seats.close)
+                try:
+                    links = await gather_as_member(place, seats, welcome, self._limit_s, sockets)
+                finally:
+                    self._listener.forget(seats)
+                exchange = self._exchange(place.index, links.kv, [stage.layers for stage in place.stages])
+                stage = await self._become(place, exchange, offer)
+                try:
+                    await say(links.leader, StageReady(has_kv=exchange.is_complete))
+                except BaseException as error:
+                    stage.close()
+                    if isinstance(error, OSError):
+                        raise GroupFailedError(f"the leader is gone: {what_failed(error)}") from error
+                    raise
+                self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end)
+                self._place = place
+                sockets.pop_all()
+            return offer.num_blocks
 
     @property
     def whole_blocks(self) -> int:
@@ -144,18 +195,24 @@ class TorchGroupDevice:
         return self._model.info.capacity.num_blocks
 
     async def alone(self, parting: Parting | None = None) -> Led:
-        """Be a whole instance; see `GroupDevice`. KV does not go along, as for `lead`."""
-        del parting
+        """Be a whole instance; see `GroupDevice`.
+
+        A member that parts stays in its pipeline until the others have come, so that the leader can close it in order.
+        """
         async with self._changing:
             if isinstance(self._executor, ThreadExecutor) and not self._executor.is_closed:
                 return Led(self._executor)
-            await self._leave()
-            try:
-                await in_thread(self._model.restore, "layer loading")
-            finally:
-                self._layers = self._model.layers
+            with contextlib.ExitStack() as sockets:
+                exchange = await self._part(parting, sockets)
+                await self._leave()
+                try:
+                    await in_thread(self._model.restore, "layer loading")
+                finally:
+                    self._layers = self._model.layers
+                if exchange is not None:
+                    await exchange.move(self._model.cache)
             self._executor = ThreadExecutor(await in_thread(self._model.open, "model opening"), self._loop)
-            return Led(self._executor)
+            return Led(self._executor, NOTHING_KEPT if exchange is None else exchange.kept)
 
     async def close(self) -> None:
         """Leave any group and give back memory; see `GroupDevice`."""
@@ -165,8 +222,13 @@ class TorchGroupDevice:
             await self._listener.close()
             await in_thread(self._model.close, "model closing")
 
+    @property
+    def _block_size(self) -> int:
+        return self._model.info.capacity.block_size
+
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
+        self._place = None
         if self._executor is not None:
             await self._executor.close()
             self._executor = None
@@ -174,21 +236,78 @@ class TorchGroupDevice:
             await self._membership.leave()
             self._membership = None
 
-    async def _become(self, place: GroupPlace) -> RunnerStage:
-        """Drop all but the own layers, and return them as a stage."""
-        self._check(place)
+    async def _leave_with(self, kept: KeptKv, layers: LayerRange) -> KvOffer:
+        """End what runs on the model, and return what goes along to a group in which it will have these layers."""
+        group = 0 if self._place is None else self._place.plan_id
         await self._leave()
+        return KvOffer(self._layers, self._room, self._model.blocks_with(layers), group, kept)
 
-        def change() -> RunnerStage:
+    @property
+    def _room(self) -> int:
+        """Blocks of the layers that are held now that may be kept aside."""
+        return self._exchange_bytes // (2 * self._facts.block_bytes * len(self._layers))
+
+    def _exchange(self, index: int, socks: dict[int, socket.socket], wanted: list[LayerRange]) -> LiveExchange:
+        return LiveExchange(index, socks, wanted, block_bytes=self._facts.block_bytes, limit_s=self._exchange_limit_s)
+
+    async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
+        """Drop all but the own layers, exchange KV, and return them as a stage."""
+        num_layers = self._model.info.num_layers
+
+        def change() -> None:
+            exchange.read(self._model.cache)
             self._model.keep(place.own.layers)
-            return RunnerStage(self._model.open())
+
+        def open_stage() -> RunnerStage:
+            stage = RunnerStage(self._model.open())
+            if stage.capacity.num_blocks < offer.num_blocks:
+                stage.close()
+                raise MemoryError(f"{stage.capacity.num_blocks} blocks fit, {offer.num_blocks} were promised")
+            return stage
 
         try:
-            return await in_thread(change, "layer dropping")
+            await exchange.agree(offer, self._model.cache.num_blocks, lambda offers: table_to_form(offers, num_layers))
+            await in_thread(change, "layer dropping")
+            await exchange.move(self._model.cache)
+            return await in_thread(open_stage, "model opening")
         except Exception as error:  # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
+            exchange.close()
             self._layers = self._model.layers
+
+    async def _part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> LiveExchange | None:
+        """Meet the other stages of the group that stands, and keep aside what goes to them; None: no KV moves."""
+        place = self._place
+        if parting is None or place is None:
+            return None
+        shares = parting.shares
+        if shares and len(shares) != len(place.stages):
+            raise ValueError(f"{len(shares)} shares for {len(place.stages)} stages")
+        socks = await self._meet_to_part(place, sockets)
+        if socks is None:
+            return None
+        exchange = self._exchange(place.index, socks, [self._model.whole] * len(place.stages))
+        sockets.callback(exchange.close)
+        offer = KvOffer(self._layers, self._room, self.whole_blocks, place.plan_id)
+        await exchange.agree(offer, self._model.cache.num_blocks, lambda offers: table_to_part(offers, shares))
+        await in_thread(lambda: exchange.read(self._model.cache), "KV exchange")
+        return exchange
+
+    async def _meet_to_part(self, place: GroupPlace, sockets: contextlib.ExitStack) -> dict[int, socket.socket] | None:
+        """Return connections to the other stages of a group that dissolves, by stage; None: not all have come."""
+        welcome = StageWelcome(num_blocks=self.whole_blocks, block_size=self._block_size)
+        seats = self._listener.expect(place, parting=True) if place.index else None
+        if seats is not None:
+            sockets.callback(seats.close)
+        try:
+            return await gather_to_part(place, seats, welcome, self._part_limit_s, sockets)
+        except GroupFailedError as error:
+            _log.warning("kv_not_exchanged", stage=place.index, reason=str(error))
+            return None
+        finally:
+            if seats is not None:
+                self._listener.forget(seats)
 
     def _check(self, place: GroupPlace) -> None:
         try:
@@ -201,59 +320,8 @@ class TorchGroupDevice:
         if reason is not None:
             raise GroupFailedError(reason)
 
-    async def _lead(
-        self, place: GroupPlace, stage: RunnerStage, on_end: Callable[[str | None], None]
-    ) -> PipelineExecutor:
-        with contextlib.ExitStack() as sockets:
-            calls = {
-                str(place.stages[i].worker_id): dial(place, i, StageRole.LEADER, sockets)
-                for i in range(1, len(place.stages))
-            }
-            to_next = f"{place.stages[1].worker_id} as the next stage"
-            calls[to_next] = dial(place, 1, StageRole.PREVIOUS, sockets)
-            *members, behind = await together(calls, self._limit_s)
-            capacity = _least(stage.capacity, [welcome for _, welcome in members])
-            channels = [SocketChannel(sock) for sock, _ in members]
-            stages = ThreadStages(stage, SocketChannel(behind[0]), channels, capacity, self._loop)
-            sockets.pop_all()
-        return PipelineExecutor(stages, self._loop.time, on_end)
 
-    async def _join(
-        self, place: GroupPlace, stage: RunnerStage, seats: Seats, on_end: Callable[[str | None], None]
-    ) -> Membership:
-        capacity = stage.capacity
-        welcome = StageWelcome(num_blocks=capacity.num_blocks, block_size=capacity.block_size)
-        with contextlib.ExitStack() as sockets:
-
-            async def be_dialled_by_previous() -> None:
-                await say(await seats.previous, welcome)
-
-            async def be_dialled_by_leader() -> None:
-                await seats.leader
-
-            async def dial_next() -> None:
-                sock, _ = await dial(place, place.index + 1, StageRole.PREVIOUS, sockets)
-                behind.append(sock)
-
-            behind: list[socket.socket] = []
-            parts = {
-                f"the leader, {place.stages[0].worker_id}": be_dialled_by_leader(),
-                f"{place.stages[place.index - 1].worker_id} as the stage before": be_dialled_by_previous(),
-            }
-            if place.index + 1 < len(place.stages):
-                parts[f"{place.stages[place.index + 1].worker_id} as the next stage"] = dial_next()
-            await together(parts, self._limit_s)
-            leader, previous = seats.leader.result(), seats.previous.result()
-            try:
-                await say(leader, welcome)
-            except OSError as error:
-                raise GroupFailedError(f"the leader, {place.stages[0].worker_id}, is gone: {error}") from None
-            membership = Membership(stage, leader, previous, behind[0] if behind else None, on_end)
-            sockets.pop_all()
-        return membership
-
-
-def _least(own: KvCapacity, members: list[StageWelcome]) -> KvCapacity:
+def _least(own: KvCapacity, members: tuple[StageWelcome, ...]) -> KvCapacity:
     """Return what every stage has."""
     sizes = {own.block_size, *(welcome.block_size for welcome in members)}
     if len(sizes) > 1:

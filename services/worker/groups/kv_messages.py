@@ -1,0 +1,126 @@
+"""What stages say about KV that moves between them: an offer to the leader, its table to all. Pure; sockets carry it.
+
+Names and ids are packed, 16 and 4 bytes each, little-endian.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from pydantic import Field
+
+from services.worker.engine.types import I32, KeptKv
+from services.worker.groups.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable
+from shared.errors import WireError
+from shared.layers import LayerRange
+from shared.messages.base import ControlMessage, MessagePart
+from shared.wire import decode, encode
+
+NAME_BYTES: Final = 16
+_ID: Final = np.dtype("<i4")
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Layers = tuple[Count, Count]
+Names = Annotated[bytes, Field(max_length=NAME_BYTES * MAX_EXCHANGED)]
+Ids = Annotated[bytes, Field(max_length=4 * MAX_EXCHANGED)]
+Stages = Annotated[tuple[Count, ...], Field(max_length=1024)]
+
+
+class KvOffered(ControlMessage):
+    """A stage to the leader: a `KvOffer`."""
+
+    kind: Literal["kv_offered"] = "kv_offered"
+    layers: Layers
+    room: Count
+    num_blocks: Count
+    group: Annotated[int, Field(ge=0)]
+    names: Names
+    ids: Ids
+
+
+class KvLotPart(MessagePart):
+    """A `KvLot`."""
+
+    sources: Stages
+    targets: Stages
+    ids: Ids
+    first: Count
+    names: Names
+
+
+class KvDecided(ControlMessage):
+    """The leader to every stage: a `KvTable`."""
+
+    kind: Literal["kv_decided"] = "kv_decided"
+    held: Annotated[tuple[Layers, ...], Field(max_length=1024)]
+    lots: Annotated[tuple[KvLotPart, ...], Field(max_length=1024)]
+
+
+def pack_offer(offer: KvOffer) -> bytes:
+    """Return an offer as bytes; of what it keeps, the first `MAX_EXCHANGED` blocks."""
+    names, ids = offer.kept.names[:MAX_EXCHANGED], offer.kept.ids[:MAX_EXCHANGED]
+    message = KvOffered(
+        layers=(offer.layers.first, offer.layers.end),
+        room=offer.room,
+        num_blocks=offer.num_blocks,
+        group=offer.group,
+        names=b"".join(names),
+        ids=ids.astype(_ID).tobytes(),
+    )
+    return encode(message)
+
+
+def unpack_offer(data: bytes) -> KvOffer:
+    """Return the offer that the bytes hold.
+
+    Raises:
+        WireError: they hold anything else.
+    """
+    said = decode(data, KvOffered)
+    names, ids = _unpack_blocks(said.names, said.ids)
+    return KvOffer(_layers(said.layers), said.room, said.num_blocks, said.group, KeptKv(names, ids))
+
+
+def pack_table(table: KvTable) -> bytes:
+    """Return a table as bytes."""
+    lots = tuple(
+        KvLotPart(
+            sources=lot.sources,
+            targets=lot.targets,
+            ids=lot.ids.astype(_ID).tobytes(),
+            first=lot.first,
+            names=b"".join(lot.names),
+        )
+        for lot in table.lots
+    )
+    return encode(KvDecided(held=tuple((layers.first, layers.end) for layers in table.held), lots=lots))
+
+
+def unpack_table(data: bytes) -> KvTable:
+    """Return the table that the bytes hold.
+
+    Raises:
+        WireError: they hold anything else.
+    """
+    said = decode(data, KvDecided)
+    lots = []
+    for lot in said.lots:
+        names, ids = _unpack_blocks(lot.names, lot.ids)
+        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names))
+    return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots))
+
+
+def _layers(said: tuple[int, int]) -> LayerRange:
+    try:
+        return LayerRange(*said)
+    except ValueError as error:
+        raise WireError(str(error)) from None
+
+
+def _unpack_blocks(names: bytes, ids: bytes) -> tuple[tuple[bytes, ...], I32]:
+    count, rest = divmod(len(names), NAME_BYTES)
+    if rest or len(ids) != 4 * count:
+        raise WireError(f"{len(names)} bytes of names and {len(ids)} of ids do not go together")
+    packed = tuple(names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES))
+    return packed, np.frombuffer(ids, dtype=_ID).astype(np.int32)

@@ -1,0 +1,186 @@
+"""Which KV goes from which stage to which, when workers become a group or stop being one. Pure.
+
+    a group forms                                        a group of stages 0 and 1 dissolves
+
+    worker 0, all layers  ── lot 0 ──► stages 0, 1, 2    stage 0 ─┬─ lot 0 (its share) ──► worker 0, all layers
+    worker 1 ┐                                           stage 1 ─┘
+    worker 2 ┴ one group  ── lot 1 ──► stages 0, 1, 2    stage 0 ─┬─ lot 1 ──────────────► worker 1, all layers
+                                                         stage 1 ─┘
+Every source of a lot has the same blocks for other layers, and sends each target the layers that it has and the target
+wants. At the targets the blocks get new ids, one after the other. What is cut is always the end of a lot: sequences are
+found by the beginning of their KV, and compute the rest again.
+
+Source: KunServe v2, section 4.2 (KV is exchanged because layers moved). Deviation: blocks travel by what they hold, so
+one that several workers have goes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.worker.engine.types import EMPTY_I32, I32, KeptKv
+from shared.layers import LayerRange, check_tiling
+
+MAX_EXCHANGED = 32_768
+"""Most blocks that one exchange names: their list is one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvOffer:
+    """What one stage's worker brings."""
+
+    layers: LayerRange
+    """Held before."""
+    room: int
+    """Blocks of these layers that its buffer holds."""
+    num_blocks: int
+    """That it will have after the change."""
+    group: int = 0
+    """Plan of the group that it was in; 0: it was alone."""
+    kept: KeptKv = field(default_factory=KeptKv)
+    """What should survive, the most wanted first; of a group only its leader says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLot:
+    """Blocks that travel together."""
+
+    sources: tuple[int, ...]
+    """Stages that have them, each for its layers."""
+    targets: tuple[int, ...]
+    """Stages that get them."""
+    ids: I32
+    """[n] At the sources."""
+    first: int
+    """Id of the first one at the targets; the others follow."""
+    names: tuple[bytes, ...]
+    """[n]"""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTable:
+    """All that moves; every stage has the same."""
+
+    held: tuple[LayerRange, ...]
+    """By stage: layers before the change."""
+    lots: tuple[KvLot, ...] = ()
+
+    def kept_at(self, stage: int) -> KeptKv:
+        """Return what a stage's blocks hold once all has arrived."""
+        lots = [lot for lot in self.lots if stage in lot.targets]
+        ids = [np.arange(lot.first, lot.first + len(lot.ids), dtype=np.int32) for lot in lots]
+        return KeptKv(tuple(name for lot in lots for name in lot.names), np.concatenate([EMPTY_I32, *ids]))
+
+
+def table_to_form(offers: Sequence[KvOffer], num_layers: int) -> KvTable:
+    """Return what moves when workers become a group.
+
+    The first worker's blocks come first; a name that came before does not come again. A worker that was in another
+    group has a part of the layers only: its group's blocks go along if all of its stages are here.
+
+    Args:
+        offers: by stage.
+        num_layers: of the whole model.
+    """
+    num_blocks = min(MAX_EXCHANGED, *(offer.num_blocks for offer in offers))
+    seen: set[bytes] = set()
+    lots: list[KvLot] = []
+    for stage, offer in enumerate(offers):
+        sources = _holders(offers, stage, num_layers)
+        fresh = [i for i, name in enumerate(offer.kept.names) if name not in seen]
+        room = min((offers[source].room for source in sources), default=0)
+        fresh = fresh[: max(min(room, num_blocks - len(seen)), 0)]
+        if fresh:
+            names = tuple(offer.kept.names[i] for i in fresh)
+            lots.append(KvLot(sources, tuple(range(len(offers))), offer.kept.ids[fresh], len(seen), names))
+            seen.update(names)
+    return KvTable(tuple(offer.layers for offer in offers), tuple(lots))
+
+
+def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTable:
+    """Return what moves when the stages of a group become whole instances.
+
+    Where buffers do not hold all shares, the longest are cut first.
+
+    Args:
+        offers: by stage; what they keep is not looked at.
+        shares: by stage, of the group's blocks; none at all: nothing moves.
+
+    Raises:
+        ValueError: there are more or fewer shares than stages.
+    """
+    held = tuple(offer.layers for offer in offers)
+    if not shares:
+        return KvTable(held)
+    if len(shares) != len(offers):
+        raise ValueError(f"{len(shares)} shares for {len(offers)} stages")
+    wanted = [min(len(share), offer.num_blocks) for share, offer in zip(shares, offers, strict=True)]
+    sizes = _level(wanted, min(MAX_EXCHANGED, *(offer.room for offer in offers)))
+    sources = tuple(range(len(offers)))
+    return KvTable(
+        held,
+        tuple(
+            KvLot(sources, (stage,), share.ids[:size], 0, share.names[:size])
+            for stage, (share, size) in enumerate(zip(shares, sizes, strict=True))
+            if size
+        ),
+    )
+
+
+def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wanted: Sequence[LayerRange]) -> None:
+    """Check that a stage can do its part of a table that it was sent.
+
+    Args:
+        table: as it came.
+        stage: who checks.
+        offer: its own.
+        num_blocks: that it has before the change.
+        wanted: by stage: layers after the change.
+
+    Raises:
+        ValueError: it cannot; names the first reason.
+    """
+    if len(table.held) != len(wanted) or table.held[stage] != offer.layers:
+        raise ValueError("it is made for other stages")
+    known, sent = range(len(wanted)), 0
+    for lot in table.lots:
+        if not all(index in known for index in (*lot.sources, *lot.targets)) or len(lot.names) != len(lot.ids):
+            raise ValueError("a lot is not well formed")
+        if stage in lot.sources:
+            sent += len(lot.ids)
+            if len(lot.ids) and not 0 <= int(lot.ids.min()) <= int(lot.ids.max()) < num_blocks:
+                raise ValueError(f"blocks are asked for that are not among {num_blocks}")
+        if stage in lot.targets and not 0 <= lot.first <= lot.first + len(lot.ids) <= offer.num_blocks:
+            raise ValueError(f"blocks are to come that are not among {offer.num_blocks}")
+    if sent > offer.room:
+        raise ValueError(f"{sent} blocks are asked for, and there is room for {offer.room}")
+
+
+def _holders(offers: Sequence[KvOffer], stage: int, num_layers: int) -> tuple[int, ...]:
+    """Return the stages that together have all layers of a worker's blocks; none if some are missing."""
+    group = offers[stage].group
+    found = [stage] if not group else [i for i, offer in enumerate(offers) if offer.group == group]
+    try:
+        check_tiling(sorted(offers[i].layers for i in found), num_layers)
+    except ValueError:
+        return ()
+    return tuple(found)
+
+
+def _level(wanted: Sequence[int], room: int) -> list[int]:
+    """Cut numbers so that their sum is at most `room`, the largest ones first, and all to the same size but for one."""
+    sizes = list(wanted)
+    excess = max(sum(sizes) - room, 0)
+    while excess:
+        top = max(sizes)
+        tallest = [i for i, size in enumerate(sizes) if size == top]
+        below = max((size for size in sizes if size < top), default=0)
+        step = min(top - below, max(excess // len(tallest), 1))
+        for i in reversed(tallest):
+            cut = min(step, excess)
+            sizes[i] -= cut
+            excess -= cut
+    return sizes

@@ -1,0 +1,118 @@
+"""Copies of KV blocks in host memory, as bytes: what a worker keeps aside while its layers change, or sends to others.
+
+    cache, blocks 9 4 7 ──copy_blocks──► BlockCopies ──bytes_of──► … ──write_block_bytes──► another cache, blocks 0 1 2
+
+A block's bytes are its keys, or its values, in one layer: [block_size, num_kv_heads, head_dim] in the cache's type, as
+they lie there. Nothing is converted, so they come back to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+
+from services.worker.engine.types import I32
+from services.worker.memory.kv_cache import KVCache
+
+NUM_SIDES: Final = 2
+"""Keys (side 0) and values (side 1)."""
+_PIECE_BYTES: Final = 4 * 1024**2
+"""Device memory that a copy takes at a time."""
+
+
+class BlockCopies:
+    """See `copy_blocks`.
+
+    Args:
+        first_layer: of those that are copied.
+        data: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], on the host.
+    """
+
+    def __init__(self, first_layer: int, data: torch.Tensor) -> None:
+        self._first_layer = first_layer
+        self._data = data
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is taken."""
+        return self._data.numel() * self._data.element_size()
+
+    def bytes_of(self, layer: int, side: int, first: int, end: int) -> memoryview:
+        """Return the bytes of the copies [first, end) in a layer; not copied, valid as long as this is.
+
+        Args:
+            layer: numbered in the whole model.
+            side: 0: keys, 1: values.
+            first: in the order of the ids that were copied.
+            end: one past the last.
+        """
+        part = self._data[layer - self._first_layer, side, first:end]
+        data: memoryview = part.reshape(-1).view(torch.uint8).numpy().data
+        return data
+
+
+def block_bytes(cache: KVCache) -> int:
+    """Return the bytes of a block's keys in one layer; its values have as many."""
+    keys = cache.keys[cache.layers[0]]
+    return cache.block_size * int(keys.shape[2]) * int(keys.shape[3]) * keys.element_size()
+
+
+def copy_blocks(cache: KVCache, ids: I32) -> BlockCopies:
+    """Copy some blocks, in all layers that have any, into new host memory.
+
+    Args:
+        cache: of contiguous layers.
+        ids: [n], below `cache.num_blocks`.
+
+    Raises:
+        ValueError: there are no such blocks.
+        MemoryError, RuntimeError: the memory cannot be had.
+    """
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < cache.num_blocks:
+        raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all among {cache.num_blocks}")
+    layers = cache.layers
+    like = cache.keys[layers[0]]
+    shape = (len(layers), NUM_SIDES, len(ids), *like.shape[1:])
+    with torch.inference_mode():
+        data = torch.empty(shape, dtype=like.dtype)
+        chosen = torch.from_numpy(ids.astype(np.int64)).to(like.device)
+        step = max(_PIECE_BYTES // block_bytes(cache), 1)
+        for place, layer in enumerate(layers):
+            for side, pool in enumerate((cache.keys[layer], cache.values[layer])):
+                for first in range(0, len(ids), step):
+                    piece = pool.index_select(0, chosen[first : first + step])
+                    data[place, side, first : first + step].copy_(piece)
+    return BlockCopies(layers[0], data)
+
+
+def write_block_bytes(cache: KVCache, layer: int, side: int, first: int, data: memoryview) -> None:
+    """Let consecutive blocks of a layer hold what the bytes say; on a GPU `settle` waits for it.
+
+    Args:
+        cache: that has the layer.
+        layer: numbered in the whole model.
+        side: 0: keys, 1: values.
+        first: id of the first block.
+        data: of whole blocks; may be used again at once.
+
+    Raises:
+        ValueError: the bytes are no blocks, or there are not as many.
+    """
+    pool = (cache.keys, cache.values)[side][layer]
+    count, rest = divmod(len(data), block_bytes(cache))
+    if rest or not 0 <= first <= first + count <= len(pool):
+        raise ValueError(f"{len(data)} bytes are not blocks {first} and following of {len(pool)} in layer {layer}")
+    if not count:
+        return
+    with torch.inference_mode():
+        given = torch.frombuffer(data, dtype=torch.uint8)
+        pool[first : first + count].copy_(given.view(pool.dtype).view(count, *pool.shape[1:]))
+
+
+def settle(cache: KVCache) -> None:
+    """Wait until everything that was written is there."""
+    device = cache.keys[cache.layers[0]].device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

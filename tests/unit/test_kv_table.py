@@ -1,0 +1,225 @@
+"""What moves when groups form and dissolve: nothing twice, nothing without room, nothing without all of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.groups import kv_messages
+from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.groups.kv_table import (
+    MAX_EXCHANGED,
+    KvLot,
+    KvOffer,
+    KvTable,
+    check_table,
+    table_to_form,
+    table_to_part,
+)
+from services.worker.groups.kv_wire import chunks_between
+from shared.errors import WireError
+from shared.layers import LayerRange
+from shared.wire import encode
+
+L = 6
+WHOLE = LayerRange(0, L)
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def kept(rng: np.random.Generator, most: int, num_blocks: int = 64) -> KeptKv:
+    """Return up to `most` blocks with names of which workers often have the same."""
+    count = int(rng.integers(most + 1))
+    names = [name(int(number)) for number in rng.choice(40, count, replace=False)]
+    return KeptKv(tuple(names), rng.choice(num_blocks, count, replace=False).astype(np.int32))
+
+
+def tiling(rng: np.random.Generator, num: int) -> list[LayerRange]:
+    ends = [*sorted(int(end) for end in rng.choice(np.arange(1, L), num - 1, replace=False)), L]
+    return [LayerRange(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def offers_to_form(rng: np.random.Generator) -> list[KvOffer]:
+    """Return offers of workers that were alone, of a whole group, and of a part of one, in a random order."""
+    offers = [KvOffer(WHOLE, int(rng.integers(20)), 0, 0, kept(rng, 12)) for _ in range(int(rng.integers(1, 3)))]
+    for plan_id, left in ((7, 0), (8, int(rng.integers(2)))):
+        parts = tiling(rng, int(rng.integers(2, 4)))
+        said = [kept(rng, 12), *[NOTHING_KEPT] * (len(parts) - 1)]
+        group = [KvOffer(part, int(rng.integers(20)), 0, plan_id, k) for part, k in zip(parts, said, strict=True)]
+        offers += group[: len(group) - left]
+    num_blocks = rng.integers(1, 40, len(offers))
+    return [replace(offers[i], num_blocks=int(num_blocks[i])) for i in rng.permutation(len(offers))]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_group_gets_every_block_once_of_whoever_has_all_of_its_layers(seed: int) -> None:
+    offers = offers_to_form(np.random.default_rng(seed))
+    table = table_to_form(offers, L)
+    num_blocks = min(offer.num_blocks for offer in offers)
+    result = table.kept_at(0)
+    assert result.ids.tolist() == list(range(len(result)))
+    assert len(result) <= num_blocks
+    assert len(set(result.names)) == len(result)
+    seen: list[bytes] = []
+    for owner in offers:  # the same rules, block by block
+        holders = [offer for offer in offers if offer.group == owner.group] if owner.group else [owner]
+        is_whole = sorted(layer for holder in holders for layer in holder.layers) == list(WHOLE)
+        room = min(holder.room for holder in holders) if is_whole else 0
+        for each in owner.kept.names:
+            if each not in seen and room and len(seen) < num_blocks:
+                seen.append(each)
+                room -= 1
+    assert result.names == tuple(seen)
+    for lot in table.lots:
+        owner = next(offers[stage] for stage in lot.sources if offers[stage].kept.names)
+        assert [owner.kept.names[owner.kept.ids.tolist().index(block)] for block in lot.ids] == list(lot.names)
+        assert lot.targets == tuple(range(len(offers)))
+    wanted = [WHOLE] * len(offers)
+    for stage, offer in enumerate(offers):
+        check_table(table, stage, offer, 64, wanted)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_shares_are_cut_only_where_memory_ends_and_the_longest_first(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = tiling(rng, int(rng.integers(2, 5)))
+    offers = [KvOffer(part, int(rng.integers(30)), int(rng.integers(1, 20)), 7) for part in parts]
+    shares = [kept(rng, 16) for _ in parts]
+    table = table_to_part(offers, shares)
+    room = min(offer.room for offer in offers)
+    wanted = [min(len(share), offer.num_blocks) for share, offer in zip(shares, offers, strict=True)]
+    sizes = [len(table.kept_at(stage)) for stage in range(len(parts))]
+    assert sum(sizes) == min(sum(wanted), room)
+    for share, size, most, stage in zip(shares, sizes, wanted, range(len(parts)), strict=True):
+        assert table.kept_at(stage).names == share.names[:size]
+        assert table.kept_at(stage).ids.tolist() == list(range(size))
+        if size < most:
+            assert size >= max(sizes) - 1, "who is cut is among the longest"
+    for lot in table.lots:
+        assert lot.sources == tuple(range(len(parts)))
+        assert len(lot.targets) == 1
+        assert lot.first == 0
+        assert lot.ids.tolist() == shares[lot.targets[0]].ids[: len(lot.ids)].tolist()
+    for stage, offer in enumerate(offers):
+        check_table(table, stage, offer, 64, [WHOLE] * len(parts))
+
+
+def test_without_shares_nothing_moves_and_a_wrong_number_is_refused() -> None:
+    offers = [KvOffer(LayerRange(0, 3), 9, 9, 7), KvOffer(LayerRange(3, 6), 9, 9, 7)]
+    assert table_to_part(offers, ()).lots == ()
+    with pytest.raises(ValueError, match="3 shares for 2 stages"):
+        table_to_part(offers, [NOTHING_KEPT] * 3)
+
+
+def test_an_exchange_names_no_more_blocks_than_a_message_holds() -> None:
+    count = MAX_EXCHANGED + 5
+    many = KeptKv(tuple(name(i) for i in range(count)), np.arange(count, dtype=np.int32))
+    offers = [KvOffer(WHOLE, count, count, 0, many), KvOffer(WHOLE, count, count)]
+    table = table_to_form(offers, L)
+    assert len(table.kept_at(1)) == MAX_EXCHANGED
+    assert len(unpack_offer(pack_offer(offers[0])).kept) == MAX_EXCHANGED
+    assert unpack_table(pack_table(table)).kept_at(0).names == many.names[:MAX_EXCHANGED]
+
+
+# Chunks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.groups.kv_wire.CHUNK_BYTES", 300)
+    rng = np.random.default_rng(seed)
+    offers = offers_to_form(rng)
+    if len(offers) > L:
+        offers = offers[:L]
+    table, wanted = table_to_form(offers, L), tiling(rng, len(offers))
+    for target, layers in enumerate(wanted):
+        got: dict[tuple[int, int, int], int] = {}
+        for source in range(len(offers)):
+            for chunk in chunks_between(table, source, target, layers, 100):
+                assert 0 < chunk.end - chunk.first <= 3
+                for place in range(chunk.first, chunk.end):
+                    key = (chunk.layer, chunk.side, table.lots[chunk.lot].first + place)
+                    assert key not in got, "it comes from one stage only"
+                    got[key] = source
+                    assert chunk.layer in offers[source].layers
+        blocks = range(len(table.kept_at(target)))
+        assert set(got) == {(layer, side, block) for layer in layers for side in range(2) for block in blocks}
+
+
+# Messages
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_offers_and_tables_are_read_back_as_they_were(seed: int) -> None:
+    offers = offers_to_form(np.random.default_rng(seed))
+    for offer in offers:
+        read = unpack_offer(pack_offer(offer))
+        assert replace(read, kept=NOTHING_KEPT) == replace(offer, kept=NOTHING_KEPT)
+        assert (read.kept.names, read.kept.ids.tolist()) == (offer.kept.names, offer.kept.ids.tolist())
+    table = table_to_form(offers, L)
+    again = unpack_table(pack_table(table))
+    assert again.held == table.held
+    assert len(again.lots) == len(table.lots)
+    for lot, other in zip(again.lots, table.lots, strict=True):
+        assert (lot.sources, lot.targets, lot.first, lot.names) == (
+            other.sources,
+            other.targets,
+            other.first,
+            other.names,
+        )
+        assert lot.ids.dtype == np.int32
+        assert lot.ids.tolist() == other.ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layers": (3, 3)}, "are no range"),
+        ({"names": bytes(17)}, "do not go together"),
+        ({"ids": bytes(8)}, "do not go together"),
+        ({"room": -1}, "room"),
+        ({"names": bytes(16 * (MAX_EXCHANGED + 1))}, "names"),
+    ],
+)
+def test_offers_that_make_no_sense_are_refused(change: dict[str, object], reason: str) -> None:
+    said = kv_messages.KvOffered(layers=(0, 3), room=4, num_blocks=5, group=0, names=bytes(16), ids=bytes(4))
+    assert unpack_offer(encode(said)).kept.names == (bytes(16),)
+    with pytest.raises(WireError, match=reason):
+        unpack_offer(encode(said.model_copy(update=change)))
+
+
+@pytest.mark.parametrize(
+    ("lot", "reason"),
+    [
+        ({"sources": (0, 2)}, "not well formed"),
+        ({"targets": (5,)}, "not well formed"),
+        ({"names": ()}, "not well formed"),
+        ({"ids": np.array([3, 64], np.int32)}, "not among 64"),
+        ({"ids": np.array([-1, 3], np.int32)}, "not among 64"),
+        ({"first": 9}, "not among 10"),
+        ({"ids": np.arange(5, dtype=np.int32), "names": tuple(map(name, range(5))), "first": 0}, "there is room for 4"),
+        ({}, None),
+    ],
+)
+def test_a_stage_refuses_a_table_that_it_cannot_serve(lot: dict[str, object], reason: str | None) -> None:
+    offer, wanted = KvOffer(WHOLE, 4, 10), [LayerRange(0, 3), LayerRange(3, 6)]
+    fine = KvLot((0,), (0, 1), np.array([3, 9], np.int32), 8, (name(1), name(2)))
+    table = KvTable((WHOLE, WHOLE), (replace(fine, **lot),))  # type: ignore[arg-type]
+    if reason is None:
+        check_table(table, 0, offer, 64, wanted)
+        return
+    with pytest.raises(ValueError, match=reason):
+        check_table(table, 0, offer, 64, wanted)
+
+
+def test_a_table_for_other_layers_is_refused() -> None:
+    for held in ((LayerRange(0, 3), WHOLE), (WHOLE,)):
+        with pytest.raises(ValueError, match="made for other stages"):
+            check_table(KvTable(held), 0, KvOffer(WHOLE, 4, 10), 64, [WHOLE, WHOLE])
