@@ -72,8 +72,11 @@ class WorkerSettings(ServiceSettings):
     exchange_memory: Annotated[Size, Field(ge=0)] = 256 * 1024**2
     """Memory of the host, in bytes, for KV that changes hands when a group forms or dissolves; taken for that time,
     beside `memory`. What does not fit is computed again; 0: all of it. Only systems that drop layers take it."""
-    exchange_limit_s: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """Seconds after which KV that has not come is computed again."""
+    exchange_limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0
+    """Seconds after which KV that has not come is computed again; readers stand still meanwhile."""
+    exchange_gb_per_s: Annotated[float, Field(gt=0, le=10_000)] = 1.0
+    """At which KV changes hands, 10^9 bytes per second each way: what a planner counts with. One, with a checksum, is
+    what two processes of one machine reach."""
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16

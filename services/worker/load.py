@@ -139,6 +139,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         limit_s=limit_s,
         exchange_bytes=settings.exchange_memory,
         exchange_limit_s=settings.exchange_limit_s,
+        exchange_bytes_per_s=settings.exchange_gb_per_s * 1e9,
         token_s=facts.token_s,
     )
     return Loaded((await device.alone()).executor, facts, device)

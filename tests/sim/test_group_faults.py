@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from services.worker.engine.room import Room
+from services.worker.engine.types import I32
+from services.worker.executor.shadow_kv import ShadowKv
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.kinds import GROUP_KINDS, FaultKind
 from sim.faults.scenario import draw_group_scenario, draw_scenario
@@ -79,18 +79,12 @@ def test_one_seed_gives_one_trace_in_any_process() -> None:
 
 
 def test_a_block_that_is_lost_in_a_change_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof that texts depend on KV: an engine that keeps its cache through a change says other words."""
+    """The proof that texts depend on the exchange: where nothing is copied, other words are said."""
 
-    def keep(room: Room, num_blocks: int) -> None:
-        """Grow and shrink, and forget nothing of the blocks that stay."""
-        blocks, known = room._blocks, room._blocks.refcount.size
-        blocks.set_usable(np.arange(min(num_blocks, known), known, dtype=np.int32), usable=False)
-        blocks.set_usable(np.arange(min(num_blocks, known), dtype=np.int32), usable=True)
-        if num_blocks > known:
-            blocks.grow(num_blocks)
-        room._review()
+    def copy_nothing(kv: ShadowKv, other: ShadowKv, source: I32, target: I32) -> None:
+        del kv, other, source, target
 
-    monkeypatch.setattr(Room, "replace", keep)
+    monkeypatch.setattr(ShadowKv, "take_from", copy_nothing)
     found = [violation for seed in range(12) for violation in run_scenario(draw_group_scenario(seed)).violations]
     assert any("I2" in violation for violation in found)
 

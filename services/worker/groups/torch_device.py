@@ -64,6 +64,7 @@ class TorchGroupDevice:
             taken while it does. 0: all KV is computed again.
         exchange_limit_s: in which KV has to change hands; else it is computed again.
         part_limit_s: in which the stages of a group that dissolves have to find each other.
+        exchange_bytes_per_s: at which KV changes hands, as reported.
         token_s: seconds that computing the KV of one token again takes, as reported.
     """
 
@@ -76,6 +77,7 @@ class TorchGroupDevice:
         exchange_bytes: int = EXCHANGE_BYTES,
         exchange_limit_s: float = EXCHANGE_LIMIT_S,
         part_limit_s: float = PART_LIMIT_S,
+        exchange_bytes_per_s: float = 0.0,
         token_s: float = 0.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -103,6 +105,7 @@ class TorchGroupDevice:
             num_pages=facts.num_pages,
             max_blocks=facts.max_blocks,
             token_s=token_s,
+            link_bytes_per_s=exchange_bytes_per_s if exchange_bytes else 0.0,
             has_host_copy=True,
         )
 
