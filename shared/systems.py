@@ -61,7 +61,7 @@ SYSTEMS: dict[str, System] = {
         # tokens a little earlier by making all others wait, which is a trade and no bound.
         System("oracle", scheduler="chunked", placement="least-loaded", memory=Memory.UNLIMITED),
         # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
-        System("kunserve", scheduler="chunked", placement="least-loaded", drops=True),
+        System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True),
     )
 }
 

@@ -74,7 +74,7 @@ def draw_group_scenario(seed: int) -> Scenario:
     random = np.random.default_rng([seed, 3])
     scenario, num_workers = draw_scenario(seed), int(random.integers(2, 5))
     params, has_others = scenario.workers[0], random.random() < 0.7
-    system = str(random.choice(["fcfs", "fcfs-chunked", "round-robin"]))
+    system = str(random.choice(["fcfs", "fcfs-chunked", "round-robin", "kunserve"]))
     elastic = _elastic_facts(params.num_blocks)
     workers = tuple(
         replace(params, worker_id=f"w{i}", system=system, elastic=elastic, remap_s=0.02) for i in range(num_workers)
