@@ -335,8 +335,10 @@ async def test_through_random_changes_every_bit_is_where_it_belongs(
     monkeypatch.setattr(kv_wire, "CHUNK_BYTES", 3000)
     async with live_devices(4, dtype=dtype) as devices:
         life = Life(devices, seed)
-        for _ in range(14):
+        for number in range(100):  # how much memory there is differs from run to run, and with it what can be done
             await life.step()
+            if number >= 13 and all(life.done[name] for name in ("form", "merge", "part")):
+                break
         assert min(life.done[name] for name in ("form", "merge", "part")) > 0, life.done
         for _, group in life.groups:
             await group.executor.close()
