@@ -1,6 +1,6 @@
 """How long a drop and a restore take on live workers under load, and what a reader sees of them.
 
-    python -m benchmarks.live_drops [--rounds 50] [--streams 12] [--workers 2]
+    python -m benchmarks.live_drops [--rounds 50] [--streams 8] [--workers 2]
 
 Real processes on this machine: nats-server, monitor, planner, workers with the demo model in memory so small that the
 parameters are a quarter of it, a dispatcher. Streams run all the time; each round drops by hand and restores. The time
@@ -43,7 +43,7 @@ _TOOK = re.compile(r"carried out by \d+ of \d+ workers in ([0-9.]+) s")
 
 def asks(num_streams: int) -> list[Ask]:
     """Return long answers, sampled by seed, so that a wrong token shows."""
-    return [ask(f"fox {i}", CHAT, max_tokens=700, temperature=0.8, seed=i) for i in range(num_streams)]
+    return [ask(f"fox {i}", CHAT, max_tokens=300, temperature=0.8, seed=i) for i in range(num_streams)]
 
 
 async def change(cluster: Cluster, bus: NatsBus, verb: str) -> float | None:
@@ -138,7 +138,7 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--streams", type=int, default=12)
+    parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     shape = Shape(num_workers=arguments.workers, env=ENV, flags=FLAGS)
