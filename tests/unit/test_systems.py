@@ -35,8 +35,7 @@ def test_names_are_built_or_planned_but_not_both() -> None:
     assert set(SYSTEMS) == {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "oracle", "kunserve"}
     assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
     assert all(name == system.name for name, system in SYSTEMS.items())
-    unused = set(SCHEDULERS) - {system.scheduler for system in SYSTEMS.values()}
-    assert unused == {"lookahead"}, "it is for pipeline groups, which no system forms yet"
+    assert set(SCHEDULERS) == {system.scheduler for system in SYSTEMS.values()}
 
 
 def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> None:
@@ -51,9 +50,12 @@ def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> No
         find_live_system("kunserve-v1")
 
 
-def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_alone() -> None:
+def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_and_in_what_groups_are_scheduled_by() -> None:
+    """With one lane `lookahead` is `chunked`, decision for decision (tests/unit/test_policy_lookahead.py)."""
     assert [name for name, system in SYSTEMS.items() if system.drops] == ["kunserve"]
-    assert replace(SYSTEMS["kunserve"], name="fcfs-chunked", drops=False) == SYSTEMS["fcfs-chunked"]
+    plain = replace(SYSTEMS["kunserve"], name="fcfs-chunked", drops=False, scheduler="chunked")
+    assert plain == SYSTEMS["fcfs-chunked"]
+    assert SYSTEMS["kunserve"].scheduler == "lookahead"
 
 
 def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:
