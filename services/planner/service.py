@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
@@ -46,6 +47,7 @@ class Planner:
         bus: connected; the caller closes it after `stop`.
         levers: the ladder, in its order; None: that of the settings' system.
         on_failure: called with a task's name and error when a task of the planner dies.
+        make_token: makes what the stages of a group show each other; None: by chance that nobody can guess.
 
     Raises:
         StartupError: there is no such system.
@@ -57,7 +59,11 @@ class Planner:
         bus: Bus,
         levers: Sequence[Lever] | None = None,
         on_failure: Callable[[str, BaseException], None] | None = None,
+        make_token: Callable[[], str] | None = None,
     ) -> None:
+        self._execution_params = settings.execution()
+        if make_token is not None:
+            self._execution_params = replace(self._execution_params, make_token=make_token)
         self._settings = settings
         self._bus = bus
         self._levers = levers_of(settings) if levers is None else tuple(levers)
@@ -102,7 +108,7 @@ class Planner:
         book = self._book = PlanBook(plans)
         plan = await book.claim("the planner started")
         self._execution = PlanExecution(
-            self._bus, self._subjects, book, self._settings.execution(), self._find_loss, self._announce
+            self._bus, self._subjects, book, self._execution_params, self._find_loss, self._announce
         )
         await self._announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
@@ -297,6 +303,7 @@ def build_planner(
     *,
     levers: Sequence[Lever] | None = None,
     on_failure: Callable[[str, BaseException], None] | None = None,
+    make_token: Callable[[], str] | None = None,
 ) -> Planner:
     """Return a planner that is ready to `start`. See `Planner`."""
-    return Planner(settings, bus, levers, on_failure)
+    return Planner(settings, bus, levers, on_failure, make_token)
