@@ -82,7 +82,8 @@ class WorkerSettings(ServiceSettings):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Token slots of one KV block; larger wastes more at the end of a sequence, smaller costs bookkeeping."""
     max_blocks: Annotated[int, Field(ge=0)] = 0
-    """KV blocks used at most, however much memory there is; 0 uses all. Small values put a system under pressure."""
+    """KV blocks used at most, however much memory there is; 0 uses all. Small values put a system under pressure. Not
+    for systems that drop parameters."""
     max_sequences: Annotated[int, Field(ge=1, le=65_536)] = 1024
     """Sequences taken at most, running and waiting; more are refused as `full`."""
     max_batch_rows: Annotated[int, Field(ge=1, le=65_536)] = 256

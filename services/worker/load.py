@@ -51,6 +51,11 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
         find_live_system(settings.system)
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from error
+    if settings.max_blocks and find_system(settings.system).drops:
+        said = (
+            f"max_blocks bounds a memory that does not change, but system '{settings.system}' drops parameters for more"
+        )
+        raise StartupError(said, "Give less memory instead")
     return read_spec(settings.model)
 
 

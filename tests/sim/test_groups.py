@@ -15,7 +15,7 @@ from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts
 from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
-from sim.plan_driver import PlanDriver, states
+from sim.plan_driver import PlanDriver, group_of, states
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
@@ -229,5 +229,23 @@ def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_else() 
         await room.check()
         await asyncio.sleep(2.0)
         assert room.role(1) == ("", 0, (0, 8)), "it has noticed that its group is gone"
+
+    in_room(main, params())
+
+
+def test_of_plans_that_are_prepared_at_once_the_newest_is_the_one_that_is_carried_out() -> None:
+    """Two newer plans wait for the end of the first: who says that it is prepared has prepared that one."""
+
+    async def main(room: Room) -> None:
+        driver = room.driver
+        group = group_of([driver.reports[name] for name in ("w0", "w1")], even_split(NUM_LAYERS, 2))
+        _, first = await driver.prepare(group)
+        assert states(first) == ["prepared"] * 2
+        second, third = (asyncio.ensure_future(driver.prepare(group)) for _ in range(2))
+        await second  # prepared for a moment, then given up for the newest
+        newest, prepared = await third
+        assert states(prepared) == ["prepared"] * 2
+        assert states(await driver.finish(newest, ["w0", "w1"], commit=True)) == ["done"] * 2
+        assert states(await driver.finish(newest - 1, ["w0", "w1"], commit=True)) == ["refused"] * 2
 
     in_room(main, params())

@@ -118,10 +118,6 @@ class PlanAgent:
         tasks: TaskOwner,
     ) -> None:
         self.role = Role(device.layers)
-        self.num_changes = 0
-        """Changes of role since the start."""
-        self.num_broken = 0
-        """Groups that broke or did not come about."""
         self._worker_id = worker_id
         self._device = device
         self._engine = engine
@@ -176,7 +172,7 @@ class PlanAgent:
 
     async def _prepare(self, asked: PreparePlan) -> _Outcome:
         plan_id = asked.plan_id
-        if self._turn is not None and self._turn.ask.plan_id != plan_id:
+        while self._turn is not None and self._turn.ask.plan_id != plan_id:
             self._turn.decide(commit=False)  # its planner has gone on to another one
             await asyncio.shield(self._turn.outcome)
         if self._turn is None:
@@ -283,9 +279,7 @@ class PlanAgent:
             else:
                 num_blocks = await self._join(place)
         except GroupFailedError as error:
-            self.num_broken += 1
             return _Outcome(asked.plan_id, PlanState.FAILED, str(error), await self._stand_alone(asked.plan_id))
-        self.num_changes += 1
         _log.info(
             "role_changed",
             plan=asked.plan_id,
@@ -409,7 +403,6 @@ class PlanAgent:
         try:
             async with self._gate.exclusive():
                 if self._broken is not None:
-                    self.num_broken += 1
                     _log.warning("group_broken", group=self.role.group, stage=self.role.stage, reason=self._broken)
                     await self._stand_alone(self.role.plan_id)
         except GateClosedError:
