@@ -150,6 +150,7 @@ class Reporter:
             "num_demanded_blocks": stats.num_demanded_blocks,
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
+            "num_coming_blocks": stats.num_coming_blocks,
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "num_preempted": stats.num_preempted,

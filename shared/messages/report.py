@@ -85,6 +85,8 @@ class WorkerReport(ControlMessage):
     num_queued_for_memory: int = 0
     """Waiting and preempted sequences that would run if there were KV blocks for them: there is a place for them among
     those that run."""
+    num_coming_blocks: int = 0
+    """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
     num_layers: int = 0
     """Of the whole model; 0 if the worker does not say."""
     layers: tuple[int, int] = (0, 0)

@@ -223,11 +223,12 @@ class Chaos:
             assert self._in_flight(story) or story.finish is FinishReason.CANCELLED
 
     def grow(self) -> None:
-        if not self.harness.flights:
-            num_blocks = self.harness.kv.num_blocks + int(self.random.integers(1, 4))
-            self.harness.kv.grow(num_blocks)
-            self.harness.engine.grow(num_blocks)
-            self.harness.settle()
+        first = self.harness.kv.num_blocks
+        end = first + int(self.random.integers(1, 4))
+        self.count("grow in flight" if self.harness.flights else "grow")
+        self.harness.kv.grow(end)
+        self.harness.engine.grow(first, end)
+        self.harness.settle()
 
     def shrink(self) -> None:
         """Take the memory of some blocks away, held or free, but not pinned."""

@@ -83,7 +83,7 @@ def test_growing_and_shrinking_change_what_can_be_handed_out() -> None:
     blocks.set_usable(ids(0, 1), usable=False)
     assert (blocks.num_usable, blocks.num_free) == (2, 2)
     assert extend(blocks, 0, 8) == [2, 3]
-    blocks.grow(6)
+    blocks.grow(4, 6)
     assert (blocks.num_usable, blocks.num_free) == (4, 2)
     blocks.set_usable(ids(0, 0, 2), usable=True)
     assert (blocks.num_usable, blocks.num_free) == (5, 3)

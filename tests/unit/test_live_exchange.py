@@ -158,7 +158,7 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         await second.serve(5)
         assert first.texts
         assert any(len(text) < 8 for text in first.texts.values())
-        kept = [first.engine.leave_executor(), second.engine.leave_executor(), NOTHING_KEPT][: len(ranges)]
+        kept = [first.engine.leave_executor(0.0), second.engine.leave_executor(), NOTHING_KEPT][: len(ranges)]
         assert all(len(each) for each in kept[:2])
 
         group = await form(devices, ranges, kept)
@@ -171,7 +171,7 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         await first.serve(3)
         assert set(first.starts) == set(range(6))
         assert all(start >= cached[each] for each, start in first.starts.items())
-        kept_now = first.engine.leave_executor()
+        kept_now = first.engine.leave_executor(0.0)
 
         shares = [first.engine.sharing.kept(rows_of(first.engine, each)) for each in ([0, 3, 5], [1, 2, 4], [])]
         assert set(shares[0].names) | set(shares[1].names) == set(kept_now.names)
@@ -190,7 +190,7 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         assert {each: first.texts[each] for each in (0, 3, 5)} == {each: expected[each] for each in (0, 3, 5)}
 
         third = Server(alone[1].executor, [])
-        third.engine.leave_executor()
+        third.engine.leave_executor(0.0)
         third.enter(alone[1].executor, alone[1].kept)
         third.add([1, 2, 4])
         left = third.left_to_compute(alone[1].kept, [1, 2, 4])
@@ -622,7 +622,7 @@ async def test_a_member_that_parts_first_waits_in_its_pipeline_for_the_leader() 
         assert server.texts == await calm()
         assert broken == []
         await executor.close()
-        share = server.engine.leave_executor()
+        share = server.engine.leave_executor(0.0)
         assert (await devices[0].alone(Parting((NOTHING_KEPT, share)))).kept.names == ()
         assert (await parting).kept.names == share.names
 

@@ -28,6 +28,7 @@ _COUNTS = (
     "num_demanded_blocks",
     "num_head_blocks",
     "num_queued_for_memory",
+    "num_coming_blocks",
     "num_layers",
     "stage",
     "num_stages",

@@ -181,18 +181,32 @@ class BlockManager:
         np.add.at(self.pins, ids, 1)
         self._pinned.setdefault(owner, []).append(ids)
 
+    def reserve(self, ids: I32, owner: Hashable) -> None:
+        """Pin free blocks without contents, which somebody is about to fill."""
+        assert self.usable[ids].all(), "only usable blocks can be reserved"
+        assert not (self.refcount[ids].any() or self.pins[ids].any()), "only free blocks can be reserved"
+        assert not self.index.is_named[ids].any(), "a block with contents cannot be reserved"
+        stays = np.ones(self.refcount.size, dtype=np.bool_)
+        stays[ids] = False
+        self._free_blocks.retain(stays)
+        self.pins[ids] += 1
+        self._pinned.setdefault(owner, []).append(np.array(ids, dtype=np.int32))
+
+    def num_only_pinned(self, owner: Hashable) -> int:
+        """Return how many of an owner's blocks no row refers to."""
+        return sum(int(np.count_nonzero(self.refcount[ids] == 0)) for ids in self._pinned.get(owner, ()))
+
     def unpin(self, owner: Hashable) -> None:
         """Drop all pins of an owner. Idempotent."""
         for ids in self._pinned.pop(owner, ()):
             np.subtract.at(self.pins, ids, 1)
             self._free(np.unique(ids))
 
-    def grow(self, num_blocks: int) -> None:
-        """Make ids up to num_blocks - 1 known and those that are new usable."""
-        known = self.refcount.size
-        assert num_blocks >= known, f"{num_blocks} blocks are fewer than the {known} known; take them away by id"
-        self.learn(num_blocks)
-        self.set_usable(np.arange(known, num_blocks, dtype=np.int32), usable=True)
+    def grow(self, first: int, end: int) -> None:
+        """Make ids from `first` to `end` - 1 known and usable."""
+        if end > self.refcount.size:
+            self.learn(end)
+        self.set_usable(np.arange(first, end, dtype=np.int32), usable=True)
 
     def learn(self, num_blocks: int) -> None:
         """Make ids up to num_blocks - 1 known; those that are new are not usable."""

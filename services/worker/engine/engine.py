@@ -92,7 +92,7 @@ class Engine:
             swapping=self.swapping,
         )
         self.residents.on_end = self._transitions.ended
-        self._room = Room(self.table, self.blocks, self.sharing.forks, self._transitions)
+        self._room = Room(self.table, self.blocks, self.sharing, self._transitions)
         self._scheduler = scheduler
         self.limits = _limits(config)
         """Of one step."""
@@ -215,11 +215,19 @@ class Engine:
         """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""
         self._transitions.copied(copy_id, done=done)
 
-    # Memory: the step gate is held
+    def grow(self, first: int, end: int) -> None:
+        """Make the blocks from `first` to `end` - 1 usable, in addition to those that are."""
+        self._room.grow(first, end)
 
-    def grow(self, num_blocks: int) -> None:
-        """Make blocks with ids up to num_blocks - 1 usable, in addition to those known so far."""
-        self._room.grow(num_blocks)
+    def arrived(self, blocks: KeptKv) -> None:
+        """Take note of KV that was coming and is here; the caller wakes the step loop."""
+        self.sharing.arrived(blocks)
+
+    def expect_no_more(self) -> None:
+        """Let sequences compute the KV that was coming and is not here. Idempotent; the caller wakes the step loop."""
+        self.sharing.expect_no_more()
+
+    # Memory: the step gate is held
 
     def set_backed(self, ids: I32, *, backed: bool) -> None:
         """Add memory behind some known blocks, or take it away. Nothing may be in flight.
@@ -231,26 +239,33 @@ class Engine:
         assert not self.is_copying, "memory changes only while nothing is copied"
         self._room.set_backed(ids, backed=backed)
 
-    def leave_executor(self) -> KeptKv:
+    def leave_executor(self, now_s: float) -> KeptKv:
         """Preempt all that runs: the executor is about to be another one. Nothing may be in flight or pinned.
 
         Returns:
-            What sequences that run, or did before, have computed in full blocks.
+            What sequences that run, or did before, have computed in full blocks: first those of the sequence whose
+            reader runs out of text first.
         """
         assert not self.flights, "the executor changes only while nothing is in flight"
         assert self.swapping is None, "KV on the host would belong to another executor"
+        self.sharing.expect_no_more()
         self._transitions.forget_executor()
-        return self.sharing.kept(self.table.preempted.view.tolist())
+        rows = self.table.preempted.view
+        return self.sharing.kept(rows[np.argsort(qoe_columns.slack_s(self.table, rows, now_s), kind="stable")].tolist())
 
-    def enter_executor(self, num_blocks: int, num_lanes: int, kept: KeptKv = NOTHING_KEPT) -> None:
+    def enter_executor(
+        self, num_blocks: int, num_lanes: int, kept: KeptKv = NOTHING_KEPT, coming: KeptKv = NOTHING_KEPT
+    ) -> None:
         """Go on with another executor, which knows no row, after `leave_executor`; no step was made in between.
 
         Args:
             num_blocks: that it has.
             num_lanes: batches in flight at most.
             kept: which of the blocks hold what; the others are empty.
+            coming: which of the empty ones are being filled, and with what: sequences wait for theirs until it has
+                `arrived`, or `expect_no_more`.
         """
-        self._room.furnish(num_blocks, kept)
+        self._room.furnish(num_blocks, kept, coming)
         self.config = replace(self.config, num_lanes=num_lanes)
         self.limits = _limits(self.config)
 
@@ -301,9 +316,11 @@ class Engine:
 
     @property
     def num_demanded_blocks(self) -> int:
-        """Blocks that parked rows ask for beyond those in use, in which those that leave the device are counted yet."""
-        parked = self.table.num_parked_blocks
-        return parked if self.swapping is None else max(parked - self.swapping.num_leaving_blocks, 0)
+        """Blocks that parked rows ask for beyond those in use: there count those that leave the device, or are kept."""
+        counted = self.sharing.num_kept_blocks
+        if self.swapping is not None:
+            counted += self.swapping.num_leaving_blocks
+        return max(self.table.num_parked_blocks - counted, 0)
 
     def check_invariants(self) -> None:
         """Check everything that must hold between two calls; raises AssertionError naming the law that is broken."""

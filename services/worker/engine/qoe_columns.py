@@ -12,6 +12,22 @@ from numpy.typing import NDArray
 from services.worker.engine.table import SequenceTable
 from services.worker.engine.types import I32
 
+F64 = NDArray[np.float64]
+
+
+def slack_s(table: SequenceTable, rows: I32, now_s: float) -> F64:
+    """Return for how long each row's reader can go on without another token, [n] seconds; may be negative.
+
+    Who has no reader has no slack: somebody waits for the whole answer.
+
+    Args:
+        table: the sequence table.
+        rows: [n]
+        now_s: on this worker's clock.
+    """
+    due_s = table.arrival_s[rows] + table.qoe_last_s[rows] + table.qoe_gap_s[rows]
+    return np.where(np.isnan(due_s), 0.0, due_s - now_s)
+
 
 def deliver(table: SequenceTable, rows: NDArray[np.intp], first_index: I32, now_s: float) -> None:
     """Count one token as delivered now to each row's reader; rows without a reader keep their NaN.

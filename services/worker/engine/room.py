@@ -1,11 +1,11 @@
-"""KV memory that comes and goes while nothing is in flight, and who fits what is left of it."""
+"""KV memory that comes at any time, and goes while nothing is in flight; and who fits what there is."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from services.worker.engine.blocks import BlockManager
-from services.worker.engine.forks import Forks
+from services.worker.engine.sharing import Sharing
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import I32, KeptKv
@@ -14,15 +14,15 @@ from services.worker.engine.types import I32, KeptKv
 class Room:
     """Changes which blocks are usable; the only writer of `Hold.NO_ROOM`. The engine owns it."""
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, forks: Forks, transitions: Transitions) -> None:
+    def __init__(self, table: SequenceTable, blocks: BlockManager, sharing: Sharing, transitions: Transitions) -> None:
         self._table = table
         self._blocks = blocks
-        self._forks = forks
+        self._sharing = sharing
         self._transitions = transitions
 
-    def grow(self, num_blocks: int) -> None:
-        """Make blocks with ids up to num_blocks - 1 usable, in addition to those known so far."""
-        self._blocks.grow(num_blocks)
+    def grow(self, first: int, end: int) -> None:
+        """Make the blocks from `first` to `end` - 1 usable, in addition to those that are."""
+        self._blocks.grow(first, end)
         self._review()
 
     def set_backed(self, ids: I32, *, backed: bool) -> None:
@@ -33,8 +33,8 @@ class Room:
         self._blocks.set_usable(ids, usable=backed)
         self._review()
 
-    def furnish(self, num_blocks: int, kept: KeptKv) -> None:
-        """Have blocks 0 to num_blocks - 1, some named, in place of those so far, which nobody holds."""
+    def furnish(self, num_blocks: int, kept: KeptKv, coming: KeptKv) -> None:
+        """Have blocks 0 to num_blocks - 1, some named, some kept for KV on its way, in place of those so far."""
         blocks = self._blocks
         blocks.set_usable(np.arange(blocks.refcount.size, dtype=np.int32), usable=False)
         if num_blocks > blocks.refcount.size:
@@ -42,6 +42,7 @@ class Room:
         for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
             blocks.index.add(name, block)
         blocks.set_usable(np.arange(num_blocks, dtype=np.int32), usable=True)
+        self._sharing.expect(coming)
         self._review()
 
     def _review(self) -> None:
@@ -52,6 +53,6 @@ class Room:
         for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
             self._transitions.preempt(row)
         for row in np.flatnonzero(too_long).tolist():
-            self._forks.let_go(row)
+            self._sharing.forks.let_go(row)
         table.hold[too_long] |= Hold.NO_ROOM
         table.hold[~too_long] &= ~Hold.NO_ROOM

@@ -3,13 +3,15 @@
 Names (`prefix.py`) of a row's full blocks are made when the row is added, for its known tokens, and when it gives its
 blocks up, for its outputs; so a step of decodes costs nothing here. A block gets its name once a step that computed it
 has succeeded. Between its admission and that moment a row *claims* the names of its blocks: others that lack the same
-block can wait for it instead of computing it too.
+block can wait for it instead of computing it too. For a block whose KV is on its way from another worker everybody
+waits; it is reserved from the beginning, so nobody else takes its room, and named when its KV is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +23,10 @@ from services.worker.engine.table import SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.types import EMPTY_I32, I32, KeptKv
 from services.worker.policy.view import NOTHING_CACHED, CachedPrefix
+
+
+_COMING: Final = "KV that is on its way"
+"""Owner of the pins."""
 
 
 @dataclass(slots=True)
@@ -59,6 +65,8 @@ class Sharing:
         self._claims: dict[RunName, int] = {}
         self._unsettled: dict[int, _Chain] = {}
         """Rows with claims."""
+        self._coming: set[RunName] = set()
+        """Of blocks whose KV is on its way."""
 
     # What policies ask
 
@@ -71,7 +79,7 @@ class Sharing:
         match, following = self._match(row), None
         if self.prefix_caching and match.partial is None and len(match.ids) < self._num_shareable(row):
             following = self._chains[row].names[len(match.ids) + 1]
-            if following in self._claims:
+            if following in self._claims or following in self._coming:
                 return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
         if not match.num_tokens and following is None:
             return NOTHING_CACHED
@@ -125,6 +133,36 @@ class Sharing:
             names = self._chains[row].names[1:]
             found.update(zip(names, self._blocks.index.find(names), strict=False))
         return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
+
+    # KV that is on its way
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks whose KV is on its way."""
+        return len(self._coming)
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks that are kept for KV on its way, or just arrived, and that no row has yet."""
+        return self._blocks.num_only_pinned(_COMING)
+
+    def expect(self, coming: KeptKv) -> None:
+        """Let rows wait for KV that is on its way into free blocks, and keep these for it until `expect_no_more`."""
+        self._blocks.reserve(coming.ids, _COMING)
+        self._coming.update(coming.names)
+
+    def arrived(self, blocks: KeptKv) -> None:
+        """Take note of KV that has come; it was expected."""
+        for name, block in zip(blocks.names, blocks.ids.tolist(), strict=True):
+            self._coming.remove(name)
+            self._blocks.index.add(name, block)
+
+    def expect_no_more(self) -> None:
+        """Let rows compute what has not come. Idempotent."""
+        self._coming.clear()
+        self._blocks.unpin(_COMING)
+
+    # Rows give up their blocks
 
     def release(self, row: int, *, is_sound: bool = True) -> None:
         """Take all blocks from a row and keep the contents of those that are full.

@@ -69,6 +69,8 @@ class EngineStats:
     num_queued_for_memory: int
     """Waiting and preempted sequences for which there is a place among those that run, while the next one in line finds
     too few free blocks beside one more for each that runs."""
+    num_coming_blocks: int
+    """Blocks whose KV is on its way from another worker."""
     num_host_blocks: int
     """Blocks of host memory for KV of preempted sequences."""
     num_used_host_blocks: int
@@ -97,7 +99,7 @@ def take_stats(engine: Engine) -> EngineStats:
     table, host = engine.table, None if engine.swapping is None else engine.swapping.host
     used = min(engine.blocks.num_used, engine.capacity_blocks)
     num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
-    head = table.num_head_blocks
+    head = max(table.num_head_blocks - engine.sharing.num_kept_blocks, 0)
     places = max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0)
     lacks_memory = head + num_running > engine.blocks.num_free
     return EngineStats(
@@ -109,6 +111,7 @@ def take_stats(engine: Engine) -> EngineStats:
         num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
         num_head_blocks=head,
         num_queued_for_memory=min(num_parked, places) if lacks_memory else 0,
+        num_coming_blocks=engine.sharing.num_coming,
         num_host_blocks=0 if host is None else host.num_blocks,
         num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
         **{name: getattr(engine.totals, name) for name in _TOTALS},

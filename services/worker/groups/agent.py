@@ -11,8 +11,7 @@ dispatchers bring them to the leader. Their KV travels by what it is, not by who
 connection is lost is over: each of its members, by itself, loads the layers that it lacks, and computes KV anew.
 
 Source: KunServe v2, section 4.1 (a drop changes page tables and roles between two steps) and 4.2 (KV is exchanged).
-Deviations: the protocol, epochs and the way back, of which the papers say nothing; KV is exchanged before the group
-runs its first step, while v2 stalls only the requests whose KV is on its way.
+Deviations: the protocol, epochs and the way back, of which the papers say nothing.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.sequence import SequenceKey
-from services.worker.engine.types import Executor, KeptKv
-from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Parting, StagePlace
+from services.worker.groups.arrivals import ArrivingKv
+from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
 from services.worker.groups.role import Role, role_in
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.intake import Intake
@@ -128,6 +127,7 @@ class PlanAgent:
         self._reporter = reporter
         self._now = now
         self._tasks = tasks
+        self._arriving = ArrivingKv(engine, loop.wake, now, tasks)
         self._num_layers = len(device.facts.layer_bytes)
         self._newest_epoch = 0
         self._turn: _Turn | None = None
@@ -240,16 +240,18 @@ class PlanAgent:
         """Hold the gate from prepare to the outcome."""
         plan_id, outcome = turn.ask.plan_id, None
         try:
-            async with asyncio.timeout_at(turn.until_s) as limit, self._gate.exclusive():
-                limit.reschedule(None)
-                turn.is_ready.set_result(True)
-                await asyncio.wait([turn.decision], timeout=max(turn.until_s - self._now(), 0.0))
-                if turn.is_to_be_done:
-                    outcome = await self._change(turn.ask)
+            async with asyncio.timeout_at(turn.until_s) as limit:
+                await self._arriving.over(turn.decision)  # what has not arrived would have to be computed again
+                async with self._gate.exclusive():
+                    limit.reschedule(None)
+                    turn.is_ready.set_result(True)
+                    await asyncio.wait([turn.decision], timeout=max(turn.until_s - self._now(), 0.0))
+                    if turn.is_to_be_done:
+                        outcome = await self._change(turn.ask)
         except GateClosedError:
             outcome = _Outcome(plan_id, PlanState.REFUSED, "it is about to stop")
         except TimeoutError:
-            outcome = _Outcome(plan_id, PlanState.ABORTED, f"a step took longer than {turn.ask.limit_s:g} s")
+            outcome = _Outcome(plan_id, PlanState.ABORTED, f"a step, or KV, was under way for {turn.ask.limit_s:g} s")
         finally:
             self._settle(turn, outcome)
 
@@ -303,10 +305,10 @@ class PlanAgent:
 
     async def _lead(self, place: GroupPlace) -> int:
         await self._leave_pipeline()
-        kept = self._engine.leave_executor()
+        kept = self._engine.leave_executor(self._now())
         self._pipeline = place.plan_id
         led = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason), kept)
-        self._take(led.executor, led.kept)
+        self._take(led)
         self._intake.serve_again()
         self._enter(role_in(place))
         self._place_now = place
@@ -315,7 +317,7 @@ class PlanAgent:
     async def _join(self, place: GroupPlace) -> int:
         await self._leave_pipeline()
         self._intake.stand_aside()
-        kept = self._engine.leave_executor()
+        kept = self._engine.leave_executor(self._now())
         self._engine.release(sorted(self._engine.row_of.values()), place.stages[0].worker_id)
         self._engine.enter_executor(0, 1)
         self._loop.flush()  # who waits for these sequences hears of it now, not when the group stands
@@ -331,7 +333,7 @@ class PlanAgent:
         if place is None or self._broken not in (None, CLOSED):
             return await self._stand_alone(plan_id)
         await self._leave_pipeline()
-        self._engine.leave_executor()
+        self._engine.leave_executor(self._now())
         shares = self._share_out(place) if self.role.is_leader else []
         row_of = self._engine.row_of
         kept = tuple(self._engine.sharing.kept([row_of[key] for key in keys]) for keys in shares)
@@ -352,12 +354,12 @@ class PlanAgent:
     async def _stand_alone(self, plan_id: int) -> int:
         """Be a whole instance, whatever the others do; KV is lost."""
         await self._leave_pipeline()
-        self._engine.leave_executor()
+        self._engine.leave_executor(self._now())
         return await self._go_on_alone(plan_id, None)
 
     async def _go_on_alone(self, plan_id: int, parting: Parting | None) -> int:
         alone = await self._device.alone(parting)
-        self._take(alone.executor, alone.kept)
+        self._take(alone)
         self._intake.serve_again()
         self._enter(Role(self._device.layers, plan_id=plan_id))
         self._place_now = None
@@ -365,14 +367,20 @@ class PlanAgent:
 
     async def _leave_pipeline(self) -> None:
         """Count as in no pipeline; one that this worker leads ends in order."""
+        self._arriving.stop()
         self._pipeline, self._broken = None, None
         if self.role.is_leader:
             await self._executor.close()
 
-    def _take(self, executor: Executor, kept: KeptKv) -> None:
-        """Go on with an executor that knows no sequence, and of what they had computed this."""
+    def _take(self, led: Led) -> None:
+        """Go on with an executor that knows no sequence, and with what is here, or comes, of what they had computed."""
+        executor, arrivals = led.executor, led.arrivals
         self._executor.switch(executor)
-        self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept)
+        if arrivals is None:
+            self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, led.kept)
+        else:
+            self._engine.enter_executor(arrivals.num_blocks, executor.depth, led.kept, arrivals.coming)
+            self._arriving.begin(arrivals)
         self._loop.mended()
 
     def _enter(self, role: Role) -> None:

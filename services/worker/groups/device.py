@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
+from services.worker.groups.arrivals import Arrivals
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
@@ -52,6 +53,8 @@ class Led:
     executor: Executor
     kept: KeptKv = NOTHING_KEPT
     """Blocks that hold what was computed before the change."""
+    arrivals: Arrivals | None = None
+    """What is still on its way into other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class GroupDevice(Protocol):
         ...
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
-        """Drop all but the own layers, connect to the members, exchange KV, and return the group's executor.
+        """Drop all but the own layers, connect to the members, and return the group's executor; KV is on its way then.
 
         The executor before must not be used any more; it need not be closed. The new one is closed by the caller before
         the next change, which ends the pipeline in order.

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.channel import ModelledLink
@@ -23,7 +21,9 @@ from services.worker.executor.modelled_pipeline import ModelledStages, StageOwne
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
+from services.worker.groups.arrivals import Arrivals
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
+from services.worker.groups.modelled_exchange import Estate, Exchange, Share, hand_out
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.memory.spans import Spans
@@ -46,18 +46,12 @@ class _Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Estate:
-    """What a worker brings into a group."""
+class _Begun:
+    """A group that has come about."""
 
-    layers: LayerRange
-    """Held before."""
-    kv: ShadowKv
-    """Their memory."""
-    group: WorkerId
-    """Who led the group that it was in, itself if it was alone: that one says which blocks are kept."""
-    kept: KeptKv
-    block_bytes: int
-    """Of a block's keys and values in one layer."""
+    stages: ModelledStages
+    arrivals: Arrivals
+    """For its leader."""
 
 
 @dataclass(slots=True)
@@ -65,26 +59,8 @@ class _Meeting:
     """The stages of one group, as far as they have come."""
 
     arrived: dict[int, _Arrival] = field(default_factory=dict)
-    stages: Future[ModelledStages] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    begun: Future[_Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done when all are there."""
-    kept: KeptKv = NOTHING_KEPT
-    exchange_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A worker that leaves a group in order."""
-
-    layers: LayerRange
-    """Held in the group."""
-    kv: ShadowKv
-    """Their memory."""
-    whole: ShadowKv
-    """Memory of the whole model, to be filled."""
-    shares: tuple[KeptKv, ...]
-    """Of the leader: what goes to whom."""
-    block_bytes: int
-    """Of a block's keys and values in one layer."""
 
 
 @dataclass(slots=True)
@@ -112,8 +88,8 @@ class ModelledNetwork:
 
     async def meet(
         self, place: GroupPlace, stage: ModelledStage, before: Estate, on_end: Callable[[str | None], None]
-    ) -> tuple[ModelledStages, KeptKv]:
-        """Wait for the other stages of a group and for the exchange of KV; return the stages, and what the blocks hold.
+    ) -> _Begun:
+        """Wait for the other stages of a group; return them, and the KV that is on its way.
 
         Raises:
             GroupFailedError: they did not come in time.
@@ -121,18 +97,16 @@ class ModelledNetwork:
         meeting = self._meetings.setdefault(place.plan_id, _Meeting())
         meeting.arrived[place.index] = _Arrival(place.own.worker_id, stage, before, on_end, copy_context())
         await asyncio.sleep(self._link.latency_s)
-        if len(meeting.arrived) == len(place.stages) and not meeting.stages.done() and not self._is_cut(place):
+        if len(meeting.arrived) == len(place.stages) and not meeting.begun.done() and not self._is_cut(place):
             self._begin(place, meeting)
         try:
             async with asyncio.timeout(self._meet_limit_s):
-                stages = await asyncio.shield(meeting.stages)
+                return await asyncio.shield(meeting.begun)
         except TimeoutError:
             missing = [s.worker_id for i, s in enumerate(place.stages) if i not in meeting.arrived]
             self._meetings.pop(place.plan_id, None)
             said = ", ".join(missing) if missing else "a connection"
             raise GroupFailedError(f"{said} did not come within {self._meet_limit_s:g} s") from None
-        await asyncio.sleep(meeting.exchange_s)
-        return stages, meeting.kept
 
     def _is_cut(self, place: GroupPlace) -> bool:
         named = {stage.worker_id for stage in place.stages}
@@ -143,11 +117,12 @@ class ModelledNetwork:
         owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
         owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
         stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
-        meeting.kept, most_bytes = exchange([arrival.before for arrival in arrivals], [a.stage for a in arrivals])
-        meeting.exchange_s = most_bytes / self._link.bytes_per_s
+        exchange = Exchange([a.before for a in arrivals], [a.stage for a in arrivals], self._link.bytes_per_s)
+        began_s = asyncio.get_running_loop().time()
+        news = exchange.news(began_s, lambda: self._is_cut(place))
         del self._meetings[place.plan_id]
         self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
-        meeting.stages.set_result(stages)
+        meeting.begun.set_result(_Begun(stages, Arrivals(exchange.coming, exchange.num_blocks, news)))
 
     async def part(self, place: GroupPlace, share: Share) -> KeptKv:
         """Wait for the other members of a group that dissolves, and for the KV; return what this worker's blocks hold.
@@ -210,57 +185,6 @@ class ModelledNetwork:
     def heal(self, one: WorkerId, other: WorkerId) -> None:
         """Let them connect again."""
         self._cut.discard(frozenset((one, other)))
-
-
-def exchange(before: Sequence[Estate], stages: Sequence[ModelledStage]) -> tuple[KeptKv, int]:
-    """Give every stage its layers of the blocks that are kept, under new ids: those of the first worker come first.
-
-    Pages need no room of their own on the way: what a worker has sent makes room for what it gets.
-
-    Returns:
-        What the group's blocks hold, and the most bytes that one worker sends or receives.
-    """
-    num_blocks = min(stage.capacity.num_blocks for stage in stages)
-    names: dict[bytes, int] = {}
-    sent, received = [0] * len(stages), [0] * len(stages)
-    for owner in before:
-        fresh = [i for i, name in enumerate(owner.kept.names) if name not in names][: num_blocks - len(names)]
-        source = owner.kept.ids[fresh]
-        target = np.arange(len(names), len(names) + len(fresh), dtype=np.int32)
-        names.update(zip([owner.kept.names[i] for i in fresh], target.tolist(), strict=True))
-        holders = [i for i, other in enumerate(before) if other.group == owner.group]
-        for index, stage in enumerate(stages):
-            for holder in holders:
-                part = before[holder].layers.overlap(stage.layers)
-                if part is None or not fresh:
-                    continue
-                stage.kv.take_from(before[holder].kv, source, target)
-                if holder != index:
-                    num_bytes = len(fresh) * owner.block_bytes * len(part)
-                    sent[holder] += num_bytes
-                    received[index] += num_bytes
-    return KeptKv(tuple(names), np.array(list(names.values()), dtype=np.int32)), max(*sent, *received)
-
-
-def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
-    """Give every member of a group that dissolves all layers of the blocks that are its share.
-
-    Returns:
-        What each one's blocks hold, and the most bytes that one of them sends or receives.
-    """
-    kept: list[KeptKv] = []
-    sent, received = [0] * len(members), [0] * len(members)
-    for index, (member, share) in enumerate(zip(members, members[0].shares, strict=True)):
-        count = min(len(share), member.whole.num_blocks)
-        target = np.arange(count, dtype=np.int32)
-        for holder, other in enumerate(members):
-            member.whole.take_from(other.kv, share.ids[:count], target)
-            if holder != index:
-                num_bytes = count * other.block_bytes * len(other.layers)
-                sent[holder] += num_bytes
-                received[index] += num_bytes
-        kept.append(KeptKv(share.names[:count], target))
-    return kept, max(*sent, *received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,19 +272,17 @@ class ModelledGroupDevice:
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
         """Be the first stage; see `GroupDevice`."""
-        stages, kept = await self._meet(place, on_end, kept)
-        executor = PipelineExecutor(stages, asyncio.get_running_loop().time, on_end)
+        begun = await self._meet(place, on_end, kept)
+        executor = PipelineExecutor(begun.stages, asyncio.get_running_loop().time, on_end)
         self.pipelines.append(executor)
-        return Led(executor, kept)
+        return Led(executor, arrivals=begun.arrivals)
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> int:
         """Be another stage; see `GroupDevice`."""
         await self._meet(place, on_end, kept)
         return self.num_blocks(self.layers)
 
-    async def _meet(
-        self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv
-    ) -> tuple[ModelledStages, KeptKv]:
+    async def _meet(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> _Begun:
         self._leave()
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
         before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes)

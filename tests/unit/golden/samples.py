@@ -100,6 +100,7 @@ _REPORT = WorkerReport(
     num_demanded_blocks=12,
     num_head_blocks=5,
     num_queued_for_memory=3,
+    num_coming_blocks=7,
     num_layers=8,
     layers=(2, 5),
     group="w-1",

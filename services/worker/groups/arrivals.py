@@ -1,0 +1,94 @@
+"""KV that comes to a group while it serves already: sequences go on as theirs arrives, one after the other.
+
+    device ── Arrived, Arrived, … ──► ArrivingKv ── blocks, room ──► engine ──► the step loop lets sequences in
+
+Source: KunServe v2, section 4.2: only requests whose KV is on its way stall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from services.worker.engine.engine import Engine
+from services.worker.engine.types import KeptKv
+from shared.log import get_logger
+from shared.tasks import TaskOwner
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Some KV is where it is needed, on every stage."""
+
+    blocks: KeptKv
+    num_blocks: int
+    """KV blocks that there is memory for by now; never fewer than before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """KV on its way into the blocks of a group, as its leader hears of it."""
+
+    coming: KeptKv
+    """All of it, in the order in which it travels."""
+    num_blocks: int
+    """KV blocks that there is memory for at the beginning, those that wait for KV among them."""
+    news: AsyncIterator[Arrived]
+    """Ends when no more comes, all or not."""
+
+
+class ArrivingKv:
+    """Tells an engine what has arrived. At most one exchange is under way.
+
+    Args:
+        engine: has entered the group's executor with `coming` before `begin`.
+        wake: looks at the engine again.
+        now: the worker's clock, seconds.
+        tasks: owns what is under way.
+    """
+
+    def __init__(self, engine: Engine, wake: Callable[[], None], now: Callable[[], float], tasks: TaskOwner) -> None:
+        self._engine = engine
+        self._wake = wake
+        self._now = now
+        self._tasks = tasks
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """KV is still expected."""
+        return self._task is not None and not self._task.done()
+
+    def begin(self, arrivals: Arrivals) -> None:
+        """Take in what arrives, until no more does or `stop`."""
+        assert not self.is_under_way, "the exchange before is not over"
+        self._task = self._tasks.start(self._take_in(arrivals), name="arriving-kv")
+
+    def stop(self) -> None:
+        """Take in nothing more: the group is over. The engine leaves its executor next. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def over(self, given_up: Future[bool]) -> None:
+        """Return when no KV is expected any more, or `given_up` is done."""
+        if self._task is not None:
+            await asyncio.wait([self._task, given_up], return_when=asyncio.FIRST_COMPLETED)
+
+    async def _take_in(self, arrivals: Arrivals) -> None:
+        began_s, count, num_blocks = self._now(), 0, arrivals.num_blocks
+        async for arrived in arrivals.news:
+            self._engine.arrived(arrived.blocks)
+            count += len(arrived.blocks)
+            if arrived.num_blocks > num_blocks:
+                self._engine.grow(num_blocks, arrived.num_blocks)
+                num_blocks = arrived.num_blocks
+            self._wake()
+        self._engine.expect_no_more()
+        self._wake()
+        took_s = round(self._now() - began_s, 4)
+        _log.info("kv_arrived", num_blocks=count, num_lost=len(arrivals.coming) - count, took_s=took_s)

@@ -1,0 +1,245 @@
+"""KV that changes hands between modelled devices: which blocks, when, and how much memory there is meanwhile.
+
+    lots of names ──pieces──► who sends what to whom, by the links' time ──► arrivals, in order
+
+A group's KV comes while it serves. Until a stage has sent the KV of layers that it dropped, that KV takes the place of
+blocks: so of the room that a drop makes only a part is there at once, and what has to arrive has its blocks from the
+beginning. Each worker sends at its link's rate, and receives at the same time.
+
+Source: KunServe v2, section 4.2 (pieces of about a stage's execution time). Deviations: a link carries KV as if no
+activation went over it; activations are a few percent of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import ceil, isinf
+
+import numpy as np
+
+from services.worker.engine.types import I32, KeptKv
+from services.worker.executor.modelled_stage import ModelledStage
+from services.worker.executor.shadow_kv import ShadowKv
+from services.worker.groups.arrivals import Arrived
+from services.worker.transfer.exchange import chunk_blocks
+from shared.ids import WorkerId
+from shared.layers import LayerRange
+
+PIECE_S = 0.01
+"""Time on the wire of blocks that arrive together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estate:
+    """What a worker brings into a group."""
+
+    layers: LayerRange
+    """Held before."""
+    kv: ShadowKv
+    """Their memory."""
+    group: WorkerId
+    """Who led the group that it was in, itself if it was alone: that one says which blocks are kept."""
+    kept: KeptKv
+    block_bytes: int
+    """Of a block's keys and values in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A worker that leaves a group in order."""
+
+    layers: LayerRange
+    """Held in the group."""
+    kv: ShadowKv
+    """Their memory."""
+    whole: ShadowKv
+    """Memory of the whole model, to be filled."""
+    shares: tuple[KeptKv, ...]
+    """Of the leader: what goes to whom."""
+    block_bytes: int
+    """Of a block's keys and values in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Blocks of one worker, or of the group that it led."""
+
+    holders: tuple[int, ...]
+    """Places of the workers that have them, each for its layers."""
+    source: I32
+    """[n] ids there"""
+    first: int
+    """Id of the first one in the group; the others follow."""
+    names: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Blocks [first, end) of a lot."""
+
+    lot: _Lot
+    first: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A piece that has arrived on all stages."""
+
+    at_s: float
+    """Since the beginning."""
+    piece: _Piece
+    num_blocks: int
+    """That there is memory for."""
+
+
+class Exchange:
+    """The KV that goes along when workers become a group.
+
+    Args:
+        before: what each brings, by stage.
+        stages: what each is.
+        bytes_per_s: of each worker's link, each way.
+    """
+
+    def __init__(self, before: Sequence[Estate], stages: Sequence[ModelledStage], bytes_per_s: float) -> None:
+        self._before = before
+        self._stages = stages
+        self._bytes_per_s = bytes_per_s
+        self._num_blocks = min(stage.capacity.num_blocks for stage in stages)
+        self._lots = _lots(before, sum(len(stage.layers) for stage in stages), self._num_blocks)
+        unsent = [sum(self._leaving(lot, i) * len(lot.names) for lot in self._lots) for i in range(len(before))]
+        self.num_blocks = max(self._room(unsent), sum(len(lot.names) for lot in self._lots))
+        """Blocks with memory at the beginning, those that wait for KV among them."""
+        self.steps = tuple(self._steps(unsent))
+        """In order of time."""
+
+    @property
+    def coming(self) -> KeptKv:
+        """All blocks, as the group numbers them."""
+        names = tuple(name for lot in self._lots for name in lot.names)
+        return KeptKv(names, np.arange(len(names), dtype=np.int32))
+
+    @property
+    def took_s(self) -> float:
+        """From the beginning to the last arrival."""
+        return self.steps[-1].at_s if self.steps else 0.0
+
+    async def news(self, began_s: float, is_cut: Callable[[], bool]) -> AsyncIterator[Arrived]:
+        """Yield what arrives, when it does.
+
+        Args:
+            began_s: on the running loop's clock.
+            is_cut: nothing more comes.
+        """
+        loop = asyncio.get_running_loop()
+        for step in self.steps:
+            wait_s = began_s + step.at_s - loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            if is_cut():
+                return
+            yield Arrived(self._carry(step.piece), step.num_blocks)
+
+    def _carry(self, piece: _Piece) -> KeptKv:
+        lot = piece.lot
+        target = np.arange(lot.first + piece.first, lot.first + piece.end, dtype=np.int32)
+        for stage in self._stages:
+            for holder in lot.holders:
+                if self._before[holder].layers.overlap(stage.layers) is not None:
+                    stage.kv.take_from(self._before[holder].kv, lot.source[piece.first : piece.end], target)
+        return KeptKv(lot.names[piece.first : piece.end], target)
+
+    def _schedule(self) -> list[tuple[float, _Piece]]:
+        """Let every worker send and receive one thing at a time, the lots taking turns; return who arrives when."""
+        sends_at_s, takes_at_s = [0.0] * len(self._stages), [0.0] * len(self._stages)
+        found: list[tuple[float, _Piece]] = []
+        for turn in zip_longest(*(self._pieces(lot) for lot in self._lots)):
+            for piece in turn:
+                if piece is None:
+                    continue
+                arrived_s = 0.0
+                for holder in piece.lot.holders:
+                    for target in range(len(self._stages)):
+                        num_bytes = len(piece) * self._block_bytes(holder, target)
+                        if holder == target or not num_bytes:
+                            continue
+                        ends_s = max(sends_at_s[holder], takes_at_s[target]) + num_bytes / self._bytes_per_s
+                        sends_at_s[holder] = takes_at_s[target] = ends_s
+                        arrived_s = max(arrived_s, ends_s)
+                found.append((arrived_s, piece))
+        return sorted(found, key=lambda each: each[0])
+
+    def _steps(self, unsent: list[int]) -> Iterator[_Step]:
+        for at_s, piece in self._schedule():
+            for holder in piece.lot.holders:
+                unsent[holder] -= len(piece) * self._leaving(piece.lot, holder)
+            yield _Step(at_s, piece, self._room(unsent))
+
+    def _pieces(self, lot: _Lot) -> Iterator[_Piece]:
+        size = len(lot.names)
+        if not isinf(self._bytes_per_s):
+            layers = sum(len(stage.layers) for stage in self._stages)
+            size = chunk_blocks(PIECE_S, self._bytes_per_s, layers * self._before[0].block_bytes)
+        for first in range(0, len(lot.names), max(size, 1)):
+            yield _Piece(lot, first, min(first + size, len(lot.names)))
+
+    def _block_bytes(self, holder: int, target: int) -> int:
+        """Return the bytes of a block that one worker has for another."""
+        part = self._before[holder].layers.overlap(self._stages[target].layers)
+        return 0 if part is None else len(part) * self._before[holder].block_bytes
+
+    def _leaving(self, lot: _Lot, holder: int) -> int:
+        """Return the bytes of a lot's block that are at a worker and do not stay there."""
+        if holder not in lot.holders:
+            return 0
+        before = self._before[holder]
+        return len(before.layers) * before.block_bytes - self._block_bytes(holder, holder)
+
+    def _room(self, unsent: Sequence[int]) -> int:
+        """Return the blocks that every stage has memory for beside the KV that it has not sent yet."""
+        return min(
+            stage.capacity.num_blocks - ceil(left / (len(stage.layers) * before.block_bytes))
+            for stage, before, left in zip(self._stages, self._before, unsent, strict=True)
+        )
+
+
+def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
+    """Give every member of a group that dissolves all layers of the blocks that are its share.
+
+    Returns:
+        What each one's blocks hold, and the most bytes that one of them sends or receives.
+    """
+    kept: list[KeptKv] = []
+    sent, received = [0] * len(members), [0] * len(members)
+    for index, (member, share) in enumerate(zip(members, members[0].shares, strict=True)):
+        count = min(len(share), member.whole.num_blocks)
+        target = np.arange(count, dtype=np.int32)
+        for holder, other in enumerate(members):
+            member.whole.take_from(other.kv, share.ids[:count], target)
+            if holder != index:
+                num_bytes = count * other.block_bytes * len(other.layers)
+                sent[holder] += num_bytes
+                received[index] += num_bytes
+        kept.append(KeptKv(share.names[:count], target))
+    return kept, max(*sent, *received)
+
+
+def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int) -> list[_Lot]:
+    """Return whose blocks go along: the first worker's first, each name once, as many as the group has room for."""
+    names: set[bytes] = set()
+    lots: list[_Lot] = []
+    for owner in before:
+        fresh = [i for i, name in enumerate(owner.kept.names) if name not in names][: num_blocks - len(names)]
+        holders = tuple(i for i, other in enumerate(before) if other.group == owner.group)
+        if fresh and sum(len(before[holder].layers) for holder in holders) == num_layers:
+            own = tuple(owner.kept.names[i] for i in fresh)
+            lots.append(_Lot(holders, owner.kept.ids[fresh], len(names), own))
+            names.update(own)
+    return lots
