@@ -14,6 +14,7 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.session.session import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
+from services.worker.executor.channel import ModelledLink
 from services.worker.groups.modelled_device import ModelledNetwork
 from shared.ids import WorkerId
 from shared.memory_bus import Delivery, MemoryBroker
@@ -25,6 +26,7 @@ from sim.faults.trace import SPY, Trace
 from sim.requests import SimAnswer, new_answers, serve_choices
 from sim.worker import MODEL_NAME, NO_FOLDER
 
+EXCHANGE_LIMIT_S = 3.0
 MEET_LIMIT_S = 1.5
 """How long stages wait for each other when a group forms."""
 MAX_TURNS = 8
@@ -87,7 +89,8 @@ class FaultCluster:
         self._loop = asyncio.get_running_loop()
         self._random = np.random.default_rng([scenario.seed, 1])
         self._message_faults: list[Fault] = []
-        self.network = ModelledNetwork(meet_limit_s=MEET_LIMIT_S)
+        link = ModelledLink(bytes_per_s=scenario.link_bytes_per_s)
+        self.network = ModelledNetwork(link, MEET_LIMIT_S, EXCHANGE_LIMIT_S)
         self.conductor = Conductor(self.broker, trace.say)
         self.workers = [WorkerNode(params, self.broker, self._random, self.network) for params in scenario.workers]
         self.dispatchers = [

@@ -26,6 +26,9 @@ KV_BYTES, HOST_BLOCKS, BLOCK_COPY_S = 1024, 24, 0.005
 """Of a token; of a worker, fewer than are asked for now and then; of a block over the host link: a sequence takes some
 100 ms, long enough to be struck too."""
 
+LINK_BYTES_PER_S = (5e3, 2e5)
+"""A worker's KV takes a fraction of a second to change hands, or some seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -54,6 +57,8 @@ class Scenario:
     planners: tuple[str, ...]
     asks: tuple[Ask, ...]
     plan: FaultPlan
+    link_bytes_per_s: float = float("inf")
+    """Of each worker's KV, each way, when groups form or dissolve."""
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -87,7 +92,8 @@ def draw_group_scenario(seed: int) -> Scenario:
         plan = FaultPlan(tuple(fault for fault in plan.faults if fault.kind in GROUP_KINDS), 0)
     asks = [ask for ask in scenario.asks if ask.request.seed != POISON_SEED]
     asks += [_draw_poison(f"poison{i}", len(scenario.dispatchers), random) for i in range(plan.num_poisonous)]
-    return replace(scenario, workers=workers, asks=tuple(asks), plan=plan)
+    link_bytes_per_s = float("inf") if random.random() < 0.2 else float(np.exp(random.uniform(*np.log(LINK_BYTES_PER_S))))
+    return replace(scenario, workers=workers, asks=tuple(asks), plan=plan, link_bytes_per_s=link_bytes_per_s)
 
 
 def _elastic_facts(num_blocks: int) -> ElasticFacts:

@@ -34,6 +34,8 @@ REQUIRED = (
     "stale refused",
     "log role_changed",
     "log group_broken",
+    "log kv_arrived",
+    "log kv_given_up",
     "sent refused stage",
     "finished length",
     "preempted",

@@ -70,6 +70,8 @@ class ArrivingKv:
 
     def stop(self) -> None:
         """Take in nothing more: the group is over. The engine leaves its executor next. Idempotent."""
+        if self.is_under_way:
+            _log.info("kv_given_up", num_lost=self._engine.sharing.num_coming)
         if self._task is not None:
             self._task.cancel()
             self._task = None

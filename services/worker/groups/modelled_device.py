@@ -76,11 +76,15 @@ class ModelledNetwork:
     Args:
         link: between any two workers.
         meet_limit_s: how long stages wait for each other.
+        exchange_limit_s: how long KV may be on its way; the rest is computed again.
     """
 
-    def __init__(self, link: ModelledLink | None = None, meet_limit_s: float = 5.0) -> None:
+    def __init__(
+        self, link: ModelledLink | None = None, meet_limit_s: float = 5.0, exchange_limit_s: float = 5.0
+    ) -> None:
         self._link = link or ModelledLink()
         self._meet_limit_s = meet_limit_s
+        self._exchange_limit_s = exchange_limit_s
         self._meetings: dict[int, _Meeting] = {}
         self._pipelines: dict[int, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
         self._partings: dict[int, _Departure] = {}
@@ -119,7 +123,7 @@ class ModelledNetwork:
         stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
         exchange = Exchange([a.before for a in arrivals], [a.stage for a in arrivals], self._link.bytes_per_s)
         began_s = asyncio.get_running_loop().time()
-        news = exchange.news(began_s, lambda: self._is_cut(place))
+        news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place))
         del self._meetings[place.plan_id]
         self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
         meeting.begun.set_result(_Begun(stages, Arrivals(exchange.coming, exchange.num_blocks, news)))

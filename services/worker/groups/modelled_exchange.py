@@ -131,19 +131,20 @@ class Exchange:
         """From the beginning to the last arrival."""
         return self.steps[-1].at_s if self.steps else 0.0
 
-    async def news(self, began_s: float, is_cut: Callable[[], bool]) -> AsyncIterator[Arrived]:
+    async def news(self, began_s: float, limit_s: float, is_cut: Callable[[], bool]) -> AsyncIterator[Arrived]:
         """Yield what arrives, when it does.
 
         Args:
             began_s: on the running loop's clock.
-            is_cut: nothing more comes.
+            limit_s: after so many seconds nothing more comes.
+            is_cut: likewise.
         """
         loop = asyncio.get_running_loop()
         for step in self.steps:
-            wait_s = began_s + step.at_s - loop.time()
+            wait_s = began_s + min(step.at_s, limit_s) - loop.time()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            if is_cut():
+            if step.at_s > limit_s or is_cut():
                 return
             yield Arrived(self._carry(step.piece), step.num_blocks)
 
