@@ -58,4 +58,4 @@ class UnlimitedEngine(Engine):
         if wanted > self.blocks.num_usable:
             num_blocks = max(wanted, self.blocks.num_usable * 5 // 4)
             self._on_grow(num_blocks)
-            self.grow(num_blocks)
+            self.grow(self.blocks.num_usable, num_blocks)

@@ -92,7 +92,9 @@ def draw_group_scenario(seed: int) -> Scenario:
         plan = FaultPlan(tuple(fault for fault in plan.faults if fault.kind in GROUP_KINDS), 0)
     asks = [ask for ask in scenario.asks if ask.request.seed != POISON_SEED]
     asks += [_draw_poison(f"poison{i}", len(scenario.dispatchers), random) for i in range(plan.num_poisonous)]
-    link_bytes_per_s = float("inf") if random.random() < 0.2 else float(np.exp(random.uniform(*np.log(LINK_BYTES_PER_S))))
+    link_bytes_per_s = (
+        float("inf") if random.random() < 0.2 else float(np.exp(random.uniform(*np.log(LINK_BYTES_PER_S))))
+    )
     return replace(scenario, workers=workers, asks=tuple(asks), plan=plan, link_bytes_per_s=link_bytes_per_s)
 
 

@@ -13,7 +13,7 @@ from services.worker.executor.channel import ModelledLink
 from shared.cost import load_profile
 from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts
-from shared.types import FinishReason
+from shared.types import FinishReason, QoeTarget
 from sim.cluster import ClusterParams, SimCluster
 from sim.plan_driver import PlanDriver, group_of, states
 from sim.requests import SimAnswer, SimRequest
@@ -184,20 +184,46 @@ def test_kv_goes_along_so_that_little_is_computed_again() -> None:
     in_room(main, params(num_pages=900))
 
 
-def test_an_exchange_takes_the_time_of_the_link() -> None:
+@pytest.mark.parametrize(("num_pages", "is_full"), [(900, False), (690, True)], ids=["roomy", "full"])
+def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num_pages: int, *, is_full: bool) -> None:
+    """It takes the time of the link. What has not left yet takes room, so new requests may have to wait a while."""
+
     async def main(room: Room) -> None:
-        rng = np.random.default_rng(9)
-        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, seed=i) for i in range(8)))
+        rng, loop = np.random.default_rng(9), asyncio.get_running_loop()
+        slow, fast = QoeTarget(ttft_s=0.1, speed_tokens_per_s=3.0), QoeTarget(ttft_s=0.1, speed_tokens_per_s=40.0)
+        readers = [slow, slow, slow, fast, fast, slow, slow, fast]
+        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, i, qoe) for i, qoe in enumerate(readers)))
         await asyncio.sleep(0.4)
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
-        blocks = 4 * 160 // 16
-        least_s = blocks * NUM_LAYERS // 2 * PAGE_BYTES / LINK_BYTES_PER_S
-        assert least_s < loop.time() - begun_s < 2 * least_s + 0.2
+        engines = [worker.service.engine for worker in room.cluster.workers]
+        leader = engines[0]
+        began_s, own = loop.time(), [{str(key[0]) for key in engine.row_of} for engine in engines]
+        assert [len(names) for names in own] == [4, 4]
+        answers = await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))
+        assert states(answers) == ["done"] * 2
+        assert answers["w0"] is not None
+        claimed = answers["w0"].num_blocks
+        assert loop.time() - began_s < 0.1, "it does not wait for KV"
+        room.ask(SimRequest("new", rng.integers(300, 30_000, 200), 3, seed=99))
+        least_s = leader.stats.num_coming_blocks / 2 * NUM_LAYERS / 2 * PAGE_BYTES / LINK_BYTES_PER_S
+        came: dict[str, float] = {}
+        num_blocks = [leader.capacity_blocks]
+        while leader.stats.num_coming_blocks:
+            for row in leader.table.running.view.tolist():
+                came.setdefault(str(leader.table.sequence(row).key[0]), loop.time() - began_s)
+            num_blocks.append(leader.capacity_blocks)
+            leader.check_invariants()
+            await asyncio.sleep(0.001)
+        assert 0.4 < least_s < loop.time() - began_s < 1.5 * least_s + 0.2
+        assert num_blocks == sorted(num_blocks)
+        assert num_blocks[0] < leader.capacity_blocks == claimed
+        assert (came.pop("new") < 0.1) == (not is_full)
+        assert len(came) > 4, "most go on before the last KV is there"
+        for names in own:
+            speeds = [readers[int(name[1:])].speed_tokens_per_s for name in came if name in names]
+            assert speeds == sorted(speeds, reverse=True)
         await room.check()
 
-    in_room(main, replace(params(num_pages=900), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
+    in_room(main, replace(params(num_pages=num_pages), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
 
 
 def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves() -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from services.worker.engine.config import EngineConfig
@@ -22,6 +23,7 @@ from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.groups.arrivals import Arrivals
 from services.worker.groups.connect import StageListener
 from services.worker.groups.device import GroupPlace, StagePlace
 from services.worker.groups.torch_device import TorchGroupDevice
@@ -93,17 +95,35 @@ class Group:
     ends: dict[int, list[str | None]] = field(default_factory=dict)
     """By stage: what `on_end` was called with."""
     kept: KeptKv = NOTHING_KEPT
-    """Of all stages."""
+    """What has arrived at all stages."""
+    coming: KeptKv = NOTHING_KEPT
+    """What was to arrive."""
 
 
 async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv] = ()) -> Group:
-    """Let devices become a group, which keep some KV each; the leader is told of it first."""
+    """Let devices become a group, which keep some KV each, and wait for that; the leader is told of it first."""
     own, kept = places(devices, ranges), kept or [NOTHING_KEPT] * len(devices)
     ends: dict[int, list[str | None]] = {i: [] for i in range(1, len(devices))}
     leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
     num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in ends))
     led = await leading
-    return Group(led.executor, num_blocks, ends, led.kept)
+    assert led.kept is NOTHING_KEPT, "it comes while the group serves"
+    if led.arrivals is None:
+        return Group(led.executor, num_blocks, ends)
+    return Group(led.executor, num_blocks, ends, await all_that_comes(led.arrivals), led.arrivals.coming)
+
+
+async def all_that_comes(arrivals: Arrivals) -> KeptKv:
+    """Return what arrives, when no more comes; it is among what was to come, lot for lot from the beginning."""
+    found: dict[bytes, int] = {}
+    async for arrived in arrivals.news:
+        assert arrived.num_blocks == arrivals.num_blocks, "KV lies on the host meanwhile"
+        assert not found.keys() & set(arrived.blocks.names), "each once"
+        found.update(zip(arrived.blocks.names, arrived.blocks.ids.tolist(), strict=True))
+    numbers = dict(zip(arrivals.coming.names, arrivals.coming.ids.tolist(), strict=True))
+    assert found.items() <= numbers.items()
+    names = [name for name in arrivals.coming.names if name in found]
+    return KeptKv(tuple(names), np.array([found[name] for name in names], np.int32))
 
 
 def tokens_of(seed: int, num: int) -> list[int]:

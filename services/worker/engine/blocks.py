@@ -184,7 +184,7 @@ class BlockManager:
     def reserve(self, ids: I32, owner: Hashable) -> None:
         """Pin free blocks without contents, which somebody is about to fill."""
         assert self.usable[ids].all(), "only usable blocks can be reserved"
-        assert not (self.refcount[ids].any() or self.pins[ids].any()), "only free blocks can be reserved"
+        assert not self.in_use(ids), "only free blocks can be reserved"
         assert not self.index.is_named[ids].any(), "a block with contents cannot be reserved"
         stays = np.ones(self.refcount.size, dtype=np.bool_)
         stays[ids] = False

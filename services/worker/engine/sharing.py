@@ -24,7 +24,6 @@ from services.worker.engine.token_log import TokenLog
 from services.worker.engine.types import EMPTY_I32, I32, KeptKv
 from services.worker.policy.view import NOTHING_CACHED, CachedPrefix
 
-
 _COMING: Final = "KV that is on its way"
 """Owner of the pins."""
 

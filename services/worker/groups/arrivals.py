@@ -79,7 +79,8 @@ class ArrivingKv:
     async def over(self, given_up: Future[bool]) -> None:
         """Return when no KV is expected any more, or `given_up` is done."""
         if self._task is not None:
-            await asyncio.wait([self._task, given_up], return_when=asyncio.FIRST_COMPLETED)
+            both: list[Future[None] | Future[bool]] = [self._task, given_up]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
 
     async def _take_in(self, arrivals: Arrivals) -> None:
         began_s, count, num_blocks = self._now(), 0, arrivals.num_blocks

@@ -136,22 +136,22 @@ async def gather_to_part(
     return found
 
 
-async def all_ready(place: GroupPlace, links: LeaderLinks, limit_s: float) -> bool:
-    """Wait until all members can compute; return whether all have the KV that was to come to them.
+async def all_ready(place: GroupPlace, links: LeaderLinks, limit_s: float) -> None:
+    """Wait until all members can compute.
 
     Raises:
         GroupFailedError: one has gone, or takes too long.
     """
 
-    async def wait(index: int) -> bool:
+    async def wait(index: int) -> None:
         try:
-            return read_greeting(await hear(links.members[index - 1]), StageReady).has_kv
+            read_greeting(await hear(links.members[index - 1]), StageReady)
         except (OSError, StageRefusedError) as error:
             said = what_failed(error)
             raise GroupFailedError(f"{place.stages[index].worker_id} has left before the first step: {said}") from error
 
     waiting = {str(place.stages[i].worker_id): wait(i) for i in range(1, len(place.stages))}
-    return all(await together(waiting, limit_s))
+    await together(waiting, limit_s)
 
 
 def _pairs(

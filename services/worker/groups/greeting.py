@@ -35,7 +35,7 @@ class StageRole(StrEnum):
 
     LEADER = "leader"  # its batches come over this connection, tokens and ends of copies go back
     PREVIOUS = "previous"  # the stage before: its activations come
-    KV = "kv"  # any stage before: KV goes both ways while the group forms
+    KV = "kv"  # any stage before: KV goes both ways when the group forms
     PARTING = "parting"  # any stage before: KV goes both ways when the group dissolves
 
 
@@ -67,8 +67,6 @@ class StageReady(ControlMessage):
     """A member to its leader: batches can come now."""
 
     kind: Literal["stage_ready"] = "stage_ready"
-    has_kv: bool
-    """All KV that was to come here is here."""
 
 
 class StageRefused(ControlMessage):

@@ -68,6 +68,16 @@ class KvTable:
     """By stage: layers before the change."""
     lots: tuple[KvLot, ...] = ()
 
+    @property
+    def num_layers(self) -> int:
+        """Of the whole model."""
+        return max((layers.end for layers in self.held), default=0)
+
+    def part(self, lot: int, first: int, end: int) -> KeptKv:
+        """Return blocks [first, end) of a lot as its targets number them."""
+        found = self.lots[lot]
+        return KeptKv(found.names[first:end], np.arange(found.first + first, found.first + end, dtype=np.int32))
+
     def kept_at(self, stage: int) -> KeptKv:
         """Return what a stage's blocks hold once all has arrived."""
         lots = [lot for lot in self.lots if stage in lot.targets]

@@ -3,31 +3,37 @@
     stages                     the leader              stages
     agree   KvOffer ─────────► decides ── KvTable ───► every stage: which of its blocks go where
     read    KV ──► BlockCopies, before its layers and blocks change
-    move    each to each at the same time, a thread for each direction:   copies ──chunks──► socket ──► KV
+    begin   each to each at the same time, a thread for each direction:   copies ──chunks──► socket ──► KV
+            what is complete at a stage ──KvProgress──► the leader: what is complete everywhere ──► `arrivals`
+
+The group serves meanwhile, on other blocks. A group that dissolves `move`s its KV before its workers serve.
 
 Whatever goes wrong ends all of this stage's connections, so that the others hear of it; nobody waits for KV that does
-not come. Then the stage has blocks that hold anything, and `is_complete` is false: the caller goes on without KV.
+not come. Blocks that are not complete everywhere hold anything, and are named nowhere.
 
-Source: KunServe v2, section 4.2. Deviation: KV goes through host memory of a limited size, before the group's first
-step and not beside it.
+Source: KunServe v2, section 4.2. Deviation: KV goes through host memory of a limited size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.groups.arrivals import Arrivals, Arrived
 from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.groups.kv_progress import Complete, Landed
 from services.worker.groups.kv_table import KvOffer, KvTable, check_table
-from services.worker.groups.kv_wire import KvSocket, chunks_between
+from services.worker.groups.kv_wire import KvProgress, KvSocket, chunks_between
 from services.worker.groups.threads import in_thread
 from services.worker.memory.block_copies import BlockCopies, copy_blocks, settle, write_block_bytes
 from services.worker.memory.kv_cache import KVCache
+from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.log import get_logger
 
@@ -36,14 +42,14 @@ _log = get_logger()
 
 
 class LiveExchange:
-    """See the module. `agree`, `read` and `move` are called in this order, each once, none at the same time.
+    """See the module. `agree`, `read`, then `begin` or `move`: in this order, each once, none at the same time.
 
     Args:
         stage: this one; 0 leads.
         socks: connections by stage, to all others; owned from now on.
         wanted: by stage: layers after the change.
         block_bytes: of a block's keys in one layer.
-        limit_s: after so many seconds `agree`, and again `move`, is given up.
+        limit_s: after so many seconds `agree` is given up, and again what moves.
     """
 
     def __init__(
@@ -63,19 +69,19 @@ class LiveExchange:
         self._copies: dict[int, BlockCopies] = {}
         """By lot."""
         self._has_moved = False
+        self._moving: asyncio.Task[None] | None = None
+        self._arrived: asyncio.Queue[KeptKv | None] = asyncio.Queue()
+        self._complete: Complete | None = None
+        """Of the leader, while the group serves."""
+        self._loop = asyncio.get_running_loop()
         self.failure: str | None = None
         """Why KV does not move, once that is so."""
         self._sockets = {peer: KvSocket(socks[peer]) for peer in sorted(socks)}
 
     @property
-    def is_complete(self) -> bool:
-        """All KV that was to come here is here."""
-        return self._has_moved
-
-    @property
     def kept(self) -> KeptKv:
-        """What the blocks here hold; nothing unless it is complete."""
-        return self._table.kept_at(self._stage) if self._table is not None and self.is_complete else NOTHING_KEPT
+        """What the blocks here hold once all has moved; nothing before, or if it does not."""
+        return self._table.kept_at(self._stage) if self._table is not None and self._has_moved else NOTHING_KEPT
 
     async def agree(self, offer: KvOffer, num_blocks: int, decide: Decide) -> None:
         """Learn what moves.
@@ -115,16 +121,32 @@ class LiveExchange:
         Args:
             cache: of the layers and blocks after the change.
         """
+        await self._move(cache, None)
 
-        def work() -> None:
-            self._move(cache)
-            self._has_moved = True
+    def begin(self, cache: KVCache) -> None:
+        """As `move`, beside whatever uses other blocks, until all is done or `stop`.
 
-        began_s = time.monotonic()
-        await self._attempt(work)
-        if self.kept.names:
-            took_s = round(time.monotonic() - began_s, 4)
-            _log.info("kv_exchanged", stage=self._stage, num_blocks=len(self.kept), took_s=took_s)
+        Args:
+            cache: of the layers and blocks after the change; it must not change until `stop` has returned.
+        """
+        tell = self._tell_loop() if self._stage == 0 else self._sockets[0].send_progress
+        self._moving = self._loop.create_task(self._move(cache, tell), name="kv-exchange")
+        self._moving.add_done_callback(lambda _: self._arrived.put_nowait(None))
+
+    def arrivals(self, num_blocks: int) -> Arrivals | None:
+        """Return what comes to the whole group, of which this is the leader, after `begin`; None: nothing does.
+
+        Args:
+            num_blocks: that there is memory for.
+        """
+        coming = NOTHING_KEPT if self._table is None or self.failure is not None else self._table.kept_at(0)
+        return Arrivals(coming, num_blocks, self._news(num_blocks)) if coming else None
+
+    async def stop(self) -> None:
+        """End what is under way, and give back connections and memory. Idempotent."""
+        self._shut()
+        if self._moving is not None:
+            await asyncio.wait([self._moving])
         self.close()
 
     def close(self) -> None:
@@ -169,9 +191,40 @@ class LiveExchange:
         leader.send_message(pack_offer(own))
         return unpack_table(leader.receive_message())
 
-    def _move(self, cache: KVCache) -> None:
+    async def _news(self, num_blocks: int) -> AsyncIterator[Arrived]:
+        while (blocks := await self._arrived.get()) is not None:
+            yield Arrived(blocks, num_blocks)
+
+    def _tell_loop(self) -> Callable[[KvProgress], None]:
+        """Return what takes the leader's own progress, and note that of the others from now on."""
+        assert self._table is not None or self.failure is not None, "nothing was agreed upon"
+        self._complete = Complete(self._table or KvTable(()))
+        return partial(self._note, 0)
+
+    def _note(self, stage: int, progress: KvProgress) -> None:
+        """A stage says what is complete there. In any thread of the leader."""
+        table, complete = self._table, self._complete
+        assert table is not None, "nothing was agreed upon"
+        assert complete is not None, "this stage does not lead"
+        found = complete.note(stage, progress)
+        if found is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear of it
+                self._loop.call_soon_threadsafe(self._arrived.put_nowait, table.part(*found))
+
+    async def _move(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
+        began_s = time.monotonic()
+        await self._attempt(partial(self._move_all, cache, tell))
+        if self.failure is None and self._table is not None and self._table.lots:
+            took_s = round(time.monotonic() - began_s, 4)
+            _log.info(
+                "kv_exchanged", stage=self._stage, num_blocks=len(self._table.kept_at(self._stage)), took_s=took_s
+            )
+        self.close()
+
+    def _move_all(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
         table, errors = self._table, list[Exception]()
         assert table is not None, "nothing was agreed upon"
+        landed = Landed(table, self._stage, self._wanted[self._stage])
 
         def attempt(part: Callable[[], None]) -> None:
             try:
@@ -180,34 +233,58 @@ class LiveExchange:
                 errors.append(error)
                 self._shut()
 
+        def land(source: int, lot: int, count: int) -> None:
+            progress = landed.note(lot, source, count)
+            if progress is not None and tell is not None:
+                settle(cache)
+                tell(progress)
+
         parts: list[Callable[[], None]] = []
         for peer, sock in self._sockets.items():
-            parts += [partial(self._send, table, peer, sock), partial(self._receive, table, peer, sock, cache)]
+            receive = partial(self._receive, table, peer, sock, cache, partial(land, peer))
+            parts += [partial(self._send, table, peer, sock), receive]
         threads = [threading.Thread(target=attempt, args=(part,), name="KV of a peer", daemon=True) for part in parts]
         for thread in threads:
             thread.start()
-        attempt(lambda: self._write_own(table, cache))
+        attempt(lambda: self._write_own(table, cache, partial(land, self._stage)))
         for thread in threads:
             thread.join()
         if errors:
             raise errors[0]
         settle(cache)
+        self._has_moved = True
 
     def _send(self, table: KvTable, peer: int, sock: KvSocket) -> None:
         for chunk in chunks_between(table, self._stage, peer, self._wanted[peer], self._block_bytes):
             sock.send_chunk(self._copies[chunk.lot].bytes_of(chunk.layer, chunk.side, chunk.first, chunk.end))
 
-    def _receive(self, table: KvTable, peer: int, sock: KvSocket, cache: KVCache) -> None:
+    def _receive(
+        self, table: KvTable, peer: int, sock: KvSocket, cache: KVCache, land: Callable[[int, int], None]
+    ) -> None:
         buffer = memoryview(b"")
         for chunk in chunks_between(table, peer, self._stage, self._wanted[self._stage], self._block_bytes):
             size = (chunk.end - chunk.first) * self._block_bytes
             if len(buffer) < size:
                 buffer = memoryview(bytearray(size))
-            sock.receive_chunk(buffer[:size])
+            while (progress := sock.receive(buffer[:size])) is not None:
+                self._hear(peer, progress)
             first = table.lots[chunk.lot].first + chunk.first
             write_block_bytes(cache, chunk.layer, chunk.side, first, buffer[:size])
+            if chunk.is_last:
+                land(chunk.lot, chunk.end)
+        while self._complete is not None and self._complete.is_due(peer):
+            said = sock.receive(memoryview(b""))
+            if said is not None:
+                self._hear(peer, said)
 
-    def _write_own(self, table: KvTable, cache: KVCache) -> None:
+    def _hear(self, peer: int, progress: KvProgress) -> None:
+        if self._complete is None:
+            raise WireError(f"stage {peer} tells stage {self._stage}, which does not lead, how far it is")
+        self._note(peer, progress)
+
+    def _write_own(self, table: KvTable, cache: KVCache, land: Callable[[int, int], None]) -> None:
         for chunk in chunks_between(table, self._stage, self._stage, self._wanted[self._stage], self._block_bytes):
             data = self._copies[chunk.lot].bytes_of(chunk.layer, chunk.side, chunk.first, chunk.end)
             write_block_bytes(cache, chunk.layer, chunk.side, table.lots[chunk.lot].first + chunk.first, data)
+            if chunk.is_last:
+                land(chunk.lot, chunk.end)

@@ -8,8 +8,8 @@
       └─ alone: leave, load, open ◄─────── anything   what runs on it is closed before the next change
 
 Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
-not come, and KV is kept aside only if it goes along. Then each drops its layers, KV moves (`live_exchange.py`), and
-the pipeline opens. When a group dissolves, its stages connect once more, for KV alone.
+not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
+beside its steps (`live_exchange.py`). When a group dissolves, its stages connect once more, for KV alone.
 
 Source: KunServe v2, sections 3, 4.1 and 4.2 (instances drop layers, form a group, and exchange KV); how stages find
 each other is left open there.
@@ -92,6 +92,8 @@ class TorchGroupDevice:
         self._membership: Membership | None = None
         self._place: GroupPlace | None = None
         """In the group that stands."""
+        self._exchange_now: LiveExchange | None = None
+        """Of the group that stands, until it is over or for longer."""
         self._layers = model.layers
         self._closed = False
         facts = model.facts
@@ -150,7 +152,7 @@ class TorchGroupDevice:
                 exchange = self._exchange(place.index, links.kv, [stage.layers for stage in place.stages])
                 stage = await self._become(place, exchange, offer)
                 try:
-                    is_complete = await all_ready(place, links, self._exchange_limit_s + self._limit_s)
+                    await all_ready(place, links, self._exchange_limit_s + self._limit_s)
                     channels = [SocketChannel(sock) for sock in links.members]
                     stages = ThreadStages(stage, SocketChannel(links.behind), channels, capacity, self._loop)
                 except BaseException:
@@ -158,7 +160,7 @@ class TorchGroupDevice:
                     raise
                 sockets.pop_all()
             self._executor, self._place = PipelineExecutor(stages, self._loop.time, on_end), place
-            return Led(self._executor, exchange.kept if is_complete else NOTHING_KEPT)
+            return Led(self._executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
         """Become another stage of a group; see `GroupDevice`.
@@ -181,7 +183,7 @@ class TorchGroupDevice:
                 exchange = self._exchange(place.index, links.kv, [stage.layers for stage in place.stages])
                 stage = await self._become(place, exchange, offer)
                 try:
-                    await say(links.leader, StageReady(has_kv=exchange.is_complete))
+                    await say(links.leader, StageReady())
                 except BaseException as error:
                     stage.close()
                     if isinstance(error, OSError):
@@ -232,6 +234,9 @@ class TorchGroupDevice:
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
         self._place = None
+        if self._exchange_now is not None:
+            await self._exchange_now.stop()
+            self._exchange_now = None
         if self._executor is not None:
             await self._executor.close()
             self._executor = None
@@ -254,7 +259,7 @@ class TorchGroupDevice:
         return LiveExchange(index, socks, wanted, block_bytes=self._facts.block_bytes, limit_s=self._exchange_limit_s)
 
     async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
-        """Drop all but the own layers, exchange KV, and return them as a stage."""
+        """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
         num_layers = self._model.info.num_layers
 
         def change() -> None:
@@ -271,13 +276,18 @@ class TorchGroupDevice:
         try:
             await exchange.agree(offer, self._model.cache.num_blocks, lambda offers: table_to_form(offers, num_layers))
             await in_thread(change, "layer dropping")
-            await exchange.move(self._model.cache)
-            return await in_thread(open_stage, "model opening")
-        except Exception as error:  # whatever the memory or torch raises: `alone` says whether it can be mended
+            stage = await in_thread(open_stage, "model opening")
+        except BaseException as error:
+            exchange.close()
+            if not isinstance(error, Exception):
+                raise
+            # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
-            exchange.close()
             self._layers = self._model.layers
+        self._exchange_now = exchange
+        exchange.begin(self._model.cache)
+        return stage
 
     async def _part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> LiveExchange | None:
         """Meet the other stages of the group that stands, and keep aside what goes to them; None: no KV moves."""
