@@ -52,7 +52,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    return "\n".join([*lines, "", _summary(view), *_throttled(view), *stale])
+    return "\n".join([*lines, "", _summary(view), *_throttled(view), *_exchanges(view), *stale])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:
@@ -95,6 +95,14 @@ def _throttled(view: ClusterView) -> list[str]:
         f"throttled: {status.report.worker_id}: {status.throttled_reason}"
         for status in view.workers
         if status.throttled and status.liveness is Liveness.ALIVE
+    ]
+
+
+def _exchanges(view: ClusterView) -> list[str]:
+    return [
+        f"exchange: {status.report.worker_id}: {status.report.num_coming_blocks} KV blocks are on their way to its group"
+        for status in view.workers
+        if status.report.num_coming_blocks
     ]
 
 

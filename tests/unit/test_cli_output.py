@@ -163,7 +163,7 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
     common: dict[str, Any] = {"num_layers": 8, "elastic": elastic}
     grouped: dict[str, Any] = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}
     reports = [
-        report("w0", layers=(0, 4), stage=0, **grouped),
+        report("w0", layers=(0, 4), stage=0, num_coming_blocks=12, **grouped),
         report("w1", layers=(4, 8), stage=1, **grouped),
         report("w2", layers=(0, 8), **common),
         report("w3"),
@@ -171,7 +171,7 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
     statuses = [WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=each) for each in reports]
     short = {"throttled": True, "throttled_reason": "11 of 10 KV blocks wanted"}
     statuses[2] = statuses[2].model_copy(update=short)
-    head, *rows, blank, summary, throttled = render(
+    head, *rows, blank, summary, throttled, exchange = render(
         ClusterView(sequence_number=1, workers=tuple(statuses))
     ).splitlines()
     assert head.split()[-4:] == ["GROUP", "STAGE", "LAYERS", "PLAN"]
@@ -185,6 +185,7 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
     assert blank == ""
     assert summary.startswith("3 of 4 workers can take requests"), "nothing is placed on a member"
     assert throttled == "throttled: w2: 11 of 10 KV blocks wanted"
+    assert exchange == "exchange: w0: 12 KV blocks are on their way to its group"
 
 
 def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:
