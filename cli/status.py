@@ -100,9 +100,9 @@ def _throttled(view: ClusterView) -> list[str]:
 
 def _exchanges(view: ClusterView) -> list[str]:
     return [
-        f"exchange: {status.report.worker_id}: {status.report.num_coming_blocks} KV blocks are on their way to its group"
-        for status in view.workers
-        if status.report.num_coming_blocks
+        f"exchange: {report.worker_id}: {report.num_coming_blocks} KV blocks are on their way to its group"
+        for report in (status.report for status in view.workers)
+        if report.num_coming_blocks
     ]
 
 
