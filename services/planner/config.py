@@ -54,6 +54,11 @@ class PlannerSettings(ServiceSettings):
     """Seconds that a group's use must stay below that; higher waits longer for the next burst."""
     cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds after a restore in which only workers that have been calm since are a reason to drop again."""
+    rebalance_pause_s: _Seconds = 1.5
+    """Seconds between two rounds in which waiting requests go where there is room; reports have to show the last."""
+    batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
+    """Requests that a worker runs well at a time, by its profile, and a group for each of its workers: no more are
+    brought there; 0: none ever."""
     retry_s: _Seconds = 2.0
     """Pause, in seconds, after a plan that did not come about; it doubles with each failure in a row."""
     max_retry_s: _Seconds = 60.0

@@ -20,6 +20,7 @@ from services.planner.execution import Outcome, PlanExecution
 from services.planner.policy.intent import Intent
 from services.planner.policy.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
+from services.planner.rebalancing import Rebalancer
 from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
@@ -35,6 +36,8 @@ from shared.wire import WireError, encode_json
 _log = get_logger()
 ROUNDING_S = 1e-6
 SETTLE_LOOK_S = 0.02
+REBALANCE_LIMIT_S = 0.5
+"""For a worker to say who waits; nothing else is decided meanwhile."""
 MAX_TOLD = 1024
 """Events that are told once and remembered; when there are more, all may be told again."""
 
@@ -74,6 +77,7 @@ class Planner:
         self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
         self._book: PlanBook | None = None
         self._execution: PlanExecution | None = None
+        self._rebalancer: Rebalancer | None = None
         self._carrying: asyncio.Task[Outcome] | None = None
         self._wake = asyncio.Event()
         self._view: ClusterView | None = None
@@ -110,6 +114,15 @@ class Planner:
         self._execution = PlanExecution(
             self._bus, self._subjects, book, self._execution_params, self._find_loss, self._announce
         )
+        if self._levers and self._settings.batch_per_worker:
+            self._rebalancer = Rebalancer(
+                self._bus,
+                self._subjects,
+                batch_per_worker=self._settings.batch_per_worker,
+                pause_s=self._settings.rebalance_pause_s,
+                limit_s=REBALANCE_LIMIT_S,
+                announce=self._announce,
+            )
         await self._announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         await self._views.start()
@@ -172,7 +185,9 @@ class Planner:
         while not self.superseded:
             self._wake.clear()
             if self._carrying is None:  # what is carried out writes the key itself
-                await self._tick(book)
+                is_enough = await self._rebalance()
+                if not is_enough:
+                    await self._tick(book)
             if loop.time() >= next_s - ROUNDING_S:
                 next_s = max(next_s + self._settings.tick_period_s, loop.time())
             try:
@@ -196,6 +211,18 @@ class Planner:
             # what was written is unknown now; a new claim settles it
             self._certain = False
             _log.warning("tick_failed", error=str(error))
+
+    async def _rebalance(self) -> bool:
+        """Bring waiting requests to where there is room; return whether that was room enough for all of them.
+
+        Not while a plan is about to change who has how much.
+        """
+        view, rebalancer = self.fresh_view, self._rebalancer
+        if rebalancer is None or view is None or self.why_busy:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        overflow = rebalancer.look(view, now_s) if self._decider.is_settled(view, now_s) else None
+        return overflow is not None and await rebalancer.run(overflow, self.epoch) >= overflow.num_queued
 
     async def _hold_epoch(self, book: PlanBook) -> None:
         if not self._certain:

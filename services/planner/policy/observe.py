@@ -72,7 +72,7 @@ def find_loss(view: ClusterView, worker_id: WorkerId, incarnation: Incarnation) 
 def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Observation:
     """Return what the policies know of this view."""
     usable = [status for status in view.workers if can_work(status)]
-    loads = tuple(_load(status) for status in usable if _takes_requests(status.report))
+    loads = tuple(_load(status) for status in usable if takes_requests(status.report))
     models, left_out = _models(usable)
     model = _most_common(models)
     instances = []
@@ -89,7 +89,8 @@ def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Obse
     return Observation(snapshot, tuple(sorted(left_out.items())))
 
 
-def _takes_requests(report: WorkerReport) -> bool:
+def takes_requests(report: WorkerReport) -> bool:
+    """Return whether sequences are the worker's own: it is alone, or leads."""
     return report.group in ("", report.worker_id)
 
 
@@ -155,7 +156,7 @@ def _most_common(models: Mapping[WorkerId, _Model]) -> _Model | None:
 def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> InstanceFacts:
     report, elastic, block_size = status.report, status.report.elastic, model[1].block_size
     assert elastic is not None, "it has a model"
-    reports = _takes_requests(report)
+    reports = takes_requests(report)
     return InstanceFacts(
         instance_id=report.worker_id,
         layers=LayerRange(*report.layers),

@@ -270,8 +270,8 @@ class Engine:
         self.limits = _limits(self.config)
 
     def release(self, rows: Sequence[int], moved_to: str) -> None:
-        """End some sequences, to go on at another worker, which gets their KV. Nothing may be in flight."""
-        assert not self.flights, "sequences are released only while nothing is in flight"
+        """End some sequences, which are in no batch in flight, to go on at another worker."""
+        assert not (self.table.hold[rows] & Hold.IN_FLIGHT).any(), "a sequence is released between its steps"
         self.residents.release(rows, moved_to)
 
     def pin(self, ids: I32, owner: Hashable) -> None:

@@ -20,8 +20,9 @@ import asyncio
 from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
@@ -29,6 +30,7 @@ from services.worker.engine.loop import StepLoop
 from services.worker.engine.sequence import SequenceKey
 from services.worker.groups.arrivals import ArrivingKv
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
+from services.worker.groups.queue import WaitingQueue
 from services.worker.groups.role import Role, role_in
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.intake import Intake
@@ -42,18 +44,19 @@ from shared.messages.plan import (
     AbortPlan,
     CommitPlan,
     PlanAnswer,
-    PlanMessage,
     PlannedGroup,
     PlanState,
     PreparePlan,
 )
+from shared.messages.queue import ListQueued, MoveQueued
 from shared.tasks import TaskOwner
 from shared.wire import decode_union_json, encode_json
 
 CLOSED = "its leader has closed the pipeline"
 """Why a pipeline is over that ended in order: the leader's part of the same plan may come first."""
 _log = get_logger()
-_MESSAGES: TypeAdapter[PlanMessage] = TypeAdapter(PlanMessage)
+_Message = Annotated[PreparePlan | CommitPlan | AbortPlan | ListQueued | MoveQueued, Field(discriminator="kind")]
+_MESSAGES: TypeAdapter[PreparePlan | CommitPlan | AbortPlan | ListQueued | MoveQueued] = TypeAdapter(_Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class PlanAgent:
         self._now = now
         self._tasks = tasks
         self._arriving = ArrivingKv(engine, loop.wake, now, tasks)
+        self._queue = WaitingQueue(worker_id, engine, loop.flush, now)
         self._num_layers = len(device.facts.layer_bytes)
         self._newest_epoch = 0
         self._turn: _Turn | None = None
@@ -143,8 +147,13 @@ class PlanAgent:
     # Messages
 
     async def answer(self, message: Message) -> bytes:
-        """Answer a `PreparePlan`, `CommitPlan` or `AbortPlan` with a `PlanAnswer`."""
+        """Answer a `PreparePlan`, `CommitPlan` or `AbortPlan` with a `PlanAnswer`, and what `WaitingQueue` answers."""
         asked = decode_union_json(message.data, _MESSAGES)
+        if isinstance(asked, ListQueued):
+            return encode_json(self._queue.list(asked, max(self._newest_epoch, asked.epoch)))
+        if isinstance(asked, MoveQueued):
+            moves = asked if asked.epoch >= self._newest_epoch else asked.model_copy(update={"moves": ()})
+            return encode_json(self._queue.move(moves, self._newest_epoch))
         if asked.epoch < self._newest_epoch:
             reason = f"epoch {asked.epoch} is over: a planner of epoch {self._newest_epoch} has spoken"
             return self._encode(_Outcome(asked.plan_id, PlanState.REFUSED, reason))

@@ -25,6 +25,7 @@ from shared.messages.plan import (
     PlanState,
     PreparePlan,
 )
+from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
 from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.messages.request import (
     Accepted,
@@ -210,6 +211,24 @@ MESSAGES: dict[str, ControlMessage] = {
         newest_epoch=3,
         num_blocks=512,
     ),
+    "list_queued": ListQueued(epoch=3, limit=64),
+    "queue_list": QueueList(
+        worker_id=WorkerId("w-1"),
+        newest_epoch=3,
+        requests=(
+            QueuedPart(
+                request_id=RequestId("r-1"),
+                attempt=2,
+                request_class=RequestClass.BEST_EFFORT,
+                age_s=1.5,
+                num_blocks=12,
+            ),
+        ),
+    ),
+    "move_queued": MoveQueued(
+        epoch=3, moves=(QueueMove(request_id=RequestId("r-1"), attempt=2, target=WorkerId("w-2")),)
+    ),
+    "queue_moved": QueueMoved(worker_id=WorkerId("w-1"), newest_epoch=3, num_moved=1),
     "event": Event(
         name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"
     ),

@@ -1,0 +1,115 @@
+"""Has requests that wait for memory go where there is some: asks who waits, decides, and tells the workers.
+
+    view ─► find_overflow ─► ListQueued to those that are short ─► plan_moves ─► MoveQueued
+
+Not a plan: nothing is written down, nobody waits for it, and a request that has begun meanwhile stays. Source: KunServe
+v1, section 4.3; how requests travel is the project's own (they are released, and their dispatchers submit them again).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from services.planner.policy.overflow import Overflow, find_overflow, plan_moves
+from services.planner.policy.rebalance import Move
+from shared.bus import Bus, BusError
+from shared.ids import WorkerId
+from shared.log import get_logger
+from shared.messages.base import ControlMessage
+from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
+from shared.messages.report import ClusterView
+from shared.subjects import Subjects
+from shared.wire import WireError, decode_json, encode_json
+
+_log = get_logger()
+M = TypeVar("M", QueueList, QueueMoved)
+
+
+class Rebalancer:
+    """One round at a time, and some time between two.
+
+    Args:
+        bus: connected.
+        subjects: of the cluster.
+        batch_per_worker: requests that a worker runs well at a time.
+        pause_s: between two rounds: reports have to show what the last one changed.
+        limit_s: for one answer.
+        announce: tells people the name of what happened, and the reason.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        subjects: Subjects,
+        *,
+        batch_per_worker: int,
+        pause_s: float,
+        limit_s: float,
+        announce: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self._bus = bus
+        self._subjects = subjects
+        self._batch_per_worker = batch_per_worker
+        self._pause_s = pause_s
+        self._limit_s = limit_s
+        self._announce = announce
+        self._not_before_s = float("-inf")
+
+    def look(self, view: ClusterView, now_s: float) -> Overflow | None:
+        """Return what a round would be about; None: nothing, or not yet."""
+        return None if now_s < self._not_before_s else find_overflow(view)
+
+    async def run(self, overflow: Overflow, epoch: int) -> int:
+        """Make a round; return how many requests have gone elsewhere.
+
+        Args:
+            overflow: as `look` has found it.
+            epoch: that the planner holds: a worker that knows a newer one does nothing.
+        """
+        try:
+            queues = await self._ask(overflow, epoch)
+            moves = plan_moves(overflow, queues, self._batch_per_worker)
+            num_moved = await self._tell(moves, queues, epoch) if moves else 0
+        finally:
+            self._not_before_s = asyncio.get_running_loop().time() + self._pause_s
+        if num_moved:
+            sources, targets = sorted({move.source for move in moves}), sorted({move.target for move in moves})
+            await self._announce(
+                "requests_moved",
+                f"{num_moved} waiting requests go from {', '.join(sources)} to {', '.join(targets)}, which have room",
+            )
+        return num_moved
+
+    async def _ask(self, overflow: Overflow, epoch: int) -> dict[WorkerId, Sequence[QueuedPart]]:
+        async def ask(worker_id: WorkerId) -> tuple[WorkerId, Sequence[QueuedPart]] | None:
+            answer = await self._request(worker_id, ListQueued(epoch=epoch), QueueList)
+            return None if answer is None or answer.newest_epoch > epoch else (worker_id, answer.requests)
+
+        answers = await asyncio.gather(*(ask(report.worker_id) for report in overflow.short))
+        return dict(answer for answer in answers if answer is not None)
+
+    async def _tell(self, moves: Sequence[Move], queues: dict[WorkerId, Sequence[QueuedPart]], epoch: int) -> int:
+        by_source: dict[WorkerId, list[QueueMove]] = {}
+        for move in moves:
+            source = WorkerId(move.source)
+            attempt = next(part.attempt for part in queues[source] if part.request_id == move.request_id)
+            part = QueueMove(request_id=move.request_id, attempt=attempt, target=WorkerId(move.target))
+            by_source.setdefault(source, []).append(part)
+        answers = await asyncio.gather(
+            *(
+                self._request(source, MoveQueued(epoch=epoch, moves=tuple(parts)), QueueMoved)
+                for source, parts in by_source.items()
+            )
+        )
+        return sum(answer.num_moved for answer in answers if answer is not None)
+
+    async def _request(self, worker_id: WorkerId, message: ControlMessage, kind: type[M]) -> M | None:
+        subject = self._subjects.plan(worker_id)
+        try:
+            data = await self._bus.request(subject, encode_json(message), timeout_s=self._limit_s)
+            return decode_json(data, kind)
+        except (BusError, WireError) as error:
+            _log.warning("queue_not_known", worker=worker_id, error=str(error))
+            return None
