@@ -364,12 +364,12 @@ class ModelledGroupDevice:
         self._leave()
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
         before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes)
-        self.layers = layers = place.own.layers
-        self._group = place.stages[0].worker_id
         await asyncio.sleep(self._params.remap_s)
-        num_layers, num_blocks = len(self._all_layers), self.num_blocks(layers)
+        layers, num_layers = place.own.layers, len(self._all_layers)
+        num_blocks = self.num_blocks(layers)
         if not num_blocks:
             raise GroupFailedError(f"layers {layers} leave no memory for KV")
+        self.layers, self._group = layers, place.stages[0].worker_id
         self._kv = self._shadow_kv(num_blocks, layer_weight(layers, num_layers))
         stage = ModelledStage(
             StageCost(self._params.cost, layers, num_layers),
