@@ -19,7 +19,7 @@ from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.layout import Kind, MemoryFacts
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.spans import Spans
-from shared.layers import LayerRange, check_tiling
+from shared.layers import check_tiling
 from shared.messages.report import ElasticFacts
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
@@ -114,7 +114,7 @@ class PageWatch:
         self._look_at_groups(cluster)
 
     def _look_at_groups(self, cluster: FaultCluster) -> None:
-        """Check that the stages of each pipeline have every layer once, and its leader the room of the least of them."""
+        """Check that a pipeline's stages have every layer once, and its leader the room of the least of them."""
         facts = cluster.scenario.workers[0].elastic
         assert facts is not None
         leaders = {node.name: node for node in cluster.workers if node.is_running}
