@@ -101,7 +101,7 @@ async def test_kv_that_is_cut_or_spoiled_on_its_way_changes_no_text(
 
 @pytest.mark.parametrize("victim", ["leader", "member"])
 async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, tapped_stage: Tapped) -> None:
-    """Row 27: each of the two is a source and a target of KV; the other one is whole again, or was never anything else."""
+    """Row 27: both are source and target of KV; the other one is whole again, or always was."""
     cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
     async with (
         cluster.bus() as bus,

@@ -51,7 +51,7 @@ async def in_prefill(cluster: Cluster, bus: NatsBus) -> bool:
 async def drop_among_prompts(
     cluster: Cluster, bus: NatsBus, expected: dict[str, Any], tap: StageTap | None = None
 ) -> None:
-    """Drop while new prompts are computed, whose answers are as ever; with a tap readers leave while KV is on its way."""
+    """Drop while new prompts are computed, whose answers are as ever; with a tap readers leave meanwhile."""
     fresh = long_prompts(5)
     async with reading(cluster, leaving() if tap is not None else []) as leavers:
         await seen(leavers, 2)
