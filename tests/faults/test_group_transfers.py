@@ -1,6 +1,6 @@
 """KV on its way between live workers is held, cut or spoiled, its source or its target dies, or a reader leaves.
 
-Rows 19 (a cancel during the transfer), 27 and 28. All faults are made outside of the processes.
+Rows 11, 19 (a cancel during the transfer), 27 and 28. All faults are made outside of the processes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from shared.ids import WorkerId
 from shared.messages.event import Event
-from shared.messages.plan import Plan
+from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
 from shared.nats_bus import NatsBus
-from shared.wire import decode_json
+from shared.wire import decode_json, encode_json
 from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import Stage, set_up_with
 from tests.support.fault_checks import unchanged
@@ -122,6 +123,46 @@ async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, 
             return (await roles(cluster)).get(other) == (1, "")
 
         await until_async(is_whole, "the other one is whole", 20.0)
+
+
+async def test_of_two_planners_the_older_one_is_fenced_off(tapped_stage: Tapped) -> None:
+    """Row 11: one is frozen in the middle of its plan, another drives it on, and the first one wakes."""
+    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
+    events: list[Event] = []
+
+    def was_told(name: str, by: str, words: str = "") -> bool:
+        return any((e.name, e.instance_id) == (name, by) and words in e.reason for e in events)
+
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+    ):
+        await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
+        await bus.flush()
+        await seen(readers[:NUM_LASTING], 2)
+        met = tap.hold(HALF_BYTES)
+        asking = asyncio.ensure_future(change(cluster, bus, "drop"))
+        await struck(met)
+        cluster.freeze("planner")
+        cluster.start("planner-1")
+        try:
+            await until(lambda: was_told("plan_committed", "planner-1", "taken up"), "it is driven on", 20.0)
+            tap.go_on()
+            await until(lambda: was_told("plan_done", "planner-1", "2 of 2 workers"), "it is done", 20.0)
+            cluster.thaw("planner")
+            await until(lambda: was_told("planner_superseded", "planner"), "the older one knows that it is over", 20.0)
+            assert not (await asking)["done"]
+            plan_id = (await plan_now(cluster, bus)).plan_id
+            stale = encode_json(CommitPlan(epoch=plan_id, plan_id=plan_id))
+            said = await bus.request(cluster.subjects.plan(WorkerId("worker-0")), stale, timeout_s=5)
+            assert decode_json(said, PlanAnswer).state is PlanState.REFUSED
+            words = f"epoch {plan_id} is over"
+            await until(lambda: was_told("plan_refused", "worker-0", words), "the refusal is an event")
+            await change_until_done(cluster, bus, "restore", planner="planner-1")
+        finally:
+            asking.cancel()
+            cluster.kill("planner-1")
+            cluster.kill("planner")  # a new one is started when all faults are undone
 
 
 async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_computes_again(tapped_stage: Tapped) -> None:

@@ -142,7 +142,10 @@ async def test_a_member_that_dies_breaks_its_group_and_no_answer(
 async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_half_done(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Rows 10 and 11: it is killed at once after the word; a new one takes over under a newer epoch."""
+    """Rows 10 and 11: it is killed at once after the word; a new one takes over under a newer epoch.
+
+    Two planners at once: `test_group_transfers`.
+    """
     with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
         asks = load()
         stage = set_up_with(cluster, asks)

@@ -43,21 +43,25 @@ def shape(num_workers: int, **settings: float) -> Shape:
     return Shape(num_workers=num_workers, env=group_env(**settings), flags=FLAGS)
 
 
-async def change(cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = ()) -> dict[str, Any]:
+async def change(
+    cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = (), planner: str = "planner"
+) -> dict[str, Any]:
     """Have the planner drop or restore; return its answer."""
     key = "workers" if verb == "drop" else "groups"
     question = json.dumps({key: list(names)}).encode() if names else b""
-    subject = cluster.subjects.admin("planner", "planner", verb)
+    subject = cluster.subjects.admin("planner", planner, verb)
     answer: dict[str, Any] = json.loads(await bus.request(subject, question, timeout_s=ANSWER_S))
     return answer
 
 
-async def change_until_done(cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = ()) -> dict[str, Any]:
+async def change_until_done(
+    cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = (), planner: str = "planner"
+) -> dict[str, Any]:
     """As `change`; the planner may have to see the end of something first."""
     answer: dict[str, Any] = {}
 
     async def is_done() -> bool:
-        answer.update(await change(cluster, bus, verb, names))
+        answer.update(await change(cluster, bus, verb, names, planner))
         return bool(answer["done"])
 
     try:
