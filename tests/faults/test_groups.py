@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import unchanged
@@ -25,6 +26,7 @@ from tests.support.group_changes import (
     leaving,
     shape,
 )
+from tests.support.mapped_pages import check_process
 from tests.support.stage_tap import StageTap, tapped, tapping
 
 pytestmark = pytest.mark.timeout(180)
@@ -66,13 +68,28 @@ async def drop_among_prompts(
         assert found[each.name] == expected[each.name], each.name
 
 
+async def check_pages(cluster: Cluster, num_stages: int) -> None:
+    """Check what each worker's process has mapped, once reports show the last change."""
+    reports: list[WorkerReport] = []
+
+    async def is_told() -> bool:
+        _, view = await cluster.get("/v1/cluster")
+        reports[:] = [WorkerReport.model_validate(worker["report"]) for worker in view["workers"]]
+        return all(report.num_stages == num_stages for report in reports)
+
+    await until_async(is_told, f"all are in groups of {num_stages}")
+    for report in reports:
+        check_process(report)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
     seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Two workers; four changes at moments that the seed chooses. Row 19: a cancel while the group forms.
 
-    Each seed is sure to have met a prefill, a decode and a cancel in transfer with its drops.
+    After each change the operating system is asked which pages a worker has mapped. Each seed is sure to have met a
+    prefill, a decode and a cancel in transfer with its drops.
     """
     rng = np.random.default_rng(seed)
     tapped_shape, ports = tapped(shape(2, exchange_limit_s=20))
@@ -83,8 +100,10 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
             await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
             for round_tap in (tap, None):
                 await drop_among_prompts(cluster, bus, stage.expected, round_tap)
+                await check_pages(cluster, num_stages=2)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
                 await change_until_done(cluster, bus, "restore")
+                await check_pages(cluster, num_stages=1)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
         assert any(event["tokens"] > 0 for event in released(cluster)), "a decode was released"
         changes = [event for name in cluster.workers for event in role_changes(cluster, name)]

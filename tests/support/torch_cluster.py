@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -47,6 +45,7 @@ from sim.worker import MODEL_NAME, NO_FOLDER
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.elastic_cases import FaultyMemory
 from tests.support.live_groups import PAGE, SHAPES
+from tests.support.mapped_pages import mapped_pages
 from tests.support.runners import KERNELS, MIB
 
 SYSTEM = "kunserve"
@@ -280,19 +279,6 @@ def check_pages(memory: ElasticMemory) -> None:
     assert num_parameters + num_kv + memory.num_free_pages == pool.budget
     posix = memory._memory._memory if isinstance(memory._memory, FaultyMemory) else memory._memory
     assert isinstance(posix, PosixMemory)
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = file_pages(lines, os.fstat(posix._file).st_ino, posix.page_bytes)
+    mapped = mapped_pages(posix.page_bytes, inode=os.fstat(posix._file).st_ino)
     assert len(mapped) == len(set(mapped)) == num_parameters + num_kv, "pages are mapped twice, or not at all"
     assert not mapped or max(mapped) < pool.budget, "a page beyond the budget is mapped"
-
-
-def file_pages(lines: Sequence[str], inode: int, page_bytes: int) -> list[int]:
-    """Return the pages of a memory file that a process has mapped, as the operating system lists them."""
-    pages: list[int] = []
-    for line in lines:
-        addresses, _, offset, _, number, *_ = line.split()
-        if int(number) == inode:
-            begin, end = (int(part, 16) for part in addresses.split("-"))
-            first = int(offset, 16) // page_bytes
-            pages += range(first, first + (end - begin) // page_bytes)
-    return pages

@@ -15,14 +15,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ModelFacts
 from shared.layers import LayerRange
 from shared.messages.plan import CommitPlan, PlannedGroup, PlanState
 from shared.messages.report import WorkerReport
 from shared.types import FinishReason
 from sim.plan_driver import group_of, states
 from sim.requests import SimAnswer, SimRequest
+from tests.support.mapped_pages import rule_of
 from tests.support.runners import MIB
 from tests.support.torch_cluster import STAGE_LIMIT_S, TorchCluster
 
@@ -39,11 +38,9 @@ DECK = ("drop",) * 6 + NAMES
 def claimed(report: WorkerReport, layers: LayerRange) -> int:
     """Return the KV blocks that a planner expects of a worker with these layers, which knows it by its report."""
     assert report.elastic is not None
-    sizes = report.elastic.model_dump(
-        exclude={"num_pages", "max_blocks", "token_s", "link_bytes_per_s", "has_host_copy"}
+    return rule_of(report.elastic, report.block_size).blocks(
+        layers, report.elastic.num_pages, report.elastic.max_blocks
     )
-    rule = CapacityRule(ModelFacts(**sizes, block_size=report.block_size))
-    return rule.blocks(layers, report.elastic.num_pages, report.elastic.max_blocks)
 
 
 class Life:
