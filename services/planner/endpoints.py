@@ -34,6 +34,10 @@ MAX_TOLD = 8
 """Of them in an event."""
 
 
+_Find = Callable[[ClusterFacts, ClusterView, tuple[str, ...]], Intent]
+"""Returns what carries out what is asked of the named ones; raises `RefusedError`."""
+
+
 class Carrier(Protocol):
     """What the endpoints need of the planner."""
 
@@ -137,9 +141,7 @@ class PlannerEndpoints:
 
         return await self._carry_out(message, "restore", "groups", find)
 
-    async def _carry_out(
-        self, message: Message, verb: str, key: str, find: Callable[[ClusterFacts, ClusterView, tuple[str, ...]], Intent]
-    ) -> bytes:
+    async def _carry_out(self, message: Message, verb: str, key: str, find: _Find) -> bytes:
         names: tuple[str, ...] = ()
         try:
             names = _read_names(message.data, key)

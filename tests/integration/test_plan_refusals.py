@@ -207,7 +207,7 @@ async def test_a_drop_that_costs_more_than_it_saves_is_refused_with_an_event(nat
 
 async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nats_url: str) -> None:
     """20 of 24 blocks are in use, and two whole instances have room for 16."""
-    half = {"group": "w0", "num_stages": 2}
+    half: dict[str, Any] = {"group": "w0", "num_stages": 2}
     sizes = facts(num_pages=192)  # 8 blocks for a whole instance
     reports = [
         report(0, sizes, layers=(0, 4), stage=0, num_blocks=20, num_used_blocks=20, **half),

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -122,8 +123,7 @@ class StageTap:
 
     async def _listen(self) -> None:
         for port in self._ports:
-            server = await asyncio.start_server(lambda r, w, port=port: self._serve(r, w, port), ADVERTISED, port)
-            self._servers.append(server)
+            self._servers.append(await asyncio.start_server(partial(self._serve, port), ADVERTISED, port))
 
     async def _close(self) -> None:
         for server in self._servers:
@@ -133,7 +133,7 @@ class StageTap:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
+    async def _serve(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = None

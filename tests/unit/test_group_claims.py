@@ -1,4 +1,4 @@
-"""What a plan claims is what a group of live workers then has, and what requests then get: a real planner, real pages."""
+"""What a plan claims is what a group of live workers then has, and what requests then get."""
 
 from __future__ import annotations
 

@@ -227,13 +227,16 @@ class Life:
         group = self.new_group()
         if group is None:
             return
-        guilty = self.cluster.workers[group.stages[int(self.rng.integers(len(group.stages)))].worker_id]
-        guilty.faulty.calls_left, guilty.faulty.num_faults = int(self.rng.integers(0, 8)), 1
+        name = group.stages[int(self.rng.integers(len(group.stages)))].worker_id
+        faulty = self.cluster.workers[name].faulty
+        faulty.fail_after(int(self.rng.integers(0, 8)))
         answers = await self.driver.carry_out(group)
-        if guilty.faulty.calls_left is None:
-            assert "done" not in states(answers) or PlanState.FAILED.value in states(answers), answers
+        if faulty.has_failed:
+            said = answers[name]
+            assert said is not None
+            assert said.state is PlanState.FAILED
             self.done["fault"] += 1
-        guilty.faulty.calls_left = None
+        faulty.calls_left = None
 
     async def end(self) -> None:
         """Make everybody whole; every text that was not given up is what is said undisturbed."""
@@ -290,6 +293,8 @@ async def test_lives_meet_every_kind_of_change(monkeypatch: pytest.MonkeyPatch) 
     total: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         total.update(await live(seed, monkeypatch))
-    wanted = ("drop", "drop of a group", "restore", "restore of one", "abandon", "silence", "half", "stale", "cancel")
-    wanted = (*wanted, "death of a member", "fault", "texts", "page calls")
+    wanted = (
+        *("drop", "drop of a group", "restore", "restore of one", "abandon", "silence", "half", "stale", "cancel"),
+        *("death of a member", "fault", "texts", "page calls"),
+    )
     assert not [what for what in wanted if not total[what]], total
