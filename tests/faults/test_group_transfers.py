@@ -186,7 +186,7 @@ async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_comput
             leader = (await plan_now(cluster, bus)).groups[0].stages[0].worker_id
 
             async def is_full() -> bool:
-                return int((await reports_of(cluster))[leader]["num_used_blocks"]) > room
+                return bool((await reports_of(cluster))[leader]["num_used_blocks"] > room)
 
             await until_async(is_full, "the group holds more than both have room for", 30.0)
             answer = await change(cluster, bus, "restore")
