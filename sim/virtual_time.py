@@ -119,6 +119,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._num_tasks = 0
         self._prune_at = 64
         self._failure: BaseException | None = None
+        self.on_instant: Callable[[], None] | None = None
+        """Called when nothing is left to do at an instant, before time moves on; what it raises ends the run."""
         self._home_thread = threading.get_ident()
 
     def time(self) -> float:
@@ -278,6 +280,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         if not timers or timers[0][0] == math.inf:
             raise DeadlockError(self.pending_tasks(), self._now_s)
         if timers[0][0] > self._now_s:
+            if self.on_instant is not None:
+                self.on_instant()
             self._now_s = timers[0][0]
             self._rounds = 0
 

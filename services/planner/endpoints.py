@@ -4,7 +4,7 @@
     {"groups": ["w0"]}          restore: these groups, by their leaders; {} or nothing: all
     ◄─ {"done": true, "reason": "…", "plan_id": 8, "groups": [["w0", "w1"]], "latency_s": 0.043}
 
-By hand neither price nor pauses count; what no plan may do is refused all the same.
+By hand neither price nor pauses count; what no plan may do is refused all the same. A refusal is an event, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ from shared.subjects import Subjects
 
 MAX_NAMES = 4096
 """Of one question."""
+MAX_TOLD = 8
+"""Of them in an event."""
+
+
+_Find = Callable[[ClusterFacts, ClusterView, tuple[str, ...]], Intent]
+"""Returns what carries out what is asked of the named ones; raises `RefusedError`."""
 
 
 class Carrier(Protocol):
@@ -64,6 +70,10 @@ class Carrier(Protocol):
 
     async def carry_out(self, intent: Intent) -> Outcome:
         """Have workers carry something out."""
+        ...
+
+    async def announce(self, name: str, reason: str) -> None:
+        """Tell people what happened."""
         ...
 
 
@@ -115,7 +125,7 @@ class PlannerEndpoints:
                 raise RefusedError(plan.reason)
             return drop_intent(plan, facts, view)
 
-        return await self._carry_out(message, "workers", find)
+        return await self._carry_out(message, "drop", "workers", find)
 
     async def restore(self, message: Message) -> bytes:
         """Make the members of these groups whole instances; of none: of all groups."""
@@ -129,16 +139,17 @@ class PlannerEndpoints:
                 raise RefusedError(plan.reason)
             return restore_intent(plan, facts, view)
 
-        return await self._carry_out(message, "groups", find)
+        return await self._carry_out(message, "restore", "groups", find)
 
-    async def _carry_out(
-        self, message: Message, key: str, find: Callable[[ClusterFacts, ClusterView, tuple[str, ...]], Intent]
-    ) -> bytes:
+    async def _carry_out(self, message: Message, verb: str, key: str, find: _Find) -> bytes:
+        names: tuple[str, ...] = ()
         try:
             names = _read_names(message.data, key)
             await self._planner.settle()
             intent = find(*self._look(), names)
         except RefusedError as error:
+            asked = f"{verb} {'+'.join(names[:MAX_TOLD])}" if names else verb
+            await self._planner.announce("plan_refused", f"{asked}, asked by hand: {error}")
             return _answer(Outcome(is_done=False, reason=str(error)))
         return _answer(await self._planner.carry_out(intent))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -199,7 +199,8 @@ class PlanExecution:
         done = tuple(stage.worker_id for stage, answer in pairs if _state(answer) is PlanState.DONE)
         troubles = [f"{stage.worker_id}: {_trouble(answer)}" for stage, answer in pairs if stage.worker_id not in done]
         what = f"plan {plan.plan_id}: carried out by {len(done)} of {len(stages)} workers in {latency_s:.3f} s"
-        reason = "; ".join([what, *troubles[:MAX_REASONS]])
+        rooms = _rooms(plan, {stage.worker_id: answer for stage, answer in pairs})
+        reason = "; ".join([what, *troubles[:MAX_REASONS], *rooms[:MAX_REASONS]])
         await self._book.advance(PlanPhase.DONE, f"{reason}: {plan.reason}")
         await self._announce("plan_failed" if troubles else "plan_done", f"{reason}: {plan.reason}")
         return Outcome(
@@ -269,6 +270,22 @@ async def _together(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rooms(plan: Plan, answers: Mapping[WorkerId, PlanAnswer | str | None]) -> list[str]:
+    """Return what each group that claims room for KV has, in words: what the least of its stages says.
+
+    Nothing of a group that did not come about, or whose workers do not say.
+    """
+    said = []
+    for group in plan.groups:
+        found = [answers[stage.worker_id] for stage in group.stages]
+        room = min((each.num_blocks if isinstance(each, PlanAnswer) else 0 for each in found), default=0)
+        if group.num_blocks and room and all(_state(each) is PlanState.DONE for each in found):
+            names = "+".join(stage.worker_id for stage in group.stages)
+            claimed = "as claimed" if room == group.num_blocks else f"{group.num_blocks} were claimed"
+            said.append(f"{names} have {room} KV blocks, {claimed}")
+    return said
 
 
 def _state(answer: PlanAnswer | str | None) -> PlanState | None:

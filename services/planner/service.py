@@ -112,7 +112,7 @@ class Planner:
         book = self._book = PlanBook(plans)
         plan = await book.claim("the planner started")
         self._execution = PlanExecution(
-            self._bus, self._subjects, book, self._execution_params, self._find_loss, self._announce
+            self._bus, self._subjects, book, self._execution_params, self._find_loss, self.announce
         )
         if self._levers and self._settings.batch_per_worker:
             self._rebalancer = Rebalancer(
@@ -121,9 +121,9 @@ class Planner:
                 batch_per_worker=self._settings.batch_per_worker,
                 pause_s=self._settings.rebalance_pause_s,
                 limit_s=REBALANCE_LIMIT_S,
-                announce=self._announce,
+                announce=self.announce,
             )
-        await self._announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
+        await self.announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
         self._open.append(await plans.watch(PLAN_KEY, self._on_plan))
         await self._views.start()
         endpoints = PlannerEndpoints(self, self._decider, self._settings)
@@ -239,7 +239,7 @@ class Planner:
         for worker_id, reason in verdict.left_out:
             await self._tell_once("worker_left_out", f"{worker_id} takes part in no plan: {reason}")
         for refusal in verdict.refusals:
-            await self._announce("plan_refused", refusal)
+            await self.announce("plan_refused", refusal)
         if verdict.intent is not None:
             if self._carrying is None:  # a person may have been quicker while events were told
                 self._begin(verdict.intent)
@@ -253,7 +253,7 @@ class Planner:
         if self._carrying is None and decision.lever != book.plan.lever and not book.plan.groups:
             await book.write(decision.lever, decision.reason)
         name = "plan_refused" if self._levers and decision.is_in_need else f"plan_{decision.lever}"
-        await self._announce(name, f"{decision.situation}: {decision.reason}")
+        await self.announce(name, f"{decision.situation}: {decision.reason}")
 
     def _begin(self, intent: Intent) -> asyncio.Task[Outcome]:
         assert self._execution is not None, "started"
@@ -283,7 +283,7 @@ class Planner:
 
     async def _give_way(self, error: SupersededError) -> None:
         self.superseded = True
-        await self._announce("planner_superseded", f"{error}; this one decides nothing more")
+        await self.announce("planner_superseded", f"{error}; this one decides nothing more")
 
     def _find_loss(self, stage: PlannedStage) -> str | None:
         view = self.fresh_view
@@ -299,9 +299,10 @@ class Planner:
             if len(self._told) >= MAX_TOLD:
                 self._told.clear()
             self._told[name, reason] = None
-            await self._announce(name, reason)
+            await self.announce(name, reason)
 
-    async def _announce(self, name: str, reason: str) -> None:
+    async def announce(self, name: str, reason: str) -> None:
+        """Tell people what happened, in the log and on the bus."""
         instance_id = self._settings.instance_id
         _log.info(name, epoch=self.epoch, reason=reason)
         event = Event(name=name, service="planner", instance_id=instance_id, reason=f"epoch {self.epoch}: {reason}")

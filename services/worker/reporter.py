@@ -16,6 +16,7 @@ from services.worker.groups.role import Role
 from shared.bus import Bus, BusError
 from shared.ids import Incarnation, WorkerId
 from shared.log import get_logger
+from shared.messages.event import Event
 from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.wire import encode_json
@@ -66,6 +67,7 @@ class Reporter:
         """As reported; set by the simulator, whose processes are not this one."""
         self._worker_id = worker_id
         self._subject = subjects.report(worker_id)
+        self._event_subject = subjects.event("worker", worker_id)
         self._bus = bus
         self._period_s = period_s
         self._wake = asyncio.Event()
@@ -107,6 +109,14 @@ class Reporter:
         """Say that the worker is gone, now and once: the last report."""
         self._phase = WorkerPhase.STOPPED
         await self.report()
+
+    async def announce(self, name: str, reason: str) -> None:
+        """Tell people what happened; nothing depends on it."""
+        event = Event(name=name, service="worker", instance_id=self._worker_id, reason=reason)
+        try:
+            await self._bus.publish(self._event_subject, encode_json(event))
+        except BusError as error:
+            _log.warning("event_not_sent", event_name=name, error=str(error))
 
     async def run(self) -> None:
         """Report until cancelled, or until the worker has left."""

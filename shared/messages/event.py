@@ -17,7 +17,7 @@ class Event(ControlMessage):
     name: str
     """What happened, for example `worker_dead`; a fixed set per service."""
     service: str
-    """Who says so: `monitor`, `planner`."""
+    """Who says so: `monitor`, `planner`, `worker`."""
     instance_id: str
     """Which process of that service."""
     about: str = ""

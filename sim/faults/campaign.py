@@ -25,7 +25,7 @@ from sim.faults.kinds import MAX_DELAY_S, MESSAGE_KINDS
 from sim.faults.scenario import FIRST_TOKEN, VOCABULARY, Ask, Scenario, draw_scenario
 from sim.faults.trace import Trace
 from sim.requests import SimRequest
-from sim.virtual_time import run
+from sim.virtual_time import VirtualTimeLoop, run
 
 BOOT_LIMIT_S = 10.0
 END_LIMIT_S = 150.0
@@ -64,21 +64,36 @@ def run_seed(seed: int, print_line: Callable[[str], None] | None = None) -> Seed
     return run_scenario(draw_scenario(seed), print_line)
 
 
-def run_scenario(scenario: Scenario, print_line: Callable[[str], None] | None = None) -> SeedReport:
-    """As `run_seed`, for a scenario of one's own."""
+def run_scenario(
+    scenario: Scenario,
+    print_line: Callable[[str], None] | None = None,
+    watch: Callable[[FaultCluster], None] | None = None,
+) -> SeedReport:
+    """As `run_seed`, for a scenario of one's own.
+
+    Args:
+        scenario: what runs and what fails.
+        print_line: see `run_seed`.
+        watch: shown the cluster at every instant at which something happened; what it raises ends the run.
+    """
     trace = Trace(print_line)
     with trace.hear_log():
-        return run(_Run(scenario, trace).main(), allow_leaks=True)
+        return run(_Run(scenario, trace, watch).main(), allow_leaks=True)
 
 
 class _Run:
-    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+    def __init__(self, scenario: Scenario, trace: Trace, watch: Callable[[FaultCluster], None] | None) -> None:
         self._scenario = scenario
         self._trace = trace
+        self._watch = watch
         self._violations: list[str] = []
 
     async def main(self) -> SeedReport:
         cluster = FaultCluster(self._scenario, self._trace)
+        if self._watch is not None:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop), "faults happen on the virtual clock"
+            loop.on_instant = partial(self._watch, cluster)
         try:
             await self._trace.listen(cluster.broker, Subjects().plan_bucket())
             await cluster.conductor.start()

@@ -7,62 +7,29 @@ Rows 9, 10 and 11.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pytest
 
+from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import unchanged
-from tests.support.fault_cluster import Cluster, Shape, running, until_async
-from tests.support.fault_streams import Ask, long_prompts, mixed_load, seen
+from tests.support.fault_cluster import Cluster, running, until_async
+from tests.support.fault_streams import Ask, answers, long_prompts, mixed_load, reading, seen
+from tests.support.group_changes import (
+    NUM_LASTING,
+    change,
+    change_until_done,
+    change_while_readers_leave,
+    leaving,
+    shape,
+)
+from tests.support.mapped_pages import check_process
+from tests.support.stage_tap import StageTap, tapped, tapping
 
 pytestmark = pytest.mark.timeout(180)
-
-ENV: Final = {
-    "SLUICE_WORKER_PAGE_BYTES": "16384",
-    "SLUICE_WORKER_MAX_BATCH_TOKENS": "48",
-    "SLUICE_WORKER_MAX_BATCH_ROWS": "32",
-    "SLUICE_PLANNER_COOLDOWN_S": "0.1",
-    "SLUICE_PLANNER_RESTORE_RATIO": "0",
-}
-"""Restored by hand only; so small that the parameters are a third of the memory."""
-SYSTEM: Final = ("--system", "kunserve")
-FLAGS: Final = {"worker": (*SYSTEM, "--memory", "32MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
-ANSWER_S: Final = 30.0
-NUM_LASTING: Final = len(mixed_load())
-"""Of the readers: those whose answers are long enough to be struck."""
-
-
-def shape(num_workers: int) -> Shape:
-    return Shape(num_workers=num_workers, env=ENV, flags=FLAGS)
-
-
-async def change(cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Have the planner drop or restore; return its answer."""
-    key = "workers" if verb == "drop" else "groups"
-    question = json.dumps({key: list(names)}).encode() if names else b""
-    subject = cluster.subjects.admin("planner", "planner", verb)
-    answer: dict[str, Any] = json.loads(await bus.request(subject, question, timeout_s=ANSWER_S))
-    return answer
-
-
-async def change_until_done(cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = ()) -> dict[str, Any]:
-    """As `change`; the planner may have to see the end of something first."""
-    answer: dict[str, Any] = {}
-
-    async def is_done() -> bool:
-        answer.update(await change(cluster, bus, verb, names))
-        return bool(answer["done"])
-
-    try:
-        await until_async(is_done, "the planner has done it", 20.0)
-    except AssertionError:
-        raise AssertionError(f"{verb} {list(names)}: {answer}") from None
-    return answer
 
 
 def load() -> list[Ask]:
@@ -75,25 +42,80 @@ def released(cluster: Cluster) -> list[dict[str, Any]]:
     return [e for e in events if e.get("event") == "request_lost_worker" and e.get("how") == "released"]
 
 
+async def in_prefill(cluster: Cluster, bus: NatsBus) -> bool:
+    """Return whether a worker is in the middle of a prompt."""
+    dumps = [await cluster.dump(bus, name) for name in cluster.workers]
+    return any(
+        0 < each["num_computed_tokens"] < each["num_prompt_tokens"] for dump in dumps for each in dump["sequences"]
+    )
+
+
+async def drop_among_prompts(
+    cluster: Cluster, bus: NatsBus, expected: dict[str, Any], tap: StageTap | None = None
+) -> None:
+    """Drop while new prompts are computed, whose answers are as ever; with a tap readers leave meanwhile."""
+    fresh = long_prompts(5)
+    async with reading(cluster, leaving() if tap is not None else []) as leavers:
+        await seen(leavers, 2)
+        async with reading(cluster, fresh) as readers:
+            await until_async(lambda: in_prefill(cluster, bus), "a prompt is being computed")
+            if tap is None:
+                await change_until_done(cluster, bus, "drop")
+            else:
+                await change_while_readers_leave(cluster, bus, "drop", tap, leavers)
+            found = await answers(readers)
+    for each in fresh:
+        assert found[each.name] == expected[each.name], each.name
+
+
+async def check_pages(cluster: Cluster, num_stages: int) -> None:
+    """Check what each worker's process has mapped, once reports show the last change."""
+    reports: list[WorkerReport] = []
+
+    async def is_told() -> bool:
+        _, view = await cluster.get("/v1/cluster")
+        reports[:] = [WorkerReport.model_validate(worker["report"]) for worker in view["workers"]]
+        return all(report.num_stages == num_stages for report in reports)
+
+    await until_async(is_told, f"all are in groups of {num_stages}")
+    for report in reports:
+        check_process(report)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
     seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Two workers; four changes at moments that the seed chooses."""
+    """Two workers; four changes at moments that the seed chooses. Row 19: a cancel while the group forms.
+
+    After each change the operating system is asked which pages a worker has mapped. Each seed is sure to have met a
+    prefill, a decode and a cancel in transfer with its drops.
+    """
     rng = np.random.default_rng(seed)
-    with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
+    tapped_shape, ports = tapped(shape(2, exchange_limit_s=20))
+    with tapping(ports) as tap, running(tmp_path_factory.mktemp("cluster"), tapped_shape) as cluster:
         asks = load()
         stage = set_up_with(cluster, asks)
         async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
             await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
-            for verb in ("drop", "restore", "drop", "restore"):
-                await change_until_done(cluster, bus, verb)
+            for round_tap in (tap, None):
+                await drop_among_prompts(cluster, bus, stage.expected, round_tap)
+                await check_pages(cluster, num_stages=2)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
-        given_up = released(cluster)
-        assert any(event["tokens"] > 0 for event in given_up), "a decode was struck"
-        for name in cluster.workers:
-            changes = [event for event in cluster.events(name) if event.get("event") == "role_changed"]
-            assert len(changes) == 4, "each worker has changed its role four times"
+                await change_until_done(cluster, bus, "restore")
+                await check_pages(cluster, num_stages=1)
+                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+        assert any(event["tokens"] > 0 for event in released(cluster)), "a decode was released"
+        changes = [event for name in cluster.workers for event in role_changes(cluster, name)]
+        drops = [event for event in changes if event["group"]]
+        assert len(changes) == 8, "each worker has changed its role four times"
+        assert sum(event["num_prefills"] for event in drops) > 0, "a drop met a prefill"
+        assert sum(event["num_decodes"] for event in drops) > 0, "a drop met a decode"
+
+
+def role_changes(cluster: Cluster, name: str) -> list[dict[str, Any]]:
+    """Return what a worker says of the plans that it has carried out."""
+    return [event for event in cluster.events(name) if event.get("event") == "role_changed"]
 
 
 async def test_four_workers_form_groups_of_two_and_of_four(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -139,7 +161,10 @@ async def test_a_member_that_dies_breaks_its_group_and_no_answer(
 async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_half_done(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Rows 10 and 11: it is killed at once after the word; a new one takes over under a newer epoch."""
+    """Rows 10 and 11: it is killed at once after the word; a new one takes over under a newer epoch.
+
+    Two planners at once: `test_group_transfers`.
+    """
     with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
         asks = load()
         stage = set_up_with(cluster, asks)

@@ -48,6 +48,15 @@ class FaultyMemory:
         self.num_faults = 1
         self.on_call: Callable[[], None] = lambda: None
 
+    def fail_after(self, num_calls: int) -> None:
+        """Let one call fail after so many that go well."""
+        self.calls_left, self.num_faults = num_calls, 1
+
+    @property
+    def has_failed(self) -> bool:
+        """All that was to fail has."""
+        return self.calls_left is None
+
     def reserve(self, num_bytes: int) -> VirtualRange:
         return FaultyRange(self._memory.reserve(num_bytes), self)
 

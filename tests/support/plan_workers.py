@@ -95,6 +95,8 @@ class PlanWorker:
     """It answers nothing about plans."""
     stop_s: float = 0.002
     """Until it has stopped between two steps."""
+    lacks_blocks: int = 0
+    """Fewer than anybody would expect."""
     change_s: float = 0.005
     """Until its memory has changed."""
     model: ModelFacts = MODEL
@@ -130,6 +132,11 @@ class PlanWorker:
         """The group is no more."""
         self.group, self.layers = (), MODEL.all_layers
 
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that there is memory for beside the layers that it holds."""
+        return max(CapacityRule(self.model).blocks(self.layers, NUM_PAGES) - self.lacks_blocks, 0)
+
     async def report(self) -> None:
         """Say how things are."""
         if not self.is_alive:
@@ -145,8 +152,7 @@ class PlanWorker:
         leads = not self.group or self.group[0] == self.worker_id
         members = [self.cluster.workers[name] for name in self.group] or [self]
         loads = [member.load for member in members] if leads else []
-        rule = CapacityRule(self.model)
-        num_blocks = min(rule.blocks(member.layers, NUM_PAGES) for member in members) if leads else 0
+        num_blocks = min(member.num_blocks for member in members) if leads else 0
         used = sum(load.used for load in loads)
         return WorkerReport(
             worker_id=self.worker_id,
@@ -195,6 +201,7 @@ class PlanWorker:
             state=heard.state,
             reason=reason,
             newest_epoch=self.newest_epoch,
+            num_blocks=self.num_blocks if heard.state is PlanState.DONE else 0,
         )
         return encode_json(answer)
 

@@ -64,6 +64,24 @@ def test_a_worker_that_runs_short_has_a_group_within_milliseconds_and_a_whole_co
     assert reasons(cluster, "worker_throttled")[0].endswith("3 requests are queued for lack of them")
 
 
+@pytest.mark.parametrize("lacks", [0, 3])
+def test_what_a_plan_claims_is_told_beside_what_the_workers_have(lacks: int) -> None:
+    """Two stages of 4 layers: (224 - 32) / 8 = 24 blocks each."""
+
+    async def burst(cluster: PlanCluster) -> None:
+        cluster.workers[WorkerId("w1")].lacks_blocks = lacks
+        cluster.start_planner()
+        await asyncio.sleep(1.3)
+        await cluster.strain("w0")
+        await asyncio.sleep(2)
+
+    cluster = in_cluster(burst, num_workers=2)
+    (plan,) = [plan for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING]
+    assert [group.num_blocks for group in plan.groups] == [24]
+    expected = "w0+w1 have 21 KV blocks, 24 were claimed" if lacks else "w0+w1 have 24 KV blocks, as claimed"
+    assert expected in reasons(cluster, "plan_done")[0]
+
+
 @pytest.mark.parametrize("used", [1, 3, 4, 5, 6, 7, 9, 10])
 def test_a_steady_load_makes_no_flapping(used: int) -> None:
     """A burst, then whatever steady load for five minutes: one drop, and at most one restore."""

@@ -38,3 +38,10 @@ def describe(engine: Engine) -> list[SequenceDescription]:
         )
         for (request_id, attempt), row in sorted(engine.row_of.items(), key=lambda item: item[1])
     ]
+
+
+def num_struck(engine: Engine) -> tuple[int, int]:
+    """Return how many sequences a change between two steps strikes: in their prefill, and in their decode."""
+    rows = engine.table.running.view
+    left = engine.table.num_known[rows] - engine.table.num_computed[rows]
+    return int((left > 1).sum()), int((left == 1).sum())

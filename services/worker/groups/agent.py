@@ -24,6 +24,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
+from services.worker.engine.describe import num_struck
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
@@ -156,7 +157,7 @@ class PlanAgent:
             return encode_json(self._queue.move(moves, self._newest_epoch))
         if asked.epoch < self._newest_epoch:
             reason = f"epoch {asked.epoch} is over: a planner of epoch {self._newest_epoch} has spoken"
-            return self._encode(_Outcome(asked.plan_id, PlanState.REFUSED, reason))
+            return await self._say(_Outcome(asked.plan_id, PlanState.REFUSED, reason))
         self._newest_epoch = asked.epoch
         match asked:
             case PreparePlan():
@@ -165,9 +166,12 @@ class PlanAgent:
                 outcome = await self._commit(asked)
             case AbortPlan():
                 outcome = await self._abort(asked)
-        return self._encode(outcome)
+        return await self._say(outcome)
 
-    def _encode(self, outcome: _Outcome) -> bytes:
+    async def _say(self, outcome: _Outcome) -> bytes:
+        """Return the answer; a refusal is an event besides."""
+        if outcome.state is PlanState.REFUSED:
+            await self._reporter.announce("plan_refused", f"plan {outcome.plan_id}: {outcome.reason}")
         return encode_json(
             PlanAnswer(
                 worker_id=self._worker_id,
@@ -281,6 +285,7 @@ class PlanAgent:
     async def _change(self, asked: PreparePlan) -> _Outcome:
         """Take the part that was prepared; the gate is held."""
         before, began_s = self.role, self._now()
+        num_prefills, num_decodes = num_struck(self._engine)
         place = self._place(asked)
         try:
             if place is None:
@@ -299,6 +304,8 @@ class PlanAgent:
             group=self.role.group,
             stage=self.role.stage,
             num_blocks=num_blocks,
+            num_prefills=num_prefills,
+            num_decodes=num_decodes,
             took_s=round(self._now() - began_s, 4),
         )
         return _Outcome(asked.plan_id, PlanState.DONE, num_blocks=num_blocks)

@@ -39,6 +39,8 @@ class Arrivals:
     """KV blocks that there is memory for at the beginning, those that wait for KV among them."""
     news: AsyncIterator[Arrived]
     """Ends when no more comes, all or not."""
+    num_blocks_then: int
+    """KV blocks that there is memory for when it has ended."""
 
 
 class ArrivingKv:
@@ -87,11 +89,15 @@ class ArrivingKv:
         async for arrived in arrivals.news:
             self._engine.arrived(arrived.blocks)
             count += len(arrived.blocks)
-            if arrived.num_blocks > num_blocks:
-                self._engine.grow(num_blocks, arrived.num_blocks)
-                num_blocks = arrived.num_blocks
+            num_blocks = self._grow(num_blocks, arrived.num_blocks)
             self._wake()
         self._engine.expect_no_more()
+        self._grow(num_blocks, arrivals.num_blocks_then)
         self._wake()
         took_s = round(self._now() - began_s, 4)
         _log.info("kv_arrived", num_blocks=count, num_lost=len(arrivals.coming) - count, took_s=took_s)
+
+    def _grow(self, before: int, now: int) -> int:
+        if now > before:
+            self._engine.grow(before, now)
+        return max(before, now)

@@ -140,7 +140,7 @@ class LiveExchange:
             num_blocks: that there is memory for.
         """
         coming = NOTHING_KEPT if self._table is None or self.failure is not None else self._table.kept_at(0)
-        return Arrivals(coming, num_blocks, self._news(num_blocks)) if coming else None
+        return Arrivals(coming, num_blocks, self._news(num_blocks), num_blocks) if coming else None
 
     async def stop(self) -> None:
         """End what is under way, and give back connections and memory. Idempotent."""

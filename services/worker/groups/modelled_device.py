@@ -126,7 +126,8 @@ class ModelledNetwork:
         news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place))
         del self._meetings[place.plan_id]
         self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
-        meeting.begun.set_result(_Begun(stages, Arrivals(exchange.coming, exchange.num_blocks, news)))
+        coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks)
+        meeting.begun.set_result(_Begun(stages, coming))
 
     async def part(self, place: GroupPlace, share: Share) -> KeptKv:
         """Wait for the other members of a group that dissolves, and for the KV; return what this worker's blocks hold.
@@ -147,8 +148,8 @@ class ModelledNetwork:
         except TimeoutError:
             self._partings.pop(place.plan_id, None)
             return NOTHING_KEPT
-        await asyncio.sleep(parting.exchange_s)
-        return kept[place.index]
+        await asyncio.sleep(min(parting.exchange_s, self._exchange_limit_s))
+        return kept[place.index] if parting.exchange_s <= self._exchange_limit_s else NOTHING_KEPT
 
     def leave(self, plan_id: int, index: int) -> None:
         """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
@@ -290,12 +291,12 @@ class ModelledGroupDevice:
         self._leave()
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
         before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes)
-        self.layers = layers = place.own.layers
-        self._group = place.stages[0].worker_id
         await asyncio.sleep(self._params.remap_s)
-        num_layers, num_blocks = len(self._all_layers), self.num_blocks(layers)
+        layers, num_layers = place.own.layers, len(self._all_layers)
+        num_blocks = self.num_blocks(layers)
         if not num_blocks:
             raise GroupFailedError(f"layers {layers} leave no memory for KV")
+        self.layers, self._group = layers, place.stages[0].worker_id
         self._kv = self._shadow_kv(num_blocks, layer_weight(layers, num_layers))
         stage = ModelledStage(
             StageCost(self._params.cost, layers, num_layers),

@@ -1,0 +1,221 @@
+"""KV on its way between live workers is held, cut or spoiled, its source or its target dies, or a reader leaves.
+
+Rows 11, 19 (a cancel during the transfer), 27 and 28. All faults are made outside of the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from shared.ids import WorkerId
+from shared.messages.event import Event
+from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
+from shared.nats_bus import NatsBus
+from shared.wire import decode_json, encode_json
+from sim.plan_driver import PlanDriver, states
+from tests.faults.conftest import Stage, set_up_with
+from tests.support.fault_checks import unchanged
+from tests.support.fault_cluster import Cluster, running, until, until_async
+from tests.support.fault_streams import Ask, long_prompts, mixed_load, reading, seen
+from tests.support.group_changes import (
+    HALF_BYTES,
+    NUM_LASTING,
+    be_whole,
+    change,
+    change_until_done,
+    change_while_readers_leave,
+    leaving,
+    plan_now,
+    roles,
+    shape,
+    struck,
+)
+from tests.support.stage_tap import StageTap, tapped, tapping
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """A stage whose workers reach each other by way of a tap."""
+
+    stage: Stage
+    tap: StageTap
+
+
+@pytest.fixture(scope="module")
+def tapped_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tapped]:
+    """Two workers, shared by the tests of this module; each leaves them whole."""
+    tapped_shape, ports = tapped(shape(2, exchange_limit_s=20))
+    with tapping(ports) as tap, running(tmp_path_factory.mktemp("cluster"), tapped_shape) as cluster:
+        yield Tapped(set_up_with(cluster, load()), tap)
+
+
+def load() -> list[Ask]:
+    return [*mixed_load(), *long_prompts(4)]
+
+
+async def test_a_reader_that_leaves_while_a_group_dissolves_harms_nobody(tapped_stage: Tapped) -> None:
+    """Row 19: KV is held half-way, the worker hears of the cancel, then the rest passes; blocks are freed once.
+
+    A cancel while a group forms: `test_groups`.
+    """
+    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+        reading(cluster, leaving()) as leavers,
+    ):
+        await seen([*readers[:NUM_LASTING], *leavers], 2)
+        await change_until_done(cluster, bus, "drop")
+        await change_while_readers_leave(cluster, bus, "restore", tap, leavers)
+
+
+@pytest.mark.parametrize(("fault", "verb"), [("cut", "drop"), ("flip", "restore")])
+async def test_kv_that_is_cut_or_spoiled_on_its_way_changes_no_text(
+    fault: str, verb: str, tapped_stage: Tapped
+) -> None:
+    """Row 27: a link that is cut, and a bit that is turned; what did not arrive whole is computed again."""
+    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
+    known = {name: len(cluster.events(name)) for name in cluster.workers}
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+    ):
+        await seen(readers[:NUM_LASTING], 2)
+        if verb == "restore":
+            await change_until_done(cluster, bus, "drop")
+        met = getattr(tap, fault)(HALF_BYTES)
+        asking = asyncio.ensure_future(change(cluster, bus, verb))
+        await struck(met)
+        await asking
+        tap.go_on()
+        await be_whole(cluster, bus)
+    said = [str(event) for name in cluster.workers for event in cluster.events(name)[known[name] :]]
+    assert fault == "cut" or any("checksum" in line for line in said), "the damage was noticed"
+
+
+@pytest.mark.parametrize("victim", ["leader", "member"])
+async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, tapped_stage: Tapped) -> None:
+    """Row 27: both are source and target of KV; the other one is whole again, or always was."""
+    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+    ):
+        await seen(readers[:NUM_LASTING], 2)
+        met = tap.hold(HALF_BYTES)
+        asking = asyncio.ensure_future(change(cluster, bus, "drop"))
+        await struck(met)
+        (group,) = (await plan_now(cluster, bus)).groups
+        dying, other = [group.stages[index].worker_id for index in ((0, 1) if victim == "leader" else (1, 0))]
+        cluster.kill(dying)
+        tap.go_on()
+        answer = await asking
+        assert not answer["done"], answer
+
+        async def is_whole() -> bool:
+            return (await roles(cluster)).get(other) == (1, "")
+
+        await until_async(is_whole, "the other one is whole", 20.0)
+
+
+async def test_of_two_planners_the_older_one_is_fenced_off(tapped_stage: Tapped) -> None:
+    """Row 11: one is frozen in the middle of its plan, another drives it on, and the first one wakes."""
+    cluster, tap = tapped_stage.stage.cluster, tapped_stage.tap
+    events: list[Event] = []
+
+    def was_told(name: str, by: str, words: str = "") -> bool:
+        return any((e.name, e.instance_id) == (name, by) and words in e.reason for e in events)
+
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+    ):
+        await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
+        await bus.flush()
+        await seen(readers[:NUM_LASTING], 2)
+        met = tap.hold(HALF_BYTES)
+        asking = asyncio.ensure_future(change(cluster, bus, "drop"))
+        await struck(met)
+        cluster.freeze("planner")
+        cluster.start("planner-1")
+        try:
+            await until(lambda: was_told("plan_committed", "planner-1", "taken up"), "it is driven on", 20.0)
+            tap.go_on()
+            await until(lambda: was_told("plan_done", "planner-1", "2 of 2 workers"), "it is done", 20.0)
+            cluster.thaw("planner")
+            await until(lambda: was_told("planner_superseded", "planner"), "the older one knows that it is over", 20.0)
+            assert not (await asking)["done"]
+            plan_id = (await plan_now(cluster, bus)).plan_id
+            stale = encode_json(CommitPlan(epoch=plan_id, plan_id=plan_id))
+            said = await bus.request(cluster.subjects.plan(WorkerId("worker-0")), stale, timeout_s=5)
+            assert decode_json(said, PlanAnswer).state is PlanState.REFUSED
+            words = f"epoch {plan_id} is over"
+            await until(lambda: was_told("plan_refused", "worker-0", words), "the refusal is an event")
+            await change_until_done(cluster, bus, "restore", planner="planner-1")
+        finally:
+            asking.cancel()
+            cluster.kill("planner-1")
+            cluster.kill("planner")  # a new one is started when all faults are undone
+
+
+async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_computes_again(tapped_stage: Tapped) -> None:
+    """Row 28: the planner refuses, and that is an event; told all the same, workers move what fits.
+
+    Requests of some 700 tokens are sent until the group holds more than both have room for.
+    """
+    cluster = tapped_stage.stage.cluster
+    events: list[Event] = []
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, load(), tapped_stage.stage.expected, tapped_stage.stage.before) as readers,
+    ):
+        await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
+        reports = await reports_of(cluster)
+        room = sum(report["num_blocks"] for report in reports.values())
+        await seen(readers[:NUM_LASTING], 2)
+        await change_until_done(cluster, bus, "drop")
+        asked = crowd(room)
+        async with reading(cluster, asked) as crowded:
+            leader = (await plan_now(cluster, bus)).groups[0].stages[0].worker_id
+
+            async def is_full() -> bool:
+                return bool((await reports_of(cluster))[leader]["num_used_blocks"] > room)
+
+            await until_async(is_full, "the group holds more than both have room for", 30.0)
+            answer = await change(cluster, bus, "restore")
+            assert not answer["done"]
+            assert "not all would surely find a place" in answer["reason"]
+            await until(lambda: any(answer["reason"] in event.reason for event in events), "the refusal is an event")
+            assert (await roles(cluster))[leader] == (2, leader)
+            await restore_all_the_same(bus, await plan_now(cluster, bus))
+            for reader in crowded:
+                reader.task.cancel()
+        await be_whole(cluster, bus)
+
+
+async def reports_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    _, view = await cluster.get("/v1/cluster")
+    return {worker["report"]["worker_id"]: worker["report"] for worker in view["workers"]}
+
+
+def crowd(num_blocks: int) -> list[Ask]:
+    """Return requests that together want more blocks than there are."""
+    salted = long_prompts(num_blocks * 16 // 700 + 2, num_repeats=34)
+    return [replace(each, body={**each.body, "max_tokens": 300}) for each in salted]
+
+
+async def restore_all_the_same(bus: NatsBus, plan: Plan) -> None:
+    """Speak as the planner does, under its epoch, but without its judgement."""
+    driver = PlanDriver(bus)
+    await driver.start()
+    await until(lambda: len(driver.reports) == 2, "both have reported")
+    driver.epoch = plan.plan_id
+    names = [stage.worker_id for group in plan.groups for stage in group.stages]
+    assert states(await driver.restore(names)) == ["done", "done"]

@@ -1,0 +1,289 @@
+"""Plans that must not be, over a real broker: each refusal is an event that says why, in words.
+
+Planner and monitor are the real ones. Where the planner refuses, the workers are reports; where workers do, they are
+real agents over modelled devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from services.monitor.config import MonitorSettings
+from services.monitor.service import Monitor
+from services.planner.config import PlannerSettings
+from services.planner.service import build_planner
+from shared.bus import Message
+from shared.cost import load_profile
+from shared.ids import Incarnation, WorkerId
+from shared.layers import LayerRange
+from shared.messages.event import Event
+from shared.messages.plan import CommitPlan, PlanState, PreparePlan
+from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.nats_bus import NatsBus
+from shared.nats_server import EmbeddedNats
+from shared.subjects import Subjects
+from shared.wire import decode_json, encode_json
+from sim.plan_driver import PlanDriver, group_of
+from sim.worker import SimWorker, SimWorkerParams
+
+LIMIT_S = 15.0
+SYSTEM = "kunserve"
+PAGE = 64
+
+
+@pytest.fixture(scope="module")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedNats() as nats:
+        yield nats.start(tmp_path_factory.mktemp("nats"))
+
+
+@dataclass
+class Room:
+    """A cluster on the broker, and what was told there."""
+
+    bus: NatsBus
+    subjects: Subjects
+    events: list[Event] = field(default_factory=list)
+
+    def on_event(self, message: Message) -> None:
+        self.events.append(decode_json(message.data, Event))
+
+    async def told(self, service: str, *words: str) -> Event:
+        """Return the first refusal of a service that says these words."""
+
+        def found() -> Event | None:
+            refusals = [each for each in self.events if (each.name, each.service) == ("plan_refused", service)]
+            return next((each for each in refusals if all(word in each.reason for word in words)), None)
+
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while (event := found()) is None:
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"nobody told {words}: {self.events}") from None
+        return event
+
+    async def ask(self, verb: str, question: object) -> dict[str, Any]:
+        subject = self.subjects.admin("planner", "planner", verb)
+        data = await self.bus.request(subject, json.dumps(question).encode(), timeout_s=LIMIT_S)
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+
+@asynccontextmanager
+async def room(nats_url: str, cluster: str) -> AsyncIterator[Room]:
+    bus = await NatsBus.connect(nats_url, name="test")
+    try:
+        here = Room(bus, Subjects(cluster))
+        await bus.subscribe(f"sluice.{cluster}.event.>", here.on_event)
+        await bus.flush()
+        yield here
+    finally:
+        await bus.close()
+
+
+@asynccontextmanager
+async def planning(
+    nats_url: str, cluster: str, reports: Sequence[WorkerReport], **settings: object
+) -> AsyncIterator[Room]:
+    """A monitor and a planner that are told of these workers, again and again."""
+    buses = [await NatsBus.connect(nats_url, name=name) for name in ("monitor", "planner")]
+    monitor = Monitor(MonitorSettings(instance_id="monitor", cluster=cluster), buses[0], _fail)
+    fields = {"instance_id": "planner", "cluster": cluster, "system": SYSTEM, "tick_period_s": 0.1, **settings}
+    planner = build_planner(PlannerSettings.model_validate(fields), buses[1], on_failure=_fail)
+    await monitor.start()
+    async with room(nats_url, cluster) as here:
+        await planner.start()
+        telling = asyncio.create_task(_tell(here, reports))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while planner.fresh_view is None or len(planner.fresh_view.workers) < len(reports):
+                    await asyncio.sleep(0.01)
+            yield here
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            await planner.stop()
+            await monitor.stop()
+            for bus in buses:
+                await bus.close()
+
+
+def _fail(name: str, error: BaseException) -> None:
+    raise AssertionError(name) from error
+
+
+async def _tell(here: Room, reports: Sequence[WorkerReport]) -> None:
+    number = 0
+    while True:
+        for report in reports:
+            told = report.model_copy(update={"sequence_number": number})
+            await here.bus.publish(here.subjects.report(report.worker_id), encode_json(told))
+        number += 1
+        await asyncio.sleep(0.1)
+
+
+def facts(**changes: object) -> ElasticFacts:
+    """8 layers of 8 pages; of 224 pages a whole instance has 10 blocks, half of one 24."""
+    fields: dict[str, object] = {
+        "layer_bytes": (8 * PAGE,) * 8,
+        "outer_bytes": 0,
+        "first_stage_end": 0,
+        "last_stage_begin": 0,
+        "block_bytes": PAGE,
+        "page_bytes": PAGE,
+        "num_pages": 224,
+        "max_blocks": 10_000,
+        "token_s": 0.0001,
+        "has_host_copy": True,
+    }
+    return ElasticFacts.model_validate(fields | changes)
+
+
+def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **changes: object) -> WorkerReport:
+    """A whole instance, which is full and has requests that wait for memory if it is short."""
+    return WorkerReport(
+        worker_id=WorkerId(f"w{index}"),
+        sequence_number=0,
+        phase=WorkerPhase.READY,
+        incarnation=Incarnation(index + 1),
+        host=f"host-{index}",
+        model="m",
+        block_size=16,
+        num_layers=8,
+        layers=(0, 8),
+        elastic=elastic,
+        num_blocks=10,
+        num_used_blocks=10 if is_short else 1,
+        num_demanded_blocks=2 if is_short else 0,
+        num_head_blocks=1 if is_short else 0,
+        num_queued_for_memory=3 if is_short else 0,
+        num_running=5,
+    ).model_copy(update=changes)
+
+
+NO_GAIN = facts(max_blocks=12)
+"""There are addresses for 12 blocks, so that two have less together than each alone."""
+NO_COPY = facts(has_host_copy=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "elastic", "words"),
+    [
+        ("gains", NO_GAIN, "nothing would be gained: the stage with most layers has less room than before"),
+        ("copies", NO_COPY, "a layer would be left without a second copy"),
+    ],
+)
+@pytest.mark.parametrize("is_asked", [True, False])
+async def test_a_drop_that_must_not_be_is_refused_with_an_event(
+    name: str, elastic: ElasticFacts, words: str, is_asked: bool, nats_url: str
+) -> None:
+    """By hand, and by the planner itself when a worker runs short."""
+    reports = [report(index, elastic, is_short=not is_asked) for index in range(2)]
+    async with planning(nats_url, f"{name}-{int(is_asked)}", reports) as here:
+        if is_asked:
+            answer = await here.ask("drop", {"workers": ["w0", "w1"]})
+            assert not answer["done"]
+            assert answer["reason"] == words
+            await here.told("planner", "drop w0+w1, asked by hand", words)
+        else:
+            await here.told("planner", "pressure", "tokens is required", words)
+        assert not [event for event in here.events if event.name == "plan_preparing"]
+
+
+async def test_a_drop_that_costs_more_than_it_saves_is_refused_with_an_event(nats_url: str) -> None:
+    reports = [report(index, facts(), is_short=True) for index in range(2)]
+    async with planning(nats_url, "price", reports, drop_wait_s=0.0001) as here:
+        event = await here.told("planner", "the room would save 0.00 s")
+        assert "readers wait" in event.reason
+
+
+async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nats_url: str) -> None:
+    """20 of 24 blocks are in use, and two whole instances have room for 16."""
+    half: dict[str, Any] = {"group": "w0", "num_stages": 2}
+    sizes = facts(num_pages=192)  # 8 blocks for a whole instance
+    reports = [
+        report(0, sizes, layers=(0, 4), stage=0, num_blocks=20, num_used_blocks=20, **half),
+        report(1, sizes, layers=(4, 8), stage=1, num_used_blocks=0, num_running=0, **half),
+    ]
+    async with planning(nats_url, "restore", reports, restore_ratio=0) as here:
+        answer = await here.ask("restore", {})
+        assert not answer["done"]
+        await here.told("planner", "restore, asked by hand", "w0: its requests hold 320 tokens", "room for 256")
+        await here.ask("restore", {"groups": ["w7"]})
+        await here.told("planner", "restore w7, asked by hand: there is no group 'w7'")
+
+
+# Workers refuse
+
+
+@asynccontextmanager
+async def worker(nats_url: str) -> AsyncIterator[tuple[Room, PlanDriver]]:
+    """A real agent, and a planner by hand."""
+    bus = await NatsBus.connect(nats_url, name="w0")
+    params = SimWorkerParams(
+        "w0", load_profile("llama-3-8b-tp1-a100").cost, 0, system=SYSTEM, max_model_len=64, elastic=facts(num_pages=500)
+    )
+    own = SimWorker(params, bus)
+    async with room(nats_url, "default") as here:
+        driver = PlanDriver(here.bus)
+        await driver.start()
+        await own.start()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while "w0" not in driver.reports or driver.reports["w0"].phase is not WorkerPhase.READY:
+                    await asyncio.sleep(0.01)
+            yield here, driver
+        finally:
+            await own.stop()
+            await bus.close()
+
+
+def _other_layers(known: WorkerReport) -> WorkerReport:
+    return known.model_copy(update={"layers": (0, 4)})
+
+
+def _other_process(known: WorkerReport) -> WorkerReport:
+    return known.model_copy(update={"incarnation": Incarnation(77)})
+
+
+@pytest.mark.parametrize(
+    ("believed", "ranges", "words"),
+    [
+        (_other_layers, [(0, 2), (2, 8)], "the plan was made for layers [0, 4), held are [0, 8)"),
+        (_other_process, [(0, 4), (4, 8)], "the plan was made for another process of this worker"),
+        (lambda known: known, [(0, 4), (5, 8)], "do not begin where those before them end"),
+    ],
+)
+async def test_a_plan_for_what_is_not_there_is_refused_by_the_worker_with_an_event(
+    believed: Callable[[WorkerReport], WorkerReport], ranges: list[tuple[int, int]], words: str, nats_url: str
+) -> None:
+    async with worker(nats_url) as (here, driver):
+        known = driver.reports["w0"]
+        other = known.model_copy(update={"worker_id": WorkerId("w1")})
+        group = group_of([believed(known), other], [LayerRange(*each) for each in ranges])
+        answer = await driver.ask("w0", PreparePlan(epoch=11, plan_id=11, group=group))
+        assert answer is not None
+        assert answer.state is PlanState.REFUSED
+        assert words in answer.reason
+        event = await here.told("worker", words)
+        assert (event.instance_id, event.reason) == ("w0", f"plan 11: {answer.reason}")
+
+
+async def test_a_word_of_an_epoch_that_is_over_is_refused_by_the_worker_with_an_event(nats_url: str) -> None:
+    async with worker(nats_url) as (here, driver):
+        newer = await driver.ask("w0", CommitPlan(epoch=9, plan_id=8))
+        assert newer is not None
+        assert newer.state is PlanState.REFUSED  # nothing is prepared
+        stale = await driver.ask("w0", CommitPlan(epoch=4, plan_id=4))
+        assert stale is not None
+        assert (stale.state, stale.newest_epoch) == (PlanState.REFUSED, 9)
+        await here.told("worker", "plan 4: epoch 4 is over: a planner of epoch 9 has spoken")
+        await here.told("worker", "plan 8: plan 8 is not prepared here")

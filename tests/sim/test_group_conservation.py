@@ -1,0 +1,87 @@
+"""Whole simulated clusters in which groups come and go: at every instant no page is lost, counted twice, or made up.
+
+Drops, restores, plans that are abandoned or carried out by half, deaths, partitions, cut links, lost messages, clients
+that leave: `draw_group_scenario` says what a seed stands for. Beside every worker lives a real memory (`page_twins`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.messages.report import ElasticFacts
+from sim.faults.campaign import run_scenario
+from sim.faults.scenario import Scenario, draw_group_scenario
+from tests.support.page_twins import PageWatch
+
+NUM_SEEDS = 20
+PAGE_BYTES = 4096
+_done: dict[int, Counter[str]] = {}
+
+
+def odd_facts(rng: np.random.Generator, num_blocks: int) -> ElasticFacts:
+    """Return a model with layers of different sizes and parts outside of them; blocks do not fill whole pages.
+
+    Of a whole instance's memory KV of some `num_blocks` is about two thirds.
+    """
+    num_layers, block_bytes = int(rng.integers(3, 7)), int(rng.choice([1024, 3072, 4096, 7680]))
+    kv_pages = 2 * num_layers * -(-num_blocks * block_bytes // PAGE_BYTES)
+    layer_bytes = rng.integers(1, kv_pages * PAGE_BYTES // num_layers, num_layers).tolist()
+    outer_bytes = int(rng.integers(0, 4 * PAGE_BYTES))
+    cut, other = sorted(rng.integers(0, outer_bytes + 1, 2).tolist())
+    end, begin = (other, cut) if rng.random() < 0.5 else (cut, cut)  # tied or not
+    parameters = sum(-(-size // PAGE_BYTES) for size in (*layer_bytes, outer_bytes))
+    return ElasticFacts(
+        layer_bytes=tuple(layer_bytes),
+        outer_bytes=outer_bytes,
+        first_stage_end=end,
+        last_stage_begin=begin,
+        block_bytes=block_bytes,
+        page_bytes=PAGE_BYTES,
+        num_pages=parameters + kv_pages,
+        max_blocks=int(rng.integers(2, 8)) * num_blocks,
+        has_host_copy=True,
+    )
+
+
+def scenario_of(seed: int) -> Scenario:
+    scenario, rng = draw_group_scenario(seed), np.random.default_rng([seed, 9])
+    facts = odd_facts(rng, scenario.workers[0].num_blocks)
+    return replace(scenario, workers=tuple(replace(params, elastic=facts) for params in scenario.workers))
+
+
+def live_through(seed: int) -> Counter[str]:
+    """Each seed runs once, whichever test asks first; return what workers' memories went through."""
+    if seed not in _done:
+        watch = PageWatch()
+        try:
+            report = run_scenario(scenario_of(seed), watch=watch)
+        finally:
+            watch.close()
+        assert not report.violations, "\n".join(report.violations)
+        assert watch.num_looks > 500, "it looks at every instant"
+        _done[seed] = watch.done + report.coverage
+    return _done[seed]
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_instant(seed: int) -> None:
+    live_through(seed)
+
+
+def test_memories_went_through_every_kind_of_change() -> None:
+    """The seeds together; the test above would say little otherwise."""
+    total: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        total.update(live_through(seed))
+    wanted = (
+        *("dropped", "restored", "groups of 2", "groups of 3", "led"),
+        *("commit done", "commit failed", "abort aborted", "log group_broken"),
+        *("fault change_abandoned", "fault change_by_half", "fault link_cut", "fault crash", "call left"),
+    )
+    assert not [what for what in wanted if not total[what]], total
+    assert total["dropped"] > NUM_SEEDS
+    assert total["processes"] > sum(len(scenario_of(seed).workers) for seed in range(NUM_SEEDS)), "some died"

@@ -1,0 +1,145 @@
+"""Changes of groups of live workers, by a planner that is asked by hand; and looks at what they do to requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from shared.messages.plan import PLAN_KEY, Plan
+from shared.nats_bus import NatsBus
+from shared.wire import decode_json
+from tests.support.fault_cluster import Cluster, Shape, until, until_async
+from tests.support.fault_streams import Ask, Reader, long_prompts, mixed_load
+from tests.support.stage_tap import StageTap
+
+HALF_BYTES: Final = 96 * 1024
+"""After which KV is struck: beyond all messages, and before the end of what goes along."""
+ENV: Final = {
+    "SLUICE_WORKER_PAGE_BYTES": "16384",
+    "SLUICE_WORKER_MAX_BATCH_TOKENS": "48",
+    "SLUICE_WORKER_MAX_BATCH_ROWS": "32",
+    "SLUICE_PLANNER_COOLDOWN_S": "0.1",
+    "SLUICE_PLANNER_RESTORE_RATIO": "0",
+}
+"""Restored by hand only; so small that the parameters are a third of the memory."""
+SYSTEM: Final = ("--system", "kunserve")
+FLAGS: Final = {"worker": (*SYSTEM, "--memory", "32MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
+ANSWER_S: Final = 30.0
+NUM_LASTING: Final = len(mixed_load())
+"""Of the readers: those whose answers are long enough to be struck."""
+
+
+def group_env(**settings: float) -> dict[str, str]:
+    """Return the environment with other settings of the workers."""
+    return {**ENV, **{f"SLUICE_WORKER_{name.upper()}": str(value) for name, value in settings.items()}}
+
+
+def shape(num_workers: int, **settings: float) -> Shape:
+    """Return a cluster of workers that drop, with other settings of theirs."""
+    return Shape(num_workers=num_workers, env=group_env(**settings), flags=FLAGS)
+
+
+async def change(
+    cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = (), planner: str = "planner"
+) -> dict[str, Any]:
+    """Have the planner drop or restore; return its answer."""
+    key = "workers" if verb == "drop" else "groups"
+    question = json.dumps({key: list(names)}).encode() if names else b""
+    subject = cluster.subjects.admin("planner", planner, verb)
+    answer: dict[str, Any] = json.loads(await bus.request(subject, question, timeout_s=ANSWER_S))
+    return answer
+
+
+async def change_until_done(
+    cluster: Cluster, bus: NatsBus, verb: str, names: Sequence[str] = (), planner: str = "planner"
+) -> dict[str, Any]:
+    """As `change`; the planner may have to see the end of something first."""
+    answer: dict[str, Any] = {}
+
+    async def is_done() -> bool:
+        answer.update(await change(cluster, bus, verb, names, planner))
+        return bool(answer["done"])
+
+    try:
+        await until_async(is_done, "the planner has done it", 20.0)
+    except AssertionError:
+        raise AssertionError(f"{verb} {list(names)}: {answer}") from None
+    return answer
+
+
+async def struck(met: threading.Event) -> None:
+    """Return when the KV was struck."""
+    await until(met.is_set, "KV is on its way", 20.0)
+
+
+async def roles(cluster: Cluster) -> dict[str, tuple[int, str]]:
+    """Return number of stages and group of each worker that is alive."""
+    _, view = await cluster.get("/v1/cluster")
+    alive = [worker["report"] for worker in view["workers"] if worker["liveness"] == "alive"]
+    return {report["worker_id"]: (report["num_stages"], report["group"]) for report in alive}
+
+
+async def be_whole(cluster: Cluster, bus: NatsBus) -> None:
+    """Restore what there is to restore; the planner looks when reports show what the last plan has changed."""
+
+    async def is_whole() -> bool:
+        answer = await change(cluster, bus, "restore")
+        return bool(answer["done"]) or "no group has dropped anything" in answer["reason"]
+
+    await until_async(is_whole, "all are whole", 20.0)
+
+
+async def num_asked(cluster: Cluster, bus: NatsBus, endpoint: str) -> int:
+    """Return how often the workers were asked something."""
+    count = 0
+    for name in cluster.workers:
+        stats = await cluster.stats(bus, name)
+        count += next(end["num_requests"] for end in stats["endpoints"] if end["name"] == endpoint)
+    return count
+
+
+async def held_requests(cluster: Cluster, bus: NatsBus) -> dict[str, list[dict[str, Any]]]:
+    """Return the sequences that the workers hold."""
+    return {name: (await cluster.dump(bus, name))["sequences"] for name in cluster.workers}
+
+
+def leaving() -> list[Ask]:
+    """Return requests whose readers will leave: their KV is much of what travels."""
+    return [replace(each, body={**each.body, "max_tokens": 400}) for each in long_prompts(2, num_repeats=10)]
+
+
+async def plan_now(cluster: Cluster, bus: NatsBus) -> Plan:
+    """Return what the plan key holds."""
+    entry = await (await bus.key_value(cluster.subjects.plan_bucket())).get(PLAN_KEY)
+    assert entry is not None
+    assert entry.value is not None
+    return decode_json(entry.value, Plan)
+
+
+async def change_while_readers_leave(
+    cluster: Cluster, bus: NatsBus, verb: str, tap: StageTap, leavers: Sequence[Reader]
+) -> None:
+    """Have a change done, in the middle of which, while KV is on its way, some readers leave.
+
+    Raises:
+        AssertionError: the workers did not hear of it in time, or keep what nobody reads any more.
+    """
+    num_cancels, met = await num_asked(cluster, bus, "cancel"), tap.hold(HALF_BYTES)
+    asking = asyncio.ensure_future(change_until_done(cluster, bus, verb))
+    await struck(met)
+    num_before = sum(map(len, (await held_requests(cluster, bus)).values()))
+    for leaver in leavers:
+        leaver.task.cancel()
+
+    async def is_cancelled() -> bool:
+        is_heard = await num_asked(cluster, bus, "cancel") >= num_cancels + len(leavers)
+        return is_heard and sum(map(len, (await held_requests(cluster, bus)).values())) <= num_before - len(leavers)
+
+    await until_async(is_cancelled, "the workers have given up what nobody reads")
+    assert not asking.done(), "KV is still on its way"
+    tap.go_on()
+    await asking

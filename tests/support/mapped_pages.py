@@ -1,0 +1,55 @@
+"""The pages of a worker's memory as the operating system lists them: what no ledger of ours can get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ModelFacts
+from shared.layers import LayerRange
+from shared.messages.report import ElasticFacts, WorkerReport
+
+MEMORY_NAME = "memfd:sluice-memory"
+
+
+def mapped_pages(page_bytes: int, *, process: int | str = "self", inode: int | None = None) -> list[int]:
+    """Return the pages of a process's memory file that are mapped, in order of their addresses.
+
+    Args:
+        page_bytes: of a page.
+        process: its id.
+        inode: of the file; None: the process has but one.
+    """
+    pages: list[int] = []
+    for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+        if MEMORY_NAME not in line:
+            continue
+        addresses, _, offset, _, number, *_ = line.split()
+        if inode in (None, int(number)):
+            begin, end = (int(part, 16) for part in addresses.split("-"))
+            first = int(offset, 16) // page_bytes
+            pages += range(first, first + (end - begin) // page_bytes)
+    return pages
+
+
+def rule_of(facts: ElasticFacts, block_size: int) -> CapacityRule:
+    """Return what a planner knows of a worker's memory."""
+    other = {"num_pages", "max_blocks", "token_s", "link_bytes_per_s", "has_host_copy"}
+    return CapacityRule(ModelFacts(**facts.model_dump(exclude=other), block_size=block_size))
+
+
+def check_process(report: WorkerReport) -> None:
+    """Check that a worker's process has mapped what it should have by its report, each page once and none besides.
+
+    Nothing may be changing there.
+    """
+    facts = report.elastic
+    assert facts is not None
+    layers, rule = LayerRange(*report.layers), rule_of(facts, report.block_size)
+    num_blocks = rule.blocks(layers, facts.num_pages, facts.max_blocks)
+    num_kv = 2 * len(layers) * -(-num_blocks * facts.block_bytes // facts.page_bytes)
+    num_parameters = rule.parameter_pages(layers)
+    mapped = mapped_pages(facts.page_bytes, process=report.pid)
+    assert len(mapped) == len(set(mapped)), f"{report.worker_id} has mapped a page twice"
+    assert len(mapped) == num_parameters + num_kv <= facts.num_pages, f"{report.worker_id} of {layers}: {len(mapped)}"
+    assert max(mapped) < facts.num_pages, f"{report.worker_id} has mapped a page beyond its budget"

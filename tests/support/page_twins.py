@@ -1,0 +1,158 @@
+"""For each simulated worker a real memory that lives the same life: what the simulator believes is what pages allow.
+
+    simulated worker    [0, 4) 12 blocks ──► [2, 4) 30 blocks ──► [3, 4) 66 blocks ──► [0, 4) 12 blocks
+    its twin, in pages         drop(0, 1), grow          drop(2), grow          restore, shrink, grow
+
+The twin is the memory of a live worker over a sealed file: it refuses what the budget does not allow, and its ledger
+counts parameters + KV + free = budget at every call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from services.worker.groups.modelled_device import ModelledGroupDevice
+from services.worker.memory.elastic import ElasticMemory, KvShape
+from services.worker.memory.layout import Kind, MemoryFacts
+from services.worker.memory.posix import PosixMemory
+from services.worker.memory.spans import Spans
+from shared.layers import check_tiling
+from shared.messages.report import ElasticFacts
+from sim.faults.cluster import FaultCluster
+from sim.faults.nodes import WorkerNode
+from tests.support.elastic_cases import CPU
+
+_FLOATS = 4
+
+
+def open_twin(facts: ElasticFacts) -> ElasticMemory:
+    """Return a memory of these sizes that holds the whole model, with as many blocks as fit.
+
+    Its blocks are of one token; for pages only their size counts.
+    """
+    sizes = facts.model_dump(exclude={"token_s", "link_bytes_per_s", "has_host_copy"})
+    kv = KvShape(1, 1, facts.block_bytes // _FLOATS, torch.float32)
+    memory = ElasticMemory(MemoryFacts(**sizes), kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
+    memory.open_kv(0, 0)
+    memory.grow()
+    return memory
+
+
+class PageTwin:
+    """One worker's."""
+
+    def __init__(self, device: ModelledGroupDevice) -> None:
+        self.device = device
+        self.layers = device.layers
+        self._whole = device.layers
+        self.memory = open_twin(device.facts)
+        self._num_whole_blocks = self.memory.num_blocks
+        self.check_blocks()
+
+    def follow(self) -> str:
+        """Hold what the worker holds now; return how it came to that, empty if nothing has changed."""
+        layers = self.device.layers
+        if layers == self.layers:
+            return ""
+        if layers == self._whole:
+            self._restore()
+        else:
+            assert self.layers.covers(layers), f"{self.layers} became {layers}: layers from nowhere"
+            self.memory.drop([layer for layer in self.layers if layer not in layers], in_use=Spans())
+        how = "restored" if layers == self._whole else "dropped" if self.layers == self._whole else "dropped more"
+        self.layers = layers
+        self.check_pages()
+        return how
+
+    def _restore(self) -> None:
+        self.memory.restore([layer for layer in self._whole if layer not in self.layers], 0)
+        if self.memory.num_blocks > self._num_whole_blocks:
+            self.memory.shrink(self._num_whole_blocks)
+        self.memory.grow(max_blocks=self._num_whole_blocks - self.memory.num_blocks)
+
+    def check_pages(self) -> None:
+        """Check the pages: each at one place, in the ledger as in the mappings, and none beside the budget."""
+        memory = self.memory
+        memory.check_invariants()
+        pool = memory._pool
+        num_parameters, num_kv = pool.count(Kind.OUTER, Kind.PARAMETERS), pool.count(Kind.KEYS, Kind.VALUES)
+        assert num_parameters + num_kv + memory.num_free_pages == self.device.facts.num_pages
+        assert memory.held_layers == tuple(self.layers)
+
+    def check_blocks(self) -> None:
+        """Check that the worker believes in the blocks that are there."""
+        believed = self.device._kv.num_blocks
+        assert believed == self.memory.num_blocks, f"{self.layers}: {believed} blocks are believed in"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A worker's device, and its twin."""
+
+    device: ModelledGroupDevice
+    twin: PageTwin
+
+
+class PageWatch:
+    """Looks at a whole simulated cluster; see `run_scenario`."""
+
+    def __init__(self) -> None:
+        self.done: Counter[str] = Counter()
+        """What workers' memories went through."""
+        self.num_looks = 0
+        self._seen: dict[str, _Seen] = {}
+
+    def __call__(self, cluster: FaultCluster) -> None:
+        """Check every law at this instant."""
+        self.num_looks += 1
+        for node in cluster.workers:
+            if node.process is not None and node.worker is not None and node.is_serving:
+                self._look(node)
+        self._look_at_groups(cluster)
+
+    def _look_at_groups(self, cluster: FaultCluster) -> None:
+        """Check that a pipeline's stages have every layer once, and its leader the room of the least of them."""
+        facts = cluster.scenario.workers[0].elastic
+        assert facts is not None
+        leaders = {node.name: node for node in cluster.workers if node.is_running}
+        for plan_id, (workers, stages) in cluster.network._pipelines.items():
+            parts = [server.stage for server in stages.servers]
+            check_tiling([stage.layers for stage in parts], len(facts.layer_bytes))
+            self.done[f"groups of {len(workers)}"] += 1
+            node = leaders.get(workers[0])
+            if node is None or node.worker is None or node.worker.service.agent is None:
+                continue
+            agent = node.worker.service.agent
+            role = agent.role
+            if role.plan_id == plan_id and role.is_leader:
+                room = min(stage.kv.num_blocks for stage in parts)
+                has = node.worker.service.engine.capacity_blocks
+                assert has == room or (agent._arriving.is_under_way and has < room), f"{node.name} has other room"
+                self.done["led"] += 1
+
+    def _look(self, node: WorkerNode) -> None:
+        assert node.worker is not None
+        device, service = node.worker.groups, node.worker.service
+        assert device is not None
+        seen = self._seen.get(node.name)
+        if seen is None or seen.device is not device:  # another process of this name, which begins whole
+            self.done["processes"] += 1
+            if seen is not None:
+                seen.twin.memory.close()
+            seen = self._seen[node.name] = _Seen(device, PageTwin(device))
+        self.done[seen.twin.follow()] += 1
+        seen.twin.check_blocks()
+        blocks = service.engine.blocks
+        assert blocks.num_used + blocks.num_free == blocks.num_usable, f"{node.name} has lost blocks"
+        agent = service.agent
+        assert agent is not None
+        if agent.role.num_stages == 1 and agent._turn is None and device._place is None:
+            assert service.engine.capacity_blocks == seen.twin.memory.num_blocks, f"{node.name} serves with other room"
+
+    def close(self) -> None:
+        """Give the twins' memory back."""
+        for seen in self._seen.values():
+            seen.twin.memory.close()

@@ -1,0 +1,300 @@
+"""Live workers that are driven step by step through anything that may happen to a group: no page is ever lost.
+
+Real models, agents, engines and sockets (`torch_cluster`); what happens, and to whom, is drawn by seed. After each step
+the ledger, the mappings and the operating system's own list of them are compared; in the middle of a change, the ledger
+with itself at every call that maps or unmaps a page. And every text is what the model says undisturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.layers import LayerRange
+from shared.messages.plan import CommitPlan, PlannedGroup, PlanState
+from shared.messages.report import WorkerReport
+from shared.types import FinishReason
+from sim.plan_driver import group_of, states
+from sim.requests import SimAnswer, SimRequest
+from tests.support.mapped_pages import rule_of
+from tests.support.runners import MIB
+from tests.support.torch_cluster import STAGE_LIMIT_S, TorchCluster
+
+pytestmark = [pytest.mark.kernels, pytest.mark.timeout(120)]
+
+NUM_LAYERS = 4
+WHOLE = (0, NUM_LAYERS)
+NUM_SEEDS = 2
+NAMES = ("restore", "restore_one", "abandon", "silence", "half", "stale", "cancel", "kill", "kill", "fault", "fault")
+DECK = ("drop",) * 6 + NAMES
+"""What happens in every life, in an order of its own."""
+
+
+def claimed(report: WorkerReport, layers: LayerRange) -> int:
+    """Return the KV blocks that a planner expects of a worker with these layers, which knows it by its report."""
+    assert report.elastic is not None
+    return rule_of(report.elastic, report.block_size).blocks(
+        layers, report.elastic.num_pages, report.elastic.max_blocks
+    )
+
+
+class Life:
+    """What happens in one cluster, as a seed says."""
+
+    def __init__(self, cluster: TorchCluster, seed: int) -> None:
+        self.cluster = cluster
+        self.driver = cluster.driver
+        self.rng = np.random.default_rng(seed)
+        self.asked: list[tuple[SimRequest, asyncio.Task[SimAnswer]]] = []
+        self.done: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Live through the deck, and end with whole workers."""
+        for index in self.rng.permutation(len(DECK)):
+            await self.step(DECK[index])
+        await self.end()
+
+    async def step(self, name: str) -> None:
+        await self.cluster.settle()
+        if sum(not task.done() for _, task in self.asked) < 4:
+            await self.arrive()
+        before = {name: worker.layers for name, worker in self.cluster.workers.items()}
+        if self.rng.random() < 0.4:  # in the middle of whatever it is
+            asyncio.get_running_loop().call_later(float(self.rng.uniform(0, 0.02)), self.cancel_one)
+        await getattr(self, name)()
+        await self.cluster.settle()
+        await self.cluster.check()
+        for worker_id, worker in self.cluster.workers.items():
+            held = before[worker_id]
+            assert worker.layers == LayerRange(*WHOLE) or held.covers(worker.layers), (name, held, worker.layers)
+
+    async def arrive(self) -> None:
+        for _ in range(3):
+            number = len(self.asked)
+            prompt = self.rng.integers(3, 384, int(self.rng.integers(1, 120)))
+            request = SimRequest(f"r{number}", prompt, int(self.rng.integers(20, 160)), seed=number)
+            self.asked.append((request, asyncio.ensure_future(self.cluster.ask(request))))
+
+    def whole(self) -> list[WorkerReport]:
+        return [report for report in self.reports() if report.num_stages == 1]
+
+    def reports(self) -> list[WorkerReport]:
+        return [self.driver.reports[name] for name in sorted(self.cluster.workers)]
+
+    def grouped(self) -> list[WorkerReport]:
+        """Return the members of one group that stands, in the order of its stages."""
+        leaders = [report for report in self.reports() if report.num_stages > 1 and report.stage == 0]
+        if not leaders:
+            return []
+        leader = leaders[int(self.rng.integers(len(leaders)))]
+        return sorted(
+            (report for report in self.reports() if report.group == leader.worker_id), key=lambda report: report.stage
+        )
+
+    def new_group(self) -> PlannedGroup | None:
+        """Return a group of workers that are whole, or of a smaller group and others: each keeps a part of its own."""
+        pool = self.whole()
+        if self.rng.random() < 0.5:
+            pool = pool + self.grouped()
+        pool = [pool[i] for i in self.rng.permutation(len(pool))]
+        for _ in range(20):
+            chosen = pool[: int(self.rng.integers(2, 4))]
+            chosen.sort(key=lambda report: (report.layers[0], report.layers[1]))
+            if len(chosen) < 2 or not self.is_closed(chosen):
+                continue
+            cuts = self.rng.choice(np.arange(1, NUM_LAYERS), len(chosen) - 1, replace=False)
+            ends = [0, *sorted(cuts.tolist()), NUM_LAYERS]
+            ranges = [LayerRange(first, end) for first, end in itertools.pairwise(ends)]
+            if all(LayerRange(*r.layers).covers(part) for r, part in zip(chosen, ranges, strict=True)):
+                return group_of(chosen, ranges)
+        return None
+
+    @staticmethod
+    def is_closed(chosen: list[WorkerReport]) -> bool:
+        """Whole groups only: who is named brings all of its group along."""
+        counts = Counter(report.group for report in chosen if report.num_stages > 1)
+        return all(counts[report.group] == report.num_stages for report in chosen if report.num_stages > 1)
+
+    # What may happen
+
+    async def drop(self) -> None:
+        group = self.new_group()
+        if group is None:
+            return
+        reports = dict(self.driver.reports.items())
+        answers = await self.driver.carry_out(group)
+        assert set(states(answers)) == {"done"}, answers
+        for stage in group.stages:
+            found = answers[stage.worker_id]
+            assert found is not None
+            expected = claimed(reports[stage.worker_id], LayerRange(*stage.layers))
+            assert self.cluster.workers[stage.worker_id].memory.num_blocks == expected, "another room than claimed"
+        leader = group.stages[0].worker_id
+        room = min(claimed(reports[stage.worker_id], LayerRange(*stage.layers)) for stage in group.stages)
+        assert self.cluster.workers[leader].num_blocks == room
+        held = [LayerRange(*stage.held) for stage in group.stages]
+        self.done["drop of a group" if any(len(each) < NUM_LAYERS for each in held) else "drop"] += 1
+
+    async def restore(self, *, only_one: bool = False) -> None:
+        if not self.grouped():
+            await self.drop()
+            await self.cluster.settle()
+        names = [report.worker_id for report in self.grouped()]
+        if only_one:
+            names = [names[int(self.rng.integers(len(names)))]]
+        answers = await self.driver.restore(names)
+        assert set(states(answers)) == {"done"}, answers
+        self.done["restore of one" if only_one else "restore"] += 1
+
+    async def restore_one(self) -> None:
+        """The others hear that their group is over."""
+        await self.restore(only_one=True)
+
+    async def silence(self) -> None:
+        """All are prepared, and hear nothing more."""
+        await self.abandon(is_said=False)
+
+    async def abandon(self, *, is_said: bool = True) -> None:
+        """All are prepared, and hear that nothing comes of it."""
+        group = self.new_group()
+        if group is None:
+            return
+        self.driver.limit_s = 5.0 if is_said else 0.05
+        plan_id, answers = await self.driver.prepare(group)
+        self.driver.limit_s = 5.0
+        assert set(states(answers)) <= {"prepared", "aborted"}, answers
+        if is_said:
+            await self.driver.finish(plan_id, [stage.worker_id for stage in group.stages], commit=False)
+        self.done["abandon" if is_said else "silence"] += 1
+
+    async def half(self) -> None:
+        """Only some hear that it is to be done: their group does not come about."""
+        group = self.new_group()
+        if group is None:
+            return
+        self.driver.limit_s = 0.3
+        plan_id, answers = await self.driver.prepare(group)
+        self.driver.limit_s = 5.0
+        told = [stage.worker_id for stage in group.stages][: len(group.stages) - 1]
+        for name in told:
+            self.cluster.workers[name].device._limit_s = 0.1
+        if set(states(answers)) == {"prepared"}:
+            found = await self.driver.finish(plan_id, told, commit=True)
+            assert set(states(found)) == {"failed"}, found
+            self.done["half"] += 1
+        for name in told:
+            self.cluster.workers[name].device._limit_s = STAGE_LIMIT_S
+
+    async def stale(self) -> None:
+        """An older planner speaks, and a plan is made for layers that are not held."""
+        name = sorted(self.cluster.workers)[int(self.rng.integers(len(self.cluster.workers)))]
+        if self.driver.epoch < 2:
+            return
+        answer = await self.driver.ask(name, CommitPlan(epoch=self.driver.epoch - 1, plan_id=self.driver.epoch))
+        assert answer is not None
+        if answer.newest_epoch > self.driver.epoch - 1:
+            assert answer.state is PlanState.REFUSED
+            assert "is over" in answer.reason
+        self.done["stale"] += 1
+
+    async def cancel(self) -> None:
+        self.cancel_one()
+
+    def cancel_one(self) -> None:
+        """A reader that still reads leaves."""
+        running = [task for _, task in self.asked if not task.done()]
+        if running:
+            running[int(self.rng.integers(len(running)))].cancel()
+            self.done["cancel"] += 1
+
+    async def kill(self) -> None:
+        if not self.grouped():
+            await self.drop()
+            await self.cluster.settle()
+        pool = [report.worker_id for report in self.grouped()]
+        name = pool[int(self.rng.integers(len(pool)))]
+        await self.cluster.kill(name)
+        await self.cluster.start_worker(name)
+        self.done["death of a member"] += 1
+
+    async def fault(self) -> None:
+        """The system refuses to map a page, somewhere in a change."""
+        group = self.new_group()
+        if group is None:
+            return
+        name = group.stages[int(self.rng.integers(len(group.stages)))].worker_id
+        faulty = self.cluster.workers[name].faulty
+        faulty.fail_after(int(self.rng.integers(0, 8)))
+        answers = await self.driver.carry_out(group)
+        if faulty.has_failed:
+            said = answers[name]
+            assert said is not None
+            assert said.state is PlanState.FAILED
+            self.done["fault"] += 1
+        faulty.calls_left = None
+
+    async def end(self) -> None:
+        """Make everybody whole; every text that was not given up is what is said undisturbed."""
+        await self.cluster.settle()
+        names = [report.worker_id for report in self.reports() if report.num_stages > 1]
+        if names:
+            assert set(states(await self.driver.restore(names))) == {"done"}
+        await self.cluster.settle()
+        ended = await asyncio.gather(*(task for _, task in self.asked), return_exceptions=True)
+        await self.cluster.check()
+        assert all(worker.layers == LayerRange(*WHOLE) for worker in self.cluster.workers.values())
+        calm: list[tuple[SimAnswer, asyncio.Task[SimAnswer]]] = []
+        for (request, _), answer in zip(self.asked, ended, strict=True):
+            if isinstance(answer, asyncio.CancelledError):
+                continue
+            assert isinstance(answer, SimAnswer), answer
+            assert (answer.failure, answer.finish) == (None, FinishReason.LENGTH)
+            calm.append(
+                (
+                    answer,
+                    asyncio.ensure_future(self.cluster.ask(replace(request, request_id=f"{request.request_id}-again"))),
+                )
+            )
+        for answer, again in calm:
+            assert answer.tokens == (await again).tokens, answer.request.request_id
+            self.done["texts"] += 1
+        for name, worker in self.cluster.workers.items():
+            assert not worker.service.engine.stats.num_used_blocks, f"{name} still holds blocks"
+
+
+_done: dict[int, Counter[str]] = {}
+
+
+async def live(seed: int, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Each seed is lived once, whichever test asks first."""
+    if seed not in _done:
+        async with TorchCluster(3, patch, memory_bytes=5 * MIB) as cluster:
+            life = Life(cluster, seed)
+            await life.run()
+            life.done["page calls"] = cluster.num_page_calls
+            _done[seed] = life.done
+    return _done[seed]
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+async def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_step(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await live(seed, monkeypatch)
+
+
+async def test_lives_meet_every_kind_of_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds together; the test above would say little otherwise."""
+    total: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        total.update(await live(seed, monkeypatch))
+    wanted = (
+        *("drop", "drop of a group", "restore", "restore of one", "abandon", "silence", "half", "stale", "cancel"),
+        *("death of a member", "fault", "texts", "page calls"),
+    )
+    assert not [what for what in wanted if not total[what]], total
