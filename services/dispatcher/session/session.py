@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.dispatcher.session.gaps import GapHistogram
+from services.dispatcher.state import Counted
 from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
@@ -145,6 +146,7 @@ class Session:
         "asked_s",
         "attempt",
         "cached_tokens",
+        "counted",
         "ended",
         "failure",
         "finish",
@@ -157,7 +159,6 @@ class Session:
         "logprobs",
         "num_delivered",
         "num_lost_replies",
-        "num_placed_tokens",
         "progress_s",
         "qoe",
         "reader",
@@ -191,8 +192,8 @@ class Session:
         """One per token, if the request asks for them; None for a token that came without (a replay), or was taken."""
         self.cached_tokens: int | None = None
         """Tokens of the prompt whose KV the worker had already; None until it says so."""
-        self.num_placed_tokens = 0
-        """Tokens that the attempt was counted with at its worker."""
+        self.counted: Counted | None = None
+        """The last attempt, as it was counted at its worker."""
         self.held: dict[int, Part] = {}
         """Parts that came early, by first index."""
         self.reader: Reader | None = None
