@@ -140,7 +140,7 @@ def test_both_workers_serve() -> None:
 
 
 def test_a_worker_whose_answers_have_just_ended_gets_the_new_ones() -> None:
-    """Both hold 4 answers of some 330 tokens, 84 blocks; those of w0 end, and ten new requests ask for 2 blocks each."""
+    """Both hold 4 answers of some 330 tokens, 84 blocks; those of w0 end, and ten new requests ask for 2 each."""
 
     async def main() -> list[int]:
         async with SimCluster(two_workers()) as cluster:
