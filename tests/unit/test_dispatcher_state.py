@@ -84,9 +84,13 @@ def test_a_worker_that_is_not_known_is_not_counted() -> None:
         ({"phase": WorkerPhase.DRAINING}, False),
         ({"phase": WorkerPhase.STOPPED}, False),
         ({"phase": WorkerPhase.LOADING}, False),
+        ({"group": "w0", "num_stages": 2}, True),
+        ({"group": "w9", "stage": 1, "num_stages": 2}, False),
     ],
 )
-def test_a_worker_is_ready_when_it_is_loaded_and_not_known_to_be_dead(fields: dict[str, object], ready: bool) -> None:
+def test_a_worker_is_ready_when_it_is_loaded_not_known_to_be_dead_and_no_stage_of_another_one(
+    fields: dict[str, object], ready: bool
+) -> None:
     state = make_state(make_status(**fields))  # type: ignore[arg-type]  # a builder with keyword defaults
     assert state.loads()[0].ready is ready
     assert state.num_ready == ready
@@ -96,6 +100,7 @@ def test_the_largest_request_is_what_every_ready_worker_holds() -> None:
     small = make_status("a", num_blocks=10, block_size=16, max_model_len=512)
     assert make_state(small, make_status("b")).max_request_tokens(4096) == 160
     assert make_state(make_status("b")).max_request_tokens(4096) == 512
+    assert make_state(make_status("b"), make_status("c", stage=1, num_blocks=5)).max_request_tokens(4096) == 512
     assert make_state().max_request_tokens(4096) == 4096
 
 
