@@ -8,7 +8,8 @@ import pytest
 
 from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.session import NewRequest, Session
+from services.dispatcher.session.request import NewRequest
+from services.dispatcher.session.session import Session
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import pack_token_ids
 from shared.types import FinishReason, SamplingParams

@@ -14,7 +14,8 @@ from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import Leases
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.session import MAX_BLAMES, FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.session import MAX_BLAMES, Session
 from services.dispatcher.state import ClusterState
 from shared.ids import RequestId, WorkerId
 from shared.log import get_logger
