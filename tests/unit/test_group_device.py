@@ -209,7 +209,7 @@ async def test_early_callers_wait_for_a_member_that_joins_late() -> None:
     async with live_devices(2) as devices:
         own, ends = places(devices, HALVES), list[str | None]()
         leading = asyncio.create_task(devices[0].lead(own[0], unheard))
-        while len(devices[1]._listener._tasks) < 3:  # it and two callers
+        while devices[1]._listener.num_greeted < 2:  # it and two callers
             await asyncio.sleep(0.001)
         await devices[1].join(own[1], ends.append)
         executor = (await leading).executor
@@ -262,7 +262,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
 async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
     async with live_devices(2, limit_s=60) as devices:
         leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0], unheard))
-        while len(devices[1]._listener._tasks) < 3:
+        while devices[1]._listener.num_greeted < 2:
             await asyncio.sleep(0.001)
         leading.cancel()
         with pytest.raises(asyncio.CancelledError):
