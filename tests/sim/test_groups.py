@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.dispatcher.session.leases import Loss
 from services.worker.executor.channel import ModelledLink
+from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from sim.plan_driver import group_of, states
 from sim.requests import SimRequest
@@ -31,6 +33,8 @@ def test_a_drop_gives_the_group_more_blocks_than_both_had_and_a_restore_gives_th
         assert states(await room.driver.restore(["w0", "w1"])) == ["done", "done"]
         assert [room.num_blocks(0), room.num_blocks(1)] == before
         assert room.role(0) == ("", 0, (0, 8))
+        (pipeline,) = room.cluster.workers[0].pipelines
+        assert pipeline._lost == "the executor is closed", "it has ended in order"
 
     in_room(main, group_params())
 
@@ -141,6 +145,60 @@ def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_else() 
         await room.check()
         await asyncio.sleep(2.0)
         assert room.role(1) == ("", 0, (0, 8)), "it has noticed that its group is gone"
+
+    in_room(main, group_params())
+
+
+@pytest.mark.parametrize("num_running", [0, 12])
+def test_when_the_connection_breaks_both_are_whole_again_and_go_on(num_running: int) -> None:
+    """With steps in flight the leader hears of it by its executor, without by its stages."""
+
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        asked = draw_requests(8, num_running + 6)
+        room.ask(*asked[:num_running])
+        await asyncio.sleep(0.2)
+        room.cluster.network.cut(WorkerId("w0"), WorkerId("w1"))
+        await asyncio.sleep(1.0)
+        assert [room.role(index) for index in range(2)] == [("", 0, (0, NUM_LAYERS))] * 2
+        room.ask(*asked[num_running:])
+        await room.check()
+
+    in_room(main, group_params())
+
+
+def test_what_a_member_gives_up_is_heard_of_before_the_group_stands() -> None:
+    async def main(room: Room) -> None:
+        rng = np.random.default_rng(9)
+        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, seed=i) for i in range(8)))
+        await asyncio.sleep(0.4)
+        changing = asyncio.ensure_future(room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2)))
+        num_lost = room.cluster.dispatcher.sessions.recovery.num_lost
+        while not num_lost[Loss.RELEASED] and not changing.done():
+            await asyncio.sleep(0.01)
+        assert num_lost[Loss.RELEASED] == 4
+        assert not changing.done(), "their KV takes 0.6 s"
+        assert states(await changing) == ["done"] * 2
+        await room.check()
+
+    in_room(main, replace(group_params(num_pages=900), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
+
+
+def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves() -> None:
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        await asyncio.sleep(1.0)
+        prompt = np.arange(300, 400)
+        for number in range(9, 3, -1):  # the youngest has the first name
+            room.ask(SimRequest(f"r{number}", prompt, 60, seed=number))
+            await asyncio.sleep(0.02)
+        agent = room.cluster.workers[0].service.agent
+        assert agent is not None
+        assert agent._place_now is not None
+        shares = agent._share_out(agent._place_now)
+        names = [[request_id for request_id, _ in keys] for keys in shares]
+        assert names == [["r9", "r7", "r5"], ["r8", "r6", "r4"]]
+        await room.check()
 
     in_room(main, group_params())
 

@@ -163,3 +163,35 @@ def test_a_plan_that_is_over_is_told_of_and_not_begun_again() -> None:
         assert roles != [room.role(index) for index in range(2)] == [("", 0, (0, NUM_LAYERS))] * 2
 
     in_room(main, group_params())
+
+
+def test_a_step_that_takes_longer_than_the_limit_is_not_waited_for() -> None:
+    async def main(room: Room) -> None:
+        driver, worker = room.driver, room.cluster.workers[0]
+        room.ask(*draw_requests(2, 6))
+        await asyncio.sleep(0.1)
+        assert worker.device is not None
+        worker.device.stuck_until_s = asyncio.get_running_loop().time() + 3.0
+        driver.limit_s = 1.0
+        _, answers = await driver.prepare(pair(driver))
+        first = answers["w0"]
+        assert first is not None
+        assert (first.state, first.reason) == (PlanState.ABORTED, "a step took longer than 1 s")
+        await room.check()
+
+    in_room(main, group_params())
+
+
+def test_a_newer_plan_does_not_wait_until_an_older_one_is_given_up() -> None:
+    """Whoever is prepared waits 5 s for the word; the second planner's plan comes after one of them."""
+
+    async def main(room: Room) -> None:
+        driver, clock = room.driver, asyncio.get_running_loop()
+        _, prepared = await driver.prepare(pair(driver))
+        assert states(prepared) == ["prepared"] * 2
+        await asyncio.sleep(1.0)
+        begun_s = clock.time()
+        assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+        assert clock.time() - begun_s < 1.0
+
+    in_room(main, group_params())

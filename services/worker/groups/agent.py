@@ -338,7 +338,6 @@ class PlanAgent:
         for stage, keys in list(zip(place.stages, shares, strict=False))[1:]:
             # now, when that worker is about to serve again; some have ended meanwhile
             self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
-        self._loop.flush()
         return num_blocks
 
     def _share_out(self, place: GroupPlace) -> list[list[SequenceKey]]:
