@@ -184,6 +184,25 @@ def test_what_a_member_gives_up_is_heard_of_before_the_group_stands() -> None:
     in_room(main, replace(group_params(num_pages=900), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
 
 
+def test_the_end_of_an_earlier_pipeline_that_is_heard_late_breaks_no_later_one() -> None:
+    async def main(room: Room) -> None:
+        for _ in range(2):
+            assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+            await asyncio.sleep(1.0)
+            roles = [room.role(index) for index in range(2)]
+            if room.driver.epoch == 1:
+                assert states(await room.driver.restore(["w0", "w1"])) == ["done"] * 2
+                await asyncio.sleep(1.0)
+        for worker in room.cluster.workers:
+            agent = worker.service.agent
+            assert agent is not None
+            agent._on_end(1, "a connection of the first group is lost")
+        await asyncio.sleep(1.0)
+        assert [room.role(index) for index in range(2)] == roles == [("w0", 0, (0, 4)), ("w0", 1, (4, 8))]
+
+    in_room(main, group_params())
+
+
 def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves() -> None:
     async def main(room: Room) -> None:
         assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2

@@ -15,15 +15,8 @@ from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import ModelledExecutor
 from services.worker.executor.shadow_kv import TokenDraw
 from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
-from services.worker.groups.modelled_device import (
-    Estate,
-    ModelledDeviceParams,
-    ModelledGroupDevice,
-    ModelledNetwork,
-    Share,
-    exchange,
-    hand_out,
-)
+from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice, ModelledNetwork
+from services.worker.groups.modelled_exchange import Estate, Share, exchange, hand_out
 from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
