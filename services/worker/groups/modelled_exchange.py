@@ -1,7 +1,8 @@
 """Which modelled memory takes what from which, when workers become a group or stop being one.
 
-`kv_table` says it for live workers, whose buffers are limited. Source: KunServe v2, section 4.2 (KV is exchanged because
-layers moved).
+`kv_table` says it for live workers, whose buffers are limited.
+
+Source: KunServe v2, section 4.2 (KV is exchanged because layers moved).
 """
 
 from __future__ import annotations
