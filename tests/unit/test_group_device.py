@@ -17,15 +17,16 @@ from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ModelFacts
 from services.worker.config import KernelKind, WorkerSettings
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.engine.types import BatchFailedError
+from services.worker.engine.types import NOTHING_KEPT, BatchFailedError, KeptKv
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.load import check_start, load_executor
 from shared.errors import StartupError
 from shared.ids import WorkerId
-from shared.layers import LayerRange
+from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts
 from shared.systems import SYSTEMS, System
 from tests.support.checkpoints import stored_checkpoint
@@ -133,6 +134,23 @@ async def test_a_group_can_become_another_without_loading_anything(monkeypatch: 
             merged = await form(three, ranges_of(2, 3, 4))
             assert await texts_of(merged.executor) == await calm()
             await merged.executor.close()
+        await be_alone(*devices)
+
+
+@pytest.mark.parametrize("at", [None, 0, 2])
+async def test_blocks_are_named_only_if_every_stage_has_all_of_them(
+    at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stage says that something is missing."""
+    complete = property(lambda exchange: exchange._has_moved and exchange._stage != at)
+    monkeypatch.setattr(LiveExchange, "is_complete", complete)
+    names = tuple(bytes([number]) * 16 for number in range(3))
+    kept = [KeptKv(names, np.arange(3, dtype=np.int32)), NOTHING_KEPT, NOTHING_KEPT]
+    async with live_devices(3) as devices:
+        group = await form(devices, even_split(4, 3), kept)
+        assert group.kept.names == (names if at is None else ())
+        assert await texts_of(group.executor) == await calm()
+        await group.executor.close()
         await be_alone(*devices)
 
 
