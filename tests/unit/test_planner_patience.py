@@ -211,6 +211,7 @@ def group_of(used: int, demanded: int = 0, **fields: Any) -> list[InstanceFacts]
         (group_of(40, 8), False),
         (group_of(0, throttled=True), False),
         (group_of(0)[:1], False),
+        (make_group(0, (2, 4, 8))[:2], False),
         ([make_instance(0)], False),
         ([make_instance(0, 0, 4)], False),
     ],
