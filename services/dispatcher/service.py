@@ -10,7 +10,7 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.policy.placement import PLACEMENTS
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
 from shared.bus import Bus, BusError, Endpoint, Message, ServiceInfo, Subscription

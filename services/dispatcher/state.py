@@ -18,6 +18,42 @@ _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
 """What was placed on a worker that loads was placed on the process before this one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A request, as it is counted at the worker that it was sent to."""
+
+    worker_id: WorkerId
+    at_s: float
+    """When it was sent there."""
+    num_prompt: int
+    """Tokens; none of a fork, whose prompt is there already."""
+    num_output: int
+    """Tokens of output that it had then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A submission or an ending that the report may not contain."""
+
+    at_s: float
+    num_sequences: int
+    """1, or -1."""
+    num_tokens: int
+    """That the request had when it was sent; negative if it has left."""
+    num_grown: int = 0
+    """Tokens that one that has left had got since it was sent."""
+    sent_s: float = 0.0
+
+    def tokens_since(self, reported_s: float) -> int:
+        """Return by how many tokens the worker's memory differs from what its report of that time says.
+
+        Of what has left, the report has as much output as there was then: tokens come evenly, as far as is known here.
+        """
+        if reported_s <= self.sent_s or not self.num_grown:
+            return self.num_tokens
+        return self.num_tokens - int(self.num_grown * (reported_s - self.sent_s) / (self.at_s - self.sent_s))
+
+
 @dataclass(slots=True)
 class _Known:
     """One worker, between two views."""
@@ -28,8 +64,8 @@ class _Known:
     num_steps: int = -1
     stepped_s: float = 0.0
     """When its step counter last moved."""
-    recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
-    """(when, sequences, tokens) of own submissions and endings that the report may not contain."""
+    recent: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
+    """Since the report, in order."""
 
     @property
     def process(self) -> tuple[str, int, int]:
@@ -76,7 +112,7 @@ class ClusterState:
             if worker.process != (report.host, report.pid, report.incarnation):
                 self.restarted.append(report.worker_id)
             worker.status, worker.reported_s = status, now_s - status.age_s
-            while worker.recent and worker.recent[0][0] < worker.reported_s:
+            while worker.recent and worker.recent[0].at_s < worker.reported_s:
                 worker.recent.popleft()
             if report.num_steps != worker.num_steps or not report.num_running:
                 worker.num_steps, worker.stepped_s = report.num_steps, now_s
@@ -98,15 +134,18 @@ class ClusterState:
     def _is_lost(self, worker: _Known) -> bool:
         return worker.status.liveness is Liveness.DEAD or self._has_ended(worker)
 
-    def submitted(self, worker_id: WorkerId, num_tokens: int, now_s: float) -> None:
-        """Count a request that was sent to the worker; the next report contains it."""
+    def submitted(self, worker_id: WorkerId, num_prompt: int, num_output: int, now_s: float) -> Counted:
+        """Count a request that is sent to the worker, with the tokens that it has; the next report contains it."""
         if worker_id in self._workers:
-            self._workers[worker_id].recent.append((now_s, 1, num_tokens))
+            self._workers[worker_id].recent.append(_Change(now_s, 1, num_prompt + num_output))
+        return Counted(worker_id, now_s, num_prompt, num_output)
 
-    def ended(self, worker_id: WorkerId, num_tokens: int, now_s: float) -> None:
-        """Count a request that left the worker."""
-        if worker_id in self._workers:
-            self._workers[worker_id].recent.append((now_s, -1, -num_tokens))
+    def ended(self, counted: Counted, num_output: int, now_s: float) -> None:
+        """Count a request that has left its worker with so many tokens of output."""
+        worker = self._workers.get(counted.worker_id)
+        if worker is not None:
+            num_tokens, num_grown = counted.num_prompt + counted.num_output, num_output - counted.num_output
+            worker.recent.append(_Change(now_s, -1, -num_tokens, num_grown, counted.at_s))
 
     def loads(self) -> list[WorkerLoad]:
         """Return the workers as placement sees them."""
@@ -115,13 +154,13 @@ class ClusterState:
     def _load(self, worker_id: WorkerId, worker: _Known) -> WorkerLoad:
         report = worker.status.report
         num_sequences = report.num_running + report.num_waiting + report.num_preempted
-        num_tokens = sum(tokens for _, _, tokens in worker.recent)
+        num_tokens = sum(change.tokens_since(worker.reported_s) for change in worker.recent)
         num_blocks = report.num_used_blocks + report.num_demanded_blocks
         block_size = max(1, report.block_size)
         return WorkerLoad(
             worker_id=worker_id,
             ready=self._is_ready(worker),
-            num_sequences=max(0, num_sequences + sum(count for _, count, _ in worker.recent)),
+            num_sequences=max(0, num_sequences + sum(change.num_sequences for change in worker.recent)),
             max_sequences=report.max_sequences,
             num_demanded_blocks=max(0, num_blocks + -(-num_tokens // block_size)),
             num_blocks=report.num_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.worker.config import WorkerSettings
 from services.worker.emitter import Emitter
@@ -96,68 +96,56 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         make_engine: makes another engine than the usual one; for simulated devices.
         device: of the executor, if its layers can be dropped; the worker closes it when it stops.
     """
-    subjects = Subjects(settings.cluster)
     facts = _facts(settings, executor.capacity, model, device)
-    executor = RoleExecutor(executor)
-    engine = _engine(settings, executor, model, facts.max_model_len, make_engine)
-    emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
-    now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
-    steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size, now)
-    on_step = steps.note if settings.step_log_size else None
-    gate, roles = StepGate(), _Roles()
-    loop = StepLoop(
-        engine,
-        executor,
-        emitter.emit,
-        now,
-        gate,
-        max_failures=max_failures,
-        on_step=on_step,
-        on_lost=roles.on_lost,
+    engine_executor = RoleExecutor(executor)
+    parts = _Parts(
+        worker_id=WorkerId(settings.instance_id),
+        now=asyncio.get_running_loop().time,
+        engine=_engine(settings, engine_executor, model, facts.max_model_len, make_engine),
+        executor=engine_executor,
+        emitter=Emitter(WorkerId(settings.instance_id), Subjects(settings.cluster), bus),
+        reporter=reporter,
+        tasks=TaskOwner(on_failure),
     )
-    leases = Leases(
-        engine,
-        emitter,
-        now,
-        loop.wake,
-        step_age_s=lambda: loop.step_age_s,
-        incarnation=reporter.incarnation,
-        lease_s=settings.lease_s,
-        orphan_s=settings.orphan_s,
-    )
-    tasks = TaskOwner(on_failure)
-    intake = Intake(engine, emitter, leases, now, loop.wake)
+    steps = StepLog(parts.worker_id, settings.step_log_size, parts.now)
+    roles = _Roles()
+    loop = _step_loop(settings, parts, steps, roles)
+    leases = _leases(settings, parts, loop)
+    intake = Intake(parts.engine, parts.emitter, leases, parts.now, loop.wake)
     if device is not None:
-        roles.agent = PlanAgent(
-            worker_id=WorkerId(settings.instance_id),
-            device=device,
-            engine=engine,
-            loop=loop,
-            gate=gate,
-            executor=executor,
-            intake=intake,
-            reporter=reporter,
-            now=now,
-            tasks=tasks,
-        )
+        roles.agent = _agent(parts, device, loop, intake)
     return WorkerService(
         info=_info(settings, facts),
         facts=facts,
         bus=bus,
-        subjects=subjects,
-        engine=engine,
+        subjects=Subjects(settings.cluster),
+        engine=parts.engine,
         loop=loop,
-        executor=executor,
+        executor=parts.executor,
         intake=intake,
         leases=leases,
-        emitter=emitter,
+        emitter=parts.emitter,
         reporter=reporter,
         steps=steps,
         step_limit_s=step_limit(settings.step_limit_s, model.dry_step_s),
-        tasks=tasks,
+        tasks=parts.tasks,
         agent=roles.agent,
         device=device,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What the other parts of a worker are made of."""
+
+    worker_id: WorkerId
+    now: Callable[[], float]
+    engine: Engine
+    executor: RoleExecutor
+    emitter: Emitter
+    reporter: Reporter
+    tasks: TaskOwner
+    gate: StepGate = field(default_factory=StepGate)
 
 
 class _Roles:
@@ -168,6 +156,47 @@ class _Roles:
 
     def on_lost(self, cause: str) -> bool:
         return self.agent is not None and self.agent.on_lost(cause)
+
+
+def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _Roles) -> StepLoop:
+    return StepLoop(
+        parts.engine,
+        parts.executor,
+        parts.emitter.emit,
+        parts.now,
+        parts.gate,
+        max_failures=_max_failures(settings.max_batch_rows),
+        on_step=steps.note if settings.step_log_size else None,
+        on_lost=roles.on_lost,
+    )
+
+
+def _leases(settings: WorkerSettings, parts: _Parts, loop: StepLoop) -> Leases:
+    return Leases(
+        parts.engine,
+        parts.emitter,
+        parts.now,
+        loop.wake,
+        step_age_s=lambda: loop.step_age_s,
+        incarnation=parts.reporter.incarnation,
+        lease_s=settings.lease_s,
+        orphan_s=settings.orphan_s,
+    )
+
+
+def _agent(parts: _Parts, device: GroupDevice, loop: StepLoop, intake: Intake) -> PlanAgent:
+    return PlanAgent(
+        worker_id=parts.worker_id,
+        device=device,
+        engine=parts.engine,
+        loop=loop,
+        gate=parts.gate,
+        executor=parts.executor,
+        intake=intake,
+        reporter=parts.reporter,
+        now=parts.now,
+        tasks=parts.tasks,
+    )
 
 
 def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:

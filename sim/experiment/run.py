@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.dispatcher.service import DispatcherService
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from shared.ids import RequestId
 from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.types import FinishReason
 from sim.faults.cluster import Call, Outcome, Peaks, describe_call

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from services.dispatcher.config import DispatcherSettings
-from services.dispatcher.session.session import FailureCode, RequestFailedError
+from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.executor.channel import ModelledLink

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.worker.sockets import send_message
 from services.worker.transfer import tcp_connect
 from services.worker.transfer.agent import MoveAgent, MoveRequest
 from services.worker.transfer.hello import Expected, Handshake, Identity
@@ -295,10 +296,10 @@ async def test_a_dialler_without_the_token_is_refused_by_the_listener() -> None:
     sock.settimeout(0)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", listener.port))
     shake = Handshake(replace(identity(CHILD), token=b"another cluster's token"), is_dialler=True)
-    await tcp_connect._say(sock, shake.hello)
+    await send_message(sock, shake.hello)
     shake.take_hello(await tcp_connect._hear(sock))
     await tcp_connect._hear(sock)
-    await tcp_connect._say(sock, shake.proof())
+    await send_message(sock, shake.proof())
     with pytest.raises(LinkRefusedError, match="refuses: its token is not this cluster's"):
         shake.check_welcome(await tcp_connect._hear(sock))
     assert not made

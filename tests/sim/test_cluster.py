@@ -139,6 +139,23 @@ def test_both_workers_serve() -> None:
     assert min(finished) >= 8
 
 
+def test_a_worker_whose_answers_have_just_ended_gets_the_new_ones() -> None:
+    """Both hold 4 answers of some 330 tokens, 84 blocks; those of w0 end, and ten new requests ask for 2 each."""
+
+    async def main() -> list[int]:
+        async with SimCluster(two_workers()) as cluster:
+            prompts = np.random.default_rng(4).integers(300, 30_000, (18, 16))
+            first = [SimRequest(f"r{i}", prompts[i], 320 + 160 * (i % 2), seed=i) for i in range(8)]
+            asks = [asyncio.ensure_future(cluster.ask(request)) for request in first]
+            await asyncio.gather(*asks[::2])
+            assert [worker.service.engine.stats.num_running for worker in cluster.workers] == [0, 4]
+            late = [SimRequest(f"r{i}", prompts[i], 16, seed=i) for i in range(8, 18)]
+            await asyncio.gather(*(cluster.ask(request) for request in late), *asks)
+            return [worker.service.engine.stats.num_finished for worker in cluster.workers]
+
+    assert run(main()) == [14, 4]
+
+
 def test_one_seed_gives_one_trace_in_any_process() -> None:
     program = "from tests.sim import test_cluster as t; print(t.run(t.serve(t.two_workers(), 5))[0])"
     (digest,) = outputs_of(program)

@@ -5,19 +5,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from sim.faults.campaign import SeedReport, run_seed
+from sim.faults.campaign import run_seed
 from sim.faults.cluster import Outcome
 from sim.faults.kinds import BROKER_KINDS, GROUP_KINDS, WORKER_KINDS, FaultKind, FaultSpace, draw_faults
+from tests.support.fault_seeds import FIRST_SEEDS, FaultSeeds
 from tests.support.traces import outputs_of
-
-NUM_SEEDS = 200
-SEEDS_PER_TEST = 5
 
 REQUIRED = (
     *(f"fault {kind.value}" for kind in FaultKind if kind not in GROUP_KINDS),
@@ -58,41 +54,25 @@ REQUIRED = (
 )
 """Paths that the seeds together must reach."""
 
-_reports: dict[int, SeedReport] = {}
+SEEDS = FaultSeeds(run_seed)
 
 
-def report_of(seed: int) -> SeedReport:
-    """Each seed runs once, whichever test asks first."""
-    if seed not in _reports:
-        _reports[seed] = run_seed(seed)
-    return _reports[seed]
-
-
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_the_invariants_hold_whatever_fails(first: int) -> None:
-    wrong = [
-        f"seed {seed}: {violation}"
-        for seed in range(first, first + SEEDS_PER_TEST)
-        for violation in report_of(seed).violations
-    ]
-    assert not wrong, "\n".join(wrong)
+    SEEDS.check(first)
 
 
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_recovery_path_was_reached() -> None:
-    total: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
-        total.update(report_of(seed).coverage)
-    missing = [path for path in REQUIRED if not total[path]]
-    assert not missing, f"never reached: {missing}"
+    SEEDS.check_coverage(REQUIRED)
 
 
 @pytest.mark.parametrize("seed", [3, 11])
 def test_one_seed_gives_one_trace_in_any_process(seed: int) -> None:
     program = f"from sim.faults.campaign import run_seed; print(run_seed({seed}).digest)"
     digests = outputs_of(program)
-    assert digests == {report_of(seed).digest}
-    assert report_of(seed + 1).digest not in digests
+    assert digests == {SEEDS.report_of(seed).digest}
+    assert SEEDS.report_of(seed + 1).digest not in digests
 
 
 def test_faults_are_in_order_and_each_hits_what_it_can() -> None:

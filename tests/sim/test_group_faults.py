@@ -5,20 +5,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from services.dispatcher.session.leases import Loss
 from services.worker.engine.types import I32
 from services.worker.executor.shadow_kv import ShadowKv
-from sim.faults.campaign import SeedReport, run_scenario
+from sim.faults.campaign import run_scenario
 from sim.faults.kinds import GROUP_KINDS, FaultKind
 from sim.faults.scenario import draw_group_scenario, draw_scenario
+from tests.support.fault_seeds import FIRST_SEEDS, NUM_SEEDS, FaultSeeds
 from tests.support.traces import outputs_of
-
-NUM_SEEDS = 200
-SEEDS_PER_TEST = 5
 
 REQUIRED = (
     *(f"fault {kind.value}" for kind in FaultKind),
@@ -42,33 +38,17 @@ REQUIRED = (
 )
 """Paths that the seeds together must reach."""
 
-_reports: dict[int, SeedReport] = {}
+SEEDS = FaultSeeds(lambda seed: run_scenario(draw_group_scenario(seed)))
 
 
-def report_of(seed: int) -> SeedReport:
-    """Each seed runs once, whichever test asks first."""
-    if seed not in _reports:
-        _reports[seed] = run_scenario(draw_group_scenario(seed))
-    return _reports[seed]
-
-
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_the_invariants_hold_whatever_fails_while_groups_come_and_go(first: int) -> None:
-    wrong = [
-        f"seed {seed}: {violation}"
-        for seed in range(first, first + SEEDS_PER_TEST)
-        for violation in report_of(seed).violations
-    ]
-    assert not wrong, "\n".join(wrong)
+    SEEDS.check(first)
 
 
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_step_of_the_protocol_was_reached_and_struck() -> None:
-    total: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
-        total.update(report_of(seed).coverage)
-    missing = [path for path in REQUIRED if not total[path]]
-    assert not missing, f"never reached: {missing}"
+    total = SEEDS.check_coverage(REQUIRED)
     assert total["commit done"] > 3 * NUM_SEEDS, "most seeds change roles several times"
 
 
@@ -77,7 +57,7 @@ def test_one_seed_gives_one_trace_in_any_process() -> None:
         "from sim.faults.campaign import run_scenario; from sim.faults.scenario import draw_group_scenario; "
         "print(run_scenario(draw_group_scenario(4)).digest)"
     )
-    assert outputs_of(program) == {report_of(4).digest}
+    assert outputs_of(program) == {SEEDS.report_of(4).digest}
 
 
 def test_a_block_that_is_lost_in_a_change_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

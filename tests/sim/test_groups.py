@@ -3,106 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from services.dispatcher.session.leases import Loss
 from services.worker.executor.channel import ModelledLink
-from shared.cost import load_profile
+from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
-from shared.messages.report import ElasticFacts
-from shared.types import FinishReason, QoeTarget
-from sim.cluster import ClusterParams, SimCluster
-from sim.plan_driver import PlanDriver, group_of, states
-from sim.requests import SimAnswer, SimRequest
-from sim.virtual_time import run
-from sim.worker import SimWorkerParams
+from shared.types import QoeTarget
+from sim.plan_driver import group_of, states
+from sim.requests import SimRequest
+from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
 
-NUM_LAYERS = 8
-PAGE_BYTES = 4096
 LINK_BYTES_PER_S = 1e6
-
-
-def elastic_facts(num_pages: int = 500) -> ElasticFacts:
-    """Parameters of 8 layers take 40 pages each, half of the budget or more; a page has two blocks."""
-    return ElasticFacts(
-        layer_bytes=(40 * PAGE_BYTES,) * NUM_LAYERS,
-        outer_bytes=0,
-        first_stage_end=0,
-        last_stage_begin=0,
-        block_bytes=PAGE_BYTES // 2,
-        page_bytes=PAGE_BYTES,
-        num_pages=num_pages,
-        max_blocks=2000,
-        has_host_copy=True,
-    )
-
-
-def params(num_workers: int = 2, system: str = "fcfs-chunked", num_pages: int = 500) -> ClusterParams:
-    cost = load_profile("llama-3-8b-tp1-a100").cost
-    workers = [
-        SimWorkerParams(
-            f"w{i}",
-            cost,
-            0,
-            system=system,
-            max_model_len=320,
-            max_batch_tokens=256,
-            elastic=elastic_facts(num_pages),
-        )
-        for i in range(num_workers)
-    ]
-    return ClusterParams(tuple(workers), system=system)
-
-
-def requests(seed: int, count: int) -> list[SimRequest]:
-    rng = np.random.default_rng(seed)
-    return [
-        SimRequest(f"r{i}", rng.integers(300, 30_000, int(rng.integers(1, 200))), int(rng.integers(1, 100)), seed=i)
-        for i in range(count)
-    ]
-
-
-class Room:
-    """A cluster, a planner by hand, and readers."""
-
-    def __init__(self, cluster: SimCluster, driver: PlanDriver) -> None:
-        self.cluster = cluster
-        self.driver = driver
-        self.answers: list[asyncio.Task[SimAnswer]] = []
-
-    def ask(self, *asked: SimRequest) -> None:
-        self.answers += [asyncio.ensure_future(self.cluster.ask(request)) for request in asked]
-
-    async def check(self) -> None:
-        """Wait for all answers, and check that each is what it is alone."""
-        for answer in await asyncio.gather(*self.answers):
-            assert answer.failure is None, answer.request.request_id
-            assert answer.finish is FinishReason.LENGTH
-            assert answer.tokens == self.cluster.undisturbed(answer.request), answer.request.request_id
-
-    def num_blocks(self, index: int) -> int:
-        return self.cluster.workers[index].service.engine.capacity_blocks
-
-    def role(self, index: int) -> tuple[str, int, tuple[int, int]]:
-        agent = self.cluster.workers[index].service.agent
-        assert agent is not None
-        return agent.role.group, agent.role.stage, (agent.role.layers.first, agent.role.layers.end)
-
-
-def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
-    async def main() -> None:
-        async with SimCluster(cluster_params) as cluster:
-            driver = PlanDriver(cluster.broker.connect("hand"))
-            await driver.start()
-            await asyncio.sleep(1.0)
-            await test(Room(cluster, driver))
-            await asyncio.sleep(3.0)
-            cluster.check_idle()
-
-    run(main())
 
 
 def test_a_drop_gives_the_group_more_blocks_than_both_had_and_a_restore_gives_them_back() -> None:
@@ -119,15 +34,17 @@ def test_a_drop_gives_the_group_more_blocks_than_both_had_and_a_restore_gives_th
         assert states(await room.driver.restore(["w0", "w1"])) == ["done", "done"]
         assert [room.num_blocks(0), room.num_blocks(1)] == before
         assert room.role(0) == ("", 0, (0, 8))
+        (pipeline,) = room.cluster.workers[0].pipelines
+        assert pipeline._lost == "the executor is closed", "it has ended in order"
 
-    in_room(main, params())
+    in_room(main, group_params())
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_texts_are_the_same_through_drops_and_restores_at_any_moment(seed: int) -> None:
     async def main(room: Room) -> None:
         rng = np.random.default_rng(seed)
-        asked = requests(seed, 60)
+        asked = draw_requests(seed, 60)
         room.ask(*asked[:30])
         for step in range(4):
             await asyncio.sleep(float(rng.exponential(0.4)))
@@ -140,12 +57,12 @@ def test_texts_are_the_same_through_drops_and_restores_at_any_moment(seed: int) 
         await room.check()
         assert sum(room.cluster.dispatcher.sessions.recovery.num_lost.values()) > 0, "sequences were released"
 
-    in_room(main, params())
+    in_room(main, group_params())
 
 
 def test_four_workers_form_two_groups_and_then_one() -> None:
     async def main(room: Room) -> None:
-        asked = requests(5, 80)
+        asked = draw_requests(5, 80)
         room.ask(*asked[:50])
         await asyncio.sleep(0.3)
         halves = even_split(NUM_LAYERS, 2)
@@ -160,7 +77,7 @@ def test_four_workers_form_two_groups_and_then_one() -> None:
         await asyncio.sleep(1.0)
         assert states(await room.driver.restore(["w0", "w1", "w2", "w3"])) == ["done"] * 4
 
-    in_room(main, params(4))
+    in_room(main, group_params(4))
 
 
 def test_kv_goes_along_so_that_little_is_computed_again() -> None:
@@ -181,7 +98,7 @@ def test_kv_goes_along_so_that_little_is_computed_again() -> None:
         assert found >= sum(150 // 16 * 16 for _ in range(4)), "what the member had computed"
         await room.check()
 
-    in_room(main, params(num_pages=900))
+    in_room(main, group_params(num_pages=900))
 
 
 @pytest.mark.parametrize(("num_pages", "is_full"), [(900, False), (690, True)], ids=["roomy", "full"])
@@ -223,7 +140,7 @@ def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num
             assert speeds == sorted(speeds, reverse=True)
         await room.check()
 
-    in_room(main, replace(params(num_pages=num_pages), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
+    in_room(main, replace(group_params(num_pages=num_pages), link=ModelledLink(bytes_per_s=LINK_BYTES_PER_S)))
 
 
 def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves() -> None:
@@ -242,12 +159,12 @@ def test_sequences_and_their_kv_are_shared_out_when_a_group_dissolves() -> None:
         assert came >= 4 * (150 // 16 * 16), "what the group had computed for those that go on at the member"
         await room.check()
 
-    in_room(main, params(num_pages=900))
+    in_room(main, group_params(num_pages=900))
 
 
 def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_else() -> None:
     async def main(room: Room) -> None:
-        room.ask(*requests(3, 20))
+        room.ask(*draw_requests(3, 20))
         await asyncio.sleep(0.3)
         assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
         await asyncio.sleep(0.3)
@@ -256,7 +173,80 @@ def test_a_member_that_does_not_come_to_the_parting_costs_kv_and_nothing_else() 
         await asyncio.sleep(2.0)
         assert room.role(1) == ("", 0, (0, 8)), "it has noticed that its group is gone"
 
-    in_room(main, params())
+    in_room(main, group_params())
+
+
+@pytest.mark.parametrize("num_running", [0, 12])
+def test_when_the_connection_breaks_both_are_whole_again_and_go_on(num_running: int) -> None:
+    """With steps in flight the leader hears of it by its executor, without by its stages."""
+
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        asked = draw_requests(8, num_running + 6)
+        room.ask(*asked[:num_running])
+        await asyncio.sleep(0.2)
+        room.cluster.network.cut(WorkerId("w0"), WorkerId("w1"))
+        await asyncio.sleep(1.0)
+        assert [room.role(index) for index in range(2)] == [("", 0, (0, NUM_LAYERS))] * 2
+        room.ask(*asked[num_running:])
+        await room.check()
+
+    in_room(main, group_params())
+
+
+def test_what_a_member_gives_up_is_heard_of_before_the_group_stands() -> None:
+    async def main(room: Room) -> None:
+        rng = np.random.default_rng(9)
+        room.ask(*(SimRequest(f"r{i}", rng.integers(300, 30_000, 160), 90, seed=i) for i in range(8)))
+        await asyncio.sleep(0.4)
+        changing = asyncio.ensure_future(room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2)))
+        num_lost = room.cluster.dispatcher.sessions.recovery.num_lost
+        while not num_lost[Loss.RELEASED] and not changing.done():
+            await asyncio.sleep(0.01)
+        assert num_lost[Loss.RELEASED] == 4
+        assert not changing.done(), "the stages take 0.3 s to meet"
+        assert states(await changing) == ["done"] * 2
+        await room.check()
+
+    in_room(main, replace(group_params(num_pages=900), link=ModelledLink(latency_s=0.3)))
+
+
+def test_the_end_of_an_earlier_pipeline_that_is_heard_late_breaks_no_later_one() -> None:
+    async def main(room: Room) -> None:
+        for _ in range(2):
+            assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+            await asyncio.sleep(1.0)
+            roles = [room.role(index) for index in range(2)]
+            if room.driver.epoch == 1:
+                assert states(await room.driver.restore(["w0", "w1"])) == ["done"] * 2
+                await asyncio.sleep(1.0)
+        for worker in room.cluster.workers:
+            agent = worker.service.agent
+            assert agent is not None
+            agent._on_end(1, "a connection of the first group is lost")
+        await asyncio.sleep(1.0)
+        assert [room.role(index) for index in range(2)] == roles == [("w0", 0, (0, 4)), ("w0", 1, (4, 8))]
+
+    in_room(main, group_params())
+
+
+def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves() -> None:
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))) == ["done"] * 2
+        await asyncio.sleep(1.0)
+        prompt = np.arange(300, 400)
+        for number in range(9, 3, -1):  # the youngest has the first name
+            room.ask(SimRequest(f"r{number}", prompt, 60, seed=number))
+            await asyncio.sleep(0.02)
+        agent = room.cluster.workers[0].service.agent
+        assert agent is not None
+        assert agent._place_now is not None
+        shares = agent._share_out(agent._place_now)
+        names = [[request_id for request_id, _ in keys] for keys in shares]
+        assert names == [["r9", "r7", "r5"], ["r8", "r6", "r4"]]
+        await room.check()
+
+    in_room(main, group_params())
 
 
 def test_of_plans_that_are_prepared_at_once_the_newest_is_the_one_that_is_carried_out() -> None:
@@ -274,4 +264,4 @@ def test_of_plans_that_are_prepared_at_once_the_newest_is_the_one_that_is_carrie
         assert states(await driver.finish(newest, ["w0", "w1"], commit=True)) == ["done"] * 2
         assert states(await driver.finish(newest - 1, ["w0", "w1"], commit=True)) == ["refused"] * 2
 
-    in_room(main, params())
+    in_room(main, group_params())

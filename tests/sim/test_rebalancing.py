@@ -16,14 +16,14 @@ from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
 from sim.cluster import ClusterParams
 from sim.requests import SimRequest
-from tests.sim.test_groups import Room, elastic_facts, in_room, params, requests
+from tests.support.group_room import Room, draw_requests, elastic_facts, group_params, in_room
 
 M = TypeVar("M", bound=ControlMessage)
 
 
 def crowded(system: str) -> ClusterParams:
     """Two workers that nothing may be dropped from: no layer would have a second copy."""
-    made = params(system=system)
+    made = group_params(system=system)
     facts = elastic_facts().model_copy(update={"has_host_copy": False})
     return replace(made, workers=tuple(replace(worker, elastic=facts) for worker in made.workers))
 
@@ -63,7 +63,7 @@ def test_only_who_has_not_begun_is_moved_and_never_twice() -> None:
     """A worker is asked to let everybody go: those that run, or did, stay, and all texts are as undisturbed."""
 
     async def main(room: Room) -> None:
-        room.ask(*requests(7, 40))
+        room.ask(*draw_requests(7, 40))
         await asyncio.sleep(0.4)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
@@ -82,7 +82,7 @@ def test_only_who_has_not_begun_is_moved_and_never_twice() -> None:
         engine.check_invariants()
         await room.check()
 
-    in_room(main, params())
+    in_room(main, group_params())
 
 
 async def asked(room: Room, message: ControlMessage, kind: type[M]) -> M:

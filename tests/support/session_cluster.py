@@ -10,7 +10,8 @@ from typing import Any
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
-from services.dispatcher.session.session import NewRequest, Session
+from services.dispatcher.session.request import NewRequest
+from services.dispatcher.session.session import Session
 from shared.ids import Incarnation, RequestId
 from shared.memory_bus import MemoryBroker
 from shared.messages.request import pack_token_ids

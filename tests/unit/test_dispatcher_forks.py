@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import SessionTable
 from shared.ids import RequestId, StreamId, WorkerId
 from shared.messages.request import RefusalReason

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from services.dispatcher.session.session import FailureCode, RequestFailedError
+from services.dispatcher.session.request import FailureCode, RequestFailedError
 from shared.api_keys import Tier
 from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, RequestFailedError
+from services.dispatcher.session.session import Session
 from shared.ids import Incarnation
 from shared.messages.report import Liveness, WorkerPhase
 from shared.messages.request import RefusalReason, Submit

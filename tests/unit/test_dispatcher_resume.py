@@ -17,7 +17,7 @@ from services.dispatcher.http.errors import ApiError
 from services.dispatcher.http.event_ids import MAX_CHOICES, EventIds, Position, parse_last_event_id
 from services.dispatcher.http.resume import ResumableStreamer
 from services.dispatcher.http.shapes import ChoiceShape, Shape
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from services.dispatcher.text.detokenizer import load_table
 from shared.types import FinishReason
 from tests.support.text_models import byte_level_json

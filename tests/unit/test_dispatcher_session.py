@@ -8,7 +8,8 @@ import pytest
 
 from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.session import NewRequest, Session
+from services.dispatcher.session.request import FailureCode, NewRequest
+from services.dispatcher.session.session import Session
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import pack_token_ids
 from shared.types import FinishReason, SamplingParams
@@ -147,7 +148,7 @@ def test_whoever_waits_for_progress_hears_of_tokens_of_the_end_and_of_giving_up(
     for happen in (
         lambda session: session.receive(0, [1], NONE, 101.0),
         lambda session: session.receive(0, [], LENGTH, 101.0),
-        lambda session: session.fail(session_module.FailureCode.INTERNAL),
+        lambda session: session.fail(FailureCode.INTERNAL),
         lambda session: session.fence(),
     ):
         session = new_session()

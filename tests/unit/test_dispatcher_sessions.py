@@ -11,13 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.session import (
-    MAX_HELD_PARTS,
-    FailureCode,
-    NewRequest,
-    RequestFailedError,
-    Session,
-)
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.session import MAX_HELD_PARTS, Session
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
 from shared.ids import RequestId, StreamId
 from shared.messages.report import WorkerPhase

@@ -23,23 +23,56 @@ def make_state(*statuses: WorkerStatus, now_s: float = 0.0) -> ClusterState:
     return state
 
 
+def load_of(state: ClusterState) -> tuple[int, int]:
+    """Sequences, and KV blocks of 16 tokens."""
+    (load,) = state.loads()
+    return load.num_sequences, load.num_demanded_blocks
+
+
 def test_own_submissions_count_until_a_report_that_was_made_after_them() -> None:
     """Submitted at 1.0 and 2.0. A view at 2.5 with a report 1 s old (made at 1.5) contains the first one only."""
     state = make_state(make_status())
-    state.submitted(W0, 33, 1.0)
-    state.submitted(W0, 16, 2.0)
-    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (2, 4)
+    state.submitted(W0, 33, 0, 1.0)
+    state.submitted(W0, 10, 6, 2.0)
+    assert load_of(state) == (2, 4)
     state.apply(view(make_status(num_running=1, num_used_blocks=3, age_s=1.0)), 2.5)
-    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (2, 4)
+    assert load_of(state) == (2, 4)
     state.apply(view(make_status(num_running=2, num_used_blocks=4)), 3.0)
-    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (2, 4)
+    assert load_of(state) == (2, 4)
 
 
-def test_a_request_that_has_ended_since_the_report_is_taken_off() -> None:
-    state = make_state(make_status(num_running=2, num_used_blocks=4))
-    state.ended(W0, 32, 1.0)
-    assert (state.loads()[0].num_sequences, state.loads()[0].num_demanded_blocks) == (1, 2)
-    state.ended(WorkerId("nobody"), 32, 1.0)
+def test_of_a_request_that_has_left_all_that_the_report_had_is_taken_off() -> None:
+    """Sent at 0.0 with 32 tokens, 96 tokens of output at 3.0; at 2.0 it had 64 of them: (32 + 64) / 16 = 6 blocks."""
+    state = make_state(make_status())
+    counted = state.submitted(W0, 32, 0, 0.0)
+    state.apply(view(make_status(num_running=2, num_used_blocks=10)), 2.0)
+    state.ended(counted, 96, 3.0)
+    assert load_of(state) == (1, 4)
+    state.apply(view(make_status(num_running=1, num_used_blocks=4)), 3.5)
+    assert load_of(state) == (1, 4)
+
+
+def test_output_that_the_report_does_not_have_is_not_taken_off() -> None:
+    """The same request, sent after the report: it adds nothing and takes nothing, however much it said."""
+    state = make_state(make_status(num_running=1, num_used_blocks=4))
+    state.ended(state.submitted(W0, 32, 0, 1.0), 96, 3.0)
+    assert load_of(state) == (1, 4)
+
+
+def test_output_from_before_an_attempt_is_there_from_its_beginning() -> None:
+    """16 of prompt and 64 of output came along at 0.0; of 32 more at 2.0 half were there at 1.0: 6 blocks in all."""
+    state = make_state(make_status())
+    counted = state.submitted(W0, 16, 64, 0.0)
+    assert load_of(state) == (1, 5)
+    state.apply(view(make_status(num_running=2, num_used_blocks=10)), 1.0)
+    state.ended(counted, 96, 2.0)
+    assert load_of(state) == (1, 4)
+
+
+def test_a_worker_that_is_not_known_is_not_counted() -> None:
+    state = make_state(make_status(num_running=1, num_used_blocks=4))
+    state.ended(state.submitted(WorkerId("nobody"), 32, 0, 1.0), 9, 2.0)
+    assert load_of(state) == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +84,13 @@ def test_a_request_that_has_ended_since_the_report_is_taken_off() -> None:
         ({"phase": WorkerPhase.DRAINING}, False),
         ({"phase": WorkerPhase.STOPPED}, False),
         ({"phase": WorkerPhase.LOADING}, False),
+        ({"group": "w0", "num_stages": 2}, True),
+        ({"group": "w9", "stage": 1, "num_stages": 2}, False),
     ],
 )
-def test_a_worker_is_ready_when_it_is_loaded_and_not_known_to_be_dead(fields: dict[str, object], ready: bool) -> None:
+def test_a_worker_is_ready_when_it_is_loaded_not_known_to_be_dead_and_no_stage_of_another_one(
+    fields: dict[str, object], ready: bool
+) -> None:
     state = make_state(make_status(**fields))  # type: ignore[arg-type]  # a builder with keyword defaults
     assert state.loads()[0].ready is ready
     assert state.num_ready == ready
@@ -63,6 +100,7 @@ def test_the_largest_request_is_what_every_ready_worker_holds() -> None:
     small = make_status("a", num_blocks=10, block_size=16, max_model_len=512)
     assert make_state(small, make_status("b")).max_request_tokens(4096) == 160
     assert make_state(make_status("b")).max_request_tokens(4096) == 512
+    assert make_state(make_status("b"), make_status("c", stage=1, num_blocks=5)).max_request_tokens(4096) == 512
     assert make_state().max_request_tokens(4096) == 4096
 
 

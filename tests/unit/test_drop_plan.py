@@ -17,7 +17,7 @@ from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
 from services.planner.policy.drop_facts import ClusterFacts, DropParams, InstanceFacts, KvFate, missing_layers
 from services.planner.policy.drop_plan import DropPlan, DropRefusal, RefusalKind
 from services.planner.policy.greedy import merge_smallest
-from services.planner.policy.merging import Merger
+from services.planner.policy.merging import Merger, fewest_host_copies
 from shared.layers import LayerRange
 from tests.support.drop_builders import (
     PROFILE,
@@ -434,3 +434,17 @@ def test_work_grows_with_the_kinds_of_groups_not_with_their_number(num_kinds: in
 def test_facts_that_cannot_be_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(make_facts([make_instance(0)]), **change)  # type: ignore[arg-type]
+
+
+def test_a_host_has_one_copy_of_a_layer_however_many_of_its_instances_map_it() -> None:
+    """Layers 0 to 3 lie in the memory of both hosts, the others in that of one."""
+    copies = [
+        ("one", LayerRange(0, 8)),
+        ("one", LayerRange(2, 8)),
+        ("one", LayerRange(0, 8)),
+        ("two", LayerRange(0, 4)),
+    ]
+    whole = [make_instance(number, host=host, host_copy=copy) for number, (host, copy) in enumerate(copies)]
+    assert fewest_host_copies(make_facts(whole)) == 1
+    assert fewest_host_copies(make_facts([*whole, make_instance(8)])) == 1
+    assert fewest_host_copies(make_facts([make_instance(8)])) == 0

@@ -17,15 +17,18 @@ from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ModelFacts
 from services.worker.config import KernelKind, WorkerSettings
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.engine.types import BatchFailedError
+from services.worker.engine.types import NOTHING_KEPT, BatchFailedError, KeptKv
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.groups.kv_progress import Landed
+from services.worker.groups.kv_table import KvTable
+from services.worker.groups.kv_wire import KvProgress
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.load import check_start, load_executor
 from shared.errors import StartupError
 from shared.ids import WorkerId
-from shared.layers import LayerRange
+from shared.layers import LayerRange, even_split
 from shared.messages.report import ElasticFacts
 from shared.systems import SYSTEMS, System
 from tests.support.checkpoints import stored_checkpoint
@@ -136,6 +139,32 @@ async def test_a_group_can_become_another_without_loading_anything(monkeypatch: 
         await be_alone(*devices)
 
 
+@pytest.mark.parametrize("at", [None, 0, 2])
+async def test_blocks_are_named_only_if_every_stage_has_all_of_them(
+    at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stage never says that it has them."""
+    begin, note = Landed.__init__, Landed.note
+
+    def begin_at(self: Landed, table: KvTable, stage: int, wanted: LayerRange) -> None:
+        begin(self, table, stage, wanted)
+        self.is_silent = stage == at  # type: ignore[attr-defined]
+
+    def note_unless(self: Landed, *args: int) -> KvProgress | None:
+        return None if self.is_silent else note(self, *args)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Landed, "__init__", begin_at)
+    monkeypatch.setattr(Landed, "note", note_unless)
+    names = tuple(bytes([number]) * 16 for number in range(3))
+    kept = [KeptKv(names, np.arange(3, dtype=np.int32)), NOTHING_KEPT, NOTHING_KEPT]
+    async with live_devices(3, exchange_limit_s=0.3) as devices:
+        group = await form(devices, even_split(4, 3), kept)
+        assert group.kept.names == (names if at is None else ())
+        assert await texts_of(group.executor) == await calm()
+        await group.executor.close()
+        await be_alone(*devices)
+
+
 async def test_threads_of_stages_compute_with_the_threads_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, int] = {}
     run = RunnerStage.run
@@ -209,7 +238,7 @@ async def test_early_callers_wait_for_a_member_that_joins_late() -> None:
     async with live_devices(2) as devices:
         own, ends = places(devices, HALVES), list[str | None]()
         leading = asyncio.create_task(devices[0].lead(own[0], unheard))
-        while len(devices[1]._listener._tasks) < 3:  # it and two callers
+        while devices[1]._listener.num_greeted < 2:  # it and two callers
             await asyncio.sleep(0.001)
         await devices[1].join(own[1], ends.append)
         executor = (await leading).executor
@@ -262,7 +291,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
 async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
     async with live_devices(2, limit_s=60) as devices:
         leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0], unheard))
-        while len(devices[1]._listener._tasks) < 3:
+        while devices[1]._listener.num_greeted < 2:
             await asyncio.sleep(0.001)
         leading.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -16,7 +16,7 @@ from services.planner.execution import Outcome
 from services.planner.policy.chosen import plan_chosen
 from services.planner.policy.drop_facts import DropParams, InstanceFacts
 from services.planner.policy.drop_plan import DropPlan, DropRefusal
-from services.planner.policy.intent import drop_intent, restore_intent, stages_of
+from services.planner.policy.intent import RESTORE, drop_intent, restore_intent, stages_of
 from services.planner.policy.ladder import Situation, WorkerLoad
 from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
 from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
@@ -211,6 +211,7 @@ def group_of(used: int, demanded: int = 0, **fields: Any) -> list[InstanceFacts]
         (group_of(40, 8), False),
         (group_of(0, throttled=True), False),
         (group_of(0)[:1], False),
+        (make_group(0, (2, 4, 8))[:2], False),
         ([make_instance(0)], False),
         ([make_instance(0, 0, 4)], False),
     ],
@@ -371,6 +372,18 @@ def test_nothing_is_restored_while_nobody_sees_the_cluster() -> None:
     assert decides.decide(seen, 2.0, 11.0).decision.situation is Situation.BLIND
     assert decides.decide(seen, 0.1, 12.0).intent is None, "the wait begins anew"
     assert decides.decide(seen, 0.1, 22.0).intent is not None
+
+
+def test_a_restore_that_failed_is_tried_again_after_the_pause_and_no_sooner() -> None:
+    seen, decides = view(*pair_of("a0", "a1")), decider(retry_s=4.0)
+    decides.decide(seen, 0.1, 0.0)
+    assert decides.decide(seen, 0.1, 10.0).intent is not None
+    decides.note(Outcome(is_done=False, reason="a worker refused", lever=RESTORE), 10.0)
+    assert [decides.decide(seen, 0.1, 10.0 + after_s).intent is not None for after_s in (0.5, 3.9, 4.0)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_nothing_is_decided_until_reports_show_the_last_plan_or_had_time_enough() -> None:

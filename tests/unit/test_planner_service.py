@@ -315,6 +315,32 @@ def test_an_uncertain_write_is_settled_by_a_new_claim(monkeypatch: pytest.Monkey
     in_room(unlucky)
 
 
+def test_after_a_write_without_an_answer_nothing_is_written_before_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write arrives; by its revision the next one would look like another planner's."""
+
+    async def main() -> list[int]:
+        bucket = await MemoryBroker().connect("p").key_value(SUBJECTS.plan_bucket())
+        book, epochs = PlanBook(bucket), []
+        epochs.append((await book.claim("test")).epoch)
+        update = type(bucket).update
+
+        async def lose_answer(*values: Any) -> int:
+            await update(*values)
+            raise BusError("no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(bucket), "update", lose_answer)
+            with pytest.raises(BusError, match="no answer"):
+                await book.write("none", "lost")
+        with pytest.raises(BusError, match="nobody knows what the plan key holds"):
+            await book.write("none", "too early")
+        epochs.append((await book.claim("test")).epoch)
+        epochs.append((await book.write("none", "again")).epoch)
+        return epochs
+
+    assert run(main()) == [1, 3, 4]
+
+
 def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
     answers: dict[str, Any] = {}
 

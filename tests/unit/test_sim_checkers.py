@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.cost import CostModel
 from shared.types import FinishReason, QoeTarget

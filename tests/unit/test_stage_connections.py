@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.worker import sockets
 from services.worker.groups import connect
 from services.worker.groups.connect import Seats, StageListener, dial, together
 from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
@@ -83,7 +84,7 @@ async def test_the_leader_and_the_stage_before_are_let_in_early_or_late() -> Non
     async with listening() as listener:
         with ExitStack() as sockets:
             early = asyncio.create_task(dial(place_of(0, listener.address), 2, StageRole.LEADER, sockets))
-            while len(listener._tasks) < 2:
+            while listener.num_greeted < 1:
                 await asyncio.sleep(0.001)
             seats = listener.expect(place_of(2))
             late = asyncio.create_task(dial(place_of(1, listener.address), 2, StageRole.PREVIOUS, sockets))
@@ -177,16 +178,16 @@ async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_more_callers_than_are_greeted_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "MAX_GREETINGS", 2)
+    monkeypatch.setattr(sockets, "MAX_GREETINGS", 2)
     async with listening() as listener:
         waiting = [socket.create_connection(("127.0.0.1", port_of(listener))) for _ in range(2)]
-        while len(listener._tasks) < 3:
+        while listener.num_greeted < 2:
             await asyncio.sleep(0.001)
         assert await raw(listener, b"") == b""
         assert listener.num_refused == 1
         for sock in waiting:
             sock.close()
-        while len(listener._tasks) > 1:
+        while listener.num_greeted > 0:
             await asyncio.sleep(0.001)
         assert listener.num_refused == 3, "who hangs up gives its place back"
 
@@ -209,7 +210,7 @@ async def test_a_listener_that_closes_drops_who_waits() -> None:
     async with listening() as listener:
         with ExitStack() as sockets:
             dialling = asyncio.create_task(dial(place_of(0, listener.address), 2, StageRole.LEADER, sockets))
-            while len(listener._tasks) < 2:
+            while listener.num_greeted < 1:
                 await asyncio.sleep(0.001)
             await listener.close()
             with pytest.raises(GroupFailedError):

@@ -70,6 +70,15 @@ def test_a_live_worker_refuses_the_oracle_by_name() -> None:
         check_start(settings("oracle"))
 
 
+def test_a_bound_on_blocks_is_refused_where_parameters_are_dropped_for_more() -> None:
+    for name, system in SYSTEMS.items():
+        if name not in {"oracle", "fcfs-pp"} and not system.drops:
+            check_start(settings(name, max_blocks=4))
+    with pytest.raises(StartupError, match="but system 'kunserve' drops parameters for more"):
+        check_start(settings("kunserve", max_blocks=4))
+    check_start(settings("kunserve"))
+
+
 async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:
     """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
     loaded = {

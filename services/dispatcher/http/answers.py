@@ -18,7 +18,7 @@ from services.dispatcher.http.readers import Collector, Streamer
 from services.dispatcher.http.resume import ResumableStreamer
 from services.dispatcher.http.shapes import DONE, ChoiceShape, Shape, Usage
 from services.dispatcher.http.sse import EventWriter, Outlet, WholeAnswer
-from services.dispatcher.session.session import Reader, RequestFailedError
+from services.dispatcher.session.request import Reader, RequestFailedError
 from shared.log import get_logger
 
 _log = get_logger()

@@ -12,7 +12,8 @@ from services.dispatcher.http.answer_text import AnswerText
 from services.dispatcher.http.event_ids import Seen
 from services.dispatcher.http.idempotency import Retry
 from services.dispatcher.http.params import Params
-from services.dispatcher.session.session import FailureCode, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, RequestFailedError
+from services.dispatcher.session.session import Session
 from shared.ids import RequestId
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from aiohttp import web
 
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 
 _TYPES: Final = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 RATE_LIMITED: Final = "rate_limit_exceeded"

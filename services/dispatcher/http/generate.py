@@ -19,7 +19,7 @@ from services.dispatcher.http.records import make_record, report_record
 from services.dispatcher.http.sse import HttpOutlet, Outlet
 from services.dispatcher.limits.tenants import Permit
 from services.dispatcher.metrics import RequestRecord
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import TooManyTokensError
 from services.dispatcher.text.template import TemplateRefusalError

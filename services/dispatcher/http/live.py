@@ -16,7 +16,7 @@ from typing import Final
 
 from services.dispatcher.http.call import Call, Choice
 from services.dispatcher.http.errors import ApiError, failure_error
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.sessions import Sessions
 from shared.ids import RequestId
 

@@ -11,7 +11,8 @@ from services.dispatcher.http.call import Call, Choice
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.shapes import Usage
 from services.dispatcher.metrics import WHOLE, RequestRecord
-from services.dispatcher.session.session import FailureCode, Session
+from services.dispatcher.session.request import FailureCode
+from services.dispatcher.session.session import Session
 from shared.log import get_logger
 
 _log = get_logger()

@@ -15,7 +15,7 @@ from services.dispatcher.http.logprobs import LogprobWriter
 from services.dispatcher.http.readers import Streamer
 from services.dispatcher.http.shapes import ChoiceShape
 from services.dispatcher.http.sse import EventWriter
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from shared.types import FinishReason
 
 

@@ -24,7 +24,7 @@ from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise
 from services.dispatcher.http.tokenize import detokenize, tokenize
 from services.dispatcher.http.websocket import open_socket
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from shared.errors import StartupError
 from shared.log import get_logger
 

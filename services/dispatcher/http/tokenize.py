@@ -15,7 +15,7 @@ from services.dispatcher.http.front import Front
 from services.dispatcher.http.generate import refused_by_template
 from services.dispatcher.http.messages import count_chars, parse_messages
 from services.dispatcher.http.unsupported import TOKENIZE, refuse_unsupported
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from services.dispatcher.text.pool import TextPoolFullError
 from services.dispatcher.text.prompts import PromptCodec, TooManyTokensError
 from services.dispatcher.text.template import TemplateRefusalError

@@ -33,7 +33,7 @@ from services.dispatcher.http.socket_messages import (
 )
 from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, Verdict
 from services.dispatcher.http.sse import EventWriter
-from services.dispatcher.session.session import FailureCode
+from services.dispatcher.session.request import FailureCode
 from shared.log import get_logger
 from shared.tasks import TaskOwner
 

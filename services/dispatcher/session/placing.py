@@ -14,7 +14,8 @@ from services.dispatcher.policy.placement import Placement
 from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutcome, WorkerCalls
 from services.dispatcher.session.leases import Leases
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.session import MAX_BLAMES, FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.session import MAX_BLAMES, Session
 from services.dispatcher.state import ClusterState
 from shared.ids import RequestId, WorkerId
 from shared.log import get_logger
@@ -126,20 +127,21 @@ class Placing:
 
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
-        worker_id, attempt, num_tokens = session.worker_id, session.attempt, session.num_placed_tokens
+        worker_id, attempt, counted = session.worker_id, session.attempt, session.counted
         incarnation = session.history.incarnation
         assert worker_id is not None, "a running session has a worker"
+        assert counted is not None, "it was counted there"
         refused = {worker_id} | self._leases.lost_workers
         placed = self._choose(self._cluster.loads(), session.request.num_tokens, refused)
         if placed is None:
             return False
         accepted = await self._attempt(session, placed.worker_id, None) is SubmitOutcome.ACCEPTED
         if accepted:
-            self._cluster.ended(worker_id, num_tokens, self._now())
+            self._cluster.ended(counted, len(session.tokens), self._now())
             self.cancel(worker_id, session.request.request_id, attempt)
         else:
             session.begin(worker_id, attempt, self._now())
-            session.num_placed_tokens, session.history.incarnation = num_tokens, incarnation
+            session.counted, session.history.incarnation = counted, incarnation
             session.is_suspect = True  # what came meanwhile was ignored
         if session.ended.is_set():
             self.withdraw(session)
@@ -155,8 +157,8 @@ class Placing:
 
     def left(self, session: Session) -> None:
         """Count a session as no longer at its worker."""
-        assert session.worker_id is not None
-        self._cluster.ended(session.worker_id, session.num_placed_tokens, self._now())
+        assert session.counted is not None, "it was at a worker"
+        self._cluster.ended(session.counted, len(session.tokens), self._now())
 
     def cancel(self, worker_id: WorkerId, request_id: RequestId, attempt: int) -> None:
         """Have the worker end an attempt, at once or as soon as it can be reached."""
@@ -246,8 +248,8 @@ class Placing:
         submit = session.next_submit(self._leases.dispatcher_id, self._leases.incarnation, self._now(), fork_of)
         session.begin(worker_id, submit.attempt, self._now())
         session.is_placing = True
-        session.num_placed_tokens = 0 if fork_of is not None else session.request.num_prompt_tokens
-        self._cluster.submitted(worker_id, session.num_placed_tokens, self._now())
+        num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
+        session.counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
         try:
             answer = await self._calls.submit(worker_id, submit)
         finally:

@@ -12,7 +12,8 @@ from typing import Final
 
 from services.dispatcher.session.leases import Leases, Loss
 from services.dispatcher.session.placing import Placing
-from services.dispatcher.session.session import MAX_BLAMES, FailureCode, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, RequestFailedError
+from services.dispatcher.session.session import MAX_BLAMES, Session
 from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.tasks import TaskOwner

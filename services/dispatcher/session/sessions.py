@@ -21,7 +21,8 @@ from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.placing import Placing, SessionLimits
 from services.dispatcher.session.recovery import Recovery
 from services.dispatcher.session.replays import Replays
-from services.dispatcher.session.session import FailureCode, NewRequest, RequestFailedError, Session
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier

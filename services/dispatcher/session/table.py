@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.session import FailureCode, NewRequest, Session
+from services.dispatcher.session.request import FailureCode, NewRequest
+from services.dispatcher.session.session import Session
 from shared.errors import WireError
 from shared.ids import StreamId, WorkerId
 from shared.log import get_logger

@@ -233,7 +233,7 @@ class PlanAgent:
         if part.incarnation != self._reporter.incarnation:
             return "the plan was made for another process of this worker"
         held, layers = LayerRange(*part.held), LayerRange(*part.layers)
-        if held != self.role.layers or self._broken is not None:
+        if held != self.role.layers:
             return f"the plan was made for layers {held}, held are {self.role.layers}"
         try:
             check_tiling([LayerRange(*stage.layers) for stage in stages], self._num_layers)
@@ -325,7 +325,6 @@ class PlanAgent:
         self._pipeline = place.plan_id
         led = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason), kept)
         self._take(led)
-        self._intake.serve_again()
         self._enter(role_in(place))
         self._place_now = place
         return led.executor.capacity.num_blocks
@@ -357,7 +356,6 @@ class PlanAgent:
         for stage, keys in list(zip(place.stages, shares, strict=False))[1:]:
             # now, when that worker is about to serve again; some have ended meanwhile
             self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
-        self._loop.flush()
         return num_blocks
 
     def _share_out(self, place: GroupPlace) -> list[list[SequenceKey]]:

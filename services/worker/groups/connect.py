@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Coroutine, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from services.worker.groups.device import GroupFailedError, GroupPlace
 from services.worker.groups.greeting import (
@@ -29,15 +29,9 @@ from services.worker.groups.greeting import (
     refused,
     why_refused,
 )
-from services.worker.groups.sockets import hear, resolve, say, split_address, watch, what_failed
+from services.worker.groups.sockets import hear, say
+from services.worker.sockets import GREETING_S, Door, resolve, split_address, watch, what_failed
 from shared.ids import WorkerId
-from shared.log import get_logger
-from shared.tasks import TaskOwner
-
-GREETING_S: Final = 3.0
-"""Longest time for what a caller says first."""
-MAX_GREETINGS: Final = 64
-"""Most connections that are greeted or kept waiting at a time; more are closed at once."""
 
 T = TypeVar("T")
 
@@ -103,20 +97,17 @@ class StageListener:
     """Where other stages reach this worker. `open` makes one.
 
     Args:
-        sock: listening.
+        door: at which they call; owned.
         host: under which others reach it.
         wait_s: how long a connection for a plan that is not known is kept.
     """
 
-    def __init__(self, sock: socket.socket, host: str, wait_s: float) -> None:
-        self._sock = sock
+    def __init__(self, door: Door, host: str, wait_s: float) -> None:
+        self._door = door
         self._host = host
         self._wait_s = wait_s
         self._expected: dict[int, Seats] = {}
         self._changed = asyncio.Event()
-        self._tasks = TaskOwner(max_tasks=MAX_GREETINGS + 2)
-        self.num_refused = 0
-        """Connections that came to nothing."""
 
     @classmethod
     async def open(
@@ -133,25 +124,25 @@ class StageListener:
         Raises:
             OSError: the address is not this machine's, or taken.
         """
-        family, kind, protocol, where = await resolve(host, port)
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(where)
-            sock.listen(MAX_GREETINGS)
-            sock.settimeout(0)
-        except BaseException:
-            sock.close()
-            raise
-        listener = cls(sock, advertise or host, wait_s)
-        listener._tasks.start(listener._accept(), name="stage-listener")
+        listener = cls(await Door.open(host, port, "stage"), advertise or host, wait_s)
+        listener._door.start(listener._greet)
         return listener
 
     @property
     def address(self) -> str:
         """`host:port` for others to dial."""
-        port = self._sock.getsockname()[1]
+        port = self._door.port
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    @property
+    def num_greeted(self) -> int:
+        """Connections that are greeted, or kept for a plan that is not known, now."""
+        return self._door.num_greeted
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that came to nothing."""
+        return self._door.num_refused
 
     def expect(self, place: GroupPlace, *, parting: bool = False) -> Seats:
         """Let in the connections of a group from now on, those that came early first; `parting` as for `Seats`."""
@@ -167,40 +158,19 @@ class StageListener:
 
     async def close(self) -> None:
         """Listen no more; connections that were welcome stay. Idempotent."""
-        await self._tasks.close()
-        self._sock.close()
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(self._sock)
-            except OSError as error:  # the caller went away at once, or there are too many open files
-                get_logger().warning("a stage was not let in", error=str(error))
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._tasks) > MAX_GREETINGS:
-                sock.close()
-                self.num_refused += 1
-                continue
-            self._tasks.start(self._greet(sock, str(address[0])), name="stage-greeting")
+        await self._door.close()
 
     async def _greet(self, sock: socket.socket, address: str) -> None:
         try:
-            sock.settimeout(0)
             watch(sock)
             async with asyncio.timeout(GREETING_S):
                 said = read_greeting(await hear(sock), StageHello)
             (await self._seats_of(said.plan_id)).take(said, sock)
         except (OSError, TimeoutError, StageRefusedError) as error:
             await self._refuse(sock, address, str(error) or "no greeting in time")
-        except BaseException:
-            sock.close()
-            raise
 
     async def _refuse(self, sock: socket.socket, address: str, reason: str) -> None:
-        self.num_refused += 1
-        get_logger().warning("a stage was refused", address=address, reason=reason)
+        self._door.refuse(address, reason)
         with sock, contextlib.suppress(OSError, TimeoutError):  # it has gone
             async with asyncio.timeout(GREETING_S):
                 await say(sock, refused(reason))

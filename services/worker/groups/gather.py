@@ -18,7 +18,8 @@ from typing import Any
 from services.worker.groups.connect import Seats, dial, together
 from services.worker.groups.device import GroupFailedError, GroupPlace
 from services.worker.groups.greeting import StageReady, StageRefusedError, StageRole, StageWelcome, read_greeting
-from services.worker.groups.sockets import hear, say, what_failed
+from services.worker.groups.sockets import hear, say
+from services.worker.sockets import what_failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ class Exchange:
         for at_s, piece in self._schedule():
             for holder in piece.lot.holders:
                 unsent[holder] -= len(piece) * self._leaving(piece.lot, holder)
-            yield _Step(at_s, piece, self._room(unsent))
+            yield _Step(at_s, piece, max(self._room(unsent), self.num_blocks))
 
     def _pieces(self, lot: _Lot) -> Iterator[_Piece]:
         size = len(lot.names)

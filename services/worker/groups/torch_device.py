@@ -36,8 +36,9 @@ from services.worker.groups.greeting import StageReady, StageWelcome
 from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
 from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.membership import Membership
-from services.worker.groups.sockets import say, what_failed
+from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
+from services.worker.sockets import what_failed
 from shared.layers import LayerRange, check_tiling
 from shared.log import get_logger
 from shared.messages.report import ElasticFacts

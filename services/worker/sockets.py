@@ -1,0 +1,198 @@
+"""Sockets between workers, before links and stages talk on them: nothing here blocks.
+
+message   length u32 · body            of either side, until both know each other
+Door      accepts, and greets a few at a time:   caller ──► greet ──► whoever the connection is for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from shared.log import get_logger
+from shared.tasks import TaskOwner
+
+GREETING_S: Final = 3.0
+"""Longest time that whoever calls has for what is said first."""
+MAX_GREETINGS: Final = 64
+"""Most callers that are greeted, or kept waiting, at a time; more are closed at once."""
+DEAD_AFTER_S: Final = 10
+"""A watched connection breaks when the other machine has been silent for so long, or takes nothing."""
+_ACCEPT_RETRY_S: Final = 0.1
+_TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
+
+
+class MessageTooLongError(Exception):
+    """The other side announces more than it may say."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"a greeting of {size} bytes")
+        self.size = size
+
+
+async def send_message(sock: socket.socket, body: bytes) -> None:
+    """Send a message.
+
+    Raises:
+        OSError: the other side has gone.
+    """
+    await asyncio.get_running_loop().sock_sendall(sock, len(body).to_bytes(4, "little") + body)
+
+
+async def receive_message(sock: socket.socket, max_bytes: int) -> bytes:
+    """Return the next message.
+
+    Raises:
+        MessageTooLongError: it is longer than that; the rest of it was not read.
+        OSError: the other side has gone.
+    """
+    size = int.from_bytes(await _read(sock, 4), "little")
+    if size > max_bytes:
+        raise MessageTooLongError(size)
+    return await _read(sock, size)
+
+
+async def _read(sock: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        part = await loop.sock_recv(sock, size - len(data))
+        if not part:
+            raise ConnectionResetError("it hung up")
+        data += part
+    return data
+
+
+async def resolve(host: str, port: int) -> tuple[int, int, int, tuple[Any, ...]]:
+    """Return family, kind, protocol and address of a socket for a host.
+
+    Raises:
+        OSError: nobody knows the host.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, where = found[0]
+    return family, kind, protocol, where
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of `host:port`, where an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ValueError("that is no host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def what_failed(error: Exception) -> str:
+    """Return what the system says of an error; the event loop puts the address there instead."""
+    if isinstance(error, ConnectionError) and error.errno is not None:
+        return os.strerror(error.errno)
+    return str(getattr(error, "strerror", None) or error)
+
+
+def watch(sock: socket.socket) -> None:
+    """Let the connection break by itself when the other machine is gone without a word."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_AFTER_S // 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+
+
+class Door:
+    """Listens at an address. `open` makes one.
+
+    Args:
+        sock: listening; owned.
+        name: of what is let in, for log and tasks.
+    """
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self._sock = sock
+        self._name = name
+        self._tasks = TaskOwner(max_tasks=MAX_GREETINGS + 2)
+        self._num_greeted = 0
+        self.num_refused = 0
+        """Connections that came to nothing."""
+
+    @classmethod
+    async def open(cls, host: str, port: int, name: str) -> Door:
+        """Listen at an address of this machine; port 0 is any that is free. Nobody is let in before `start`.
+
+        Raises:
+            OSError: the address is not this machine's, or taken.
+        """
+        family, kind, protocol, where = await resolve(host, port)
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(where)
+            sock.listen(MAX_GREETINGS)
+            sock.settimeout(0)
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, name)
+
+    def start(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
+        """Let callers in from now on.
+
+        Args:
+            greet: called with each connection, which it owns, and its address; runs until the connection is somebody's,
+                or refused.
+        """
+        self._tasks.start(self._accept(greet), name=f"{self._name}-listener")
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._sock.getsockname()[1]
+        return port
+
+    @property
+    def num_greeted(self) -> int:
+        """Callers that are greeted, or kept waiting, now."""
+        return self._num_greeted
+
+    def refuse(self, address: str, reason: str) -> None:
+        """Count a caller that is not let in, and log why."""
+        self.num_refused += 1
+        get_logger().warning(f"a {self._name} was refused", address=address, reason=reason)
+
+    async def close(self) -> None:
+        """Listen no more; connections that are somebody's stay. Idempotent."""
+        await self._tasks.close()
+        self._sock.close()
+
+    async def _accept(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(self._sock)
+            except OSError as error:  # the caller went away at once, or there are too many open files
+                get_logger().warning(f"a {self._name} was not let in", error=str(error))
+                await asyncio.sleep(_ACCEPT_RETRY_S)
+                continue
+            if self._num_greeted >= MAX_GREETINGS:
+                sock.close()
+                self.num_refused += 1
+                continue
+            self._num_greeted += 1
+            self._tasks.start(self._greet(greet, sock, str(address[0])), name=f"{self._name}-greeting")
+
+    async def _greet(
+        self, greet: Callable[[socket.socket, str], Awaitable[None]], sock: socket.socket, address: str
+    ) -> None:
+        try:
+            sock.settimeout(0)
+            await greet(sock, address)
+        except BaseException:
+            sock.close()
+            raise
+        finally:
+            self._num_greeted -= 1

@@ -1,0 +1,197 @@
+"""What a worker answers to plans: fences, repetitions, and each plan that it cannot take, with the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+
+import pytest
+
+from services.worker.groups.modelled_device import ModelledGroupDevice
+from shared.ids import Incarnation
+from shared.layers import LayerRange, even_split
+from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlannedStage, PlanState, PreparePlan
+from sim.plan_driver import PlanDriver, alone, group_of, states
+from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room
+
+NAMES = ("w0", "w1")
+HALVES = even_split(NUM_LAYERS, 2)
+
+
+def pair(driver: PlanDriver) -> PlannedGroup:
+    """The group of both, as they are now."""
+    return group_of([driver.reports[name] for name in NAMES], HALVES)
+
+
+def changed(group: PlannedGroup, index: int, **fields: object) -> PlannedGroup:
+    """A group with another stage at an index."""
+    stage = PlannedStage.model_validate(group.stages[index].model_dump() | fields)
+    return PlannedGroup(stages=(*group.stages[:index], stage, *group.stages[index + 1 :]))
+
+
+async def prepare(room: Room, group: PlannedGroup, worker_id: str = "w0") -> PlanAnswer:
+    """The answer of one worker to the next plan."""
+    driver = room.driver
+    driver.epoch += 1
+    answer = await driver.ask(worker_id, PreparePlan(epoch=driver.epoch, plan_id=driver.epoch, group=group, limit_s=5))
+    assert answer is not None
+    return answer
+
+
+async def check_refused(room: Room, group: PlannedGroup, reason: str) -> None:
+    """Check that w0 refuses a plan for a reason, and stays what it is."""
+    before = room.role(0), room.num_blocks(0)
+    answer = await prepare(room, group)
+    assert answer.state is PlanState.REFUSED
+    assert re.search(reason, answer.reason), answer.reason
+    assert (room.role(0), room.num_blocks(0)) == before
+
+
+@pytest.mark.parametrize("question", [PreparePlan, CommitPlan, AbortPlan])
+def test_whoever_speaks_under_an_older_epoch_is_refused_and_moves_nothing(
+    question: type[PreparePlan | CommitPlan | AbortPlan],
+) -> None:
+    """A plan is prepared under epoch 3. Under epoch 2 somebody ends it, or begins another one."""
+
+    async def main(room: Room) -> None:
+        driver = room.driver
+        driver.epoch = 2
+        plan_id, prepared = await driver.prepare(pair(driver))
+        assert states(prepared) == ["prepared"] * 2
+        late: PreparePlan | CommitPlan | AbortPlan
+        if question is PreparePlan:
+            late = PreparePlan(epoch=2, plan_id=9, group=pair(driver), limit_s=5)
+        else:
+            late = CommitPlan(epoch=2, plan_id=3) if question is CommitPlan else AbortPlan(epoch=2, plan_id=3)
+        for name in NAMES:
+            answer = await driver.ask(name, late)
+            assert answer is not None
+            assert (answer.state, answer.newest_epoch) == (PlanState.REFUSED, 3)
+            assert "epoch 2 is over: a planner of epoch 3 has spoken" in answer.reason
+        assert [room.role(index)[0] for index in range(2)] == ["", ""], "nobody has committed"
+        assert states(await driver.finish(plan_id, NAMES, commit=True)) == ["done"] * 2, "nobody has aborted"
+
+    in_room(main, group_params())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda group: changed(group, 0, incarnation=Incarnation(77)), "made for another process"),
+        (lambda group: changed(group, 0, held=(0, 6)), r"made for layers \[?0.*6.*, held are .*8"),
+        (lambda group: changed(group, 1, layers=(5, 8)), "do not begin where those before them end, at 4"),
+        (lambda group: PlannedGroup(stages=(group.stages[1], group.stages[1])), "names this worker 0 times"),
+        (lambda group: PlannedGroup(stages=(group.stages[0], group.stages[0])), "names this worker 2 times"),
+        (lambda group: PlannedGroup(stages=(changed(group, 0, layers=(0, 8)).stages[0],)), "a whole instance already"),
+    ],
+)
+def test_a_worker_that_is_alone_refuses(change: Callable[[PlannedGroup], PlannedGroup], reason: str) -> None:
+    async def main(room: Room) -> None:
+        await check_refused(room, change(pair(room.driver)), reason)
+
+    in_room(main, group_params())
+
+
+def test_a_stage_refuses_layers_that_it_does_not_hold() -> None:
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(NAMES, HALVES)) == ["done"] * 2
+        await asyncio.sleep(1.0)
+        wider = [LayerRange(0, 5), LayerRange(5, NUM_LAYERS)]
+        group = group_of([room.driver.reports[name] for name in NAMES], wider)
+        await check_refused(room, group, "are not all among those held")
+
+    in_room(main, group_params())
+
+
+def test_what_the_device_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(room: Room) -> None:
+        await check_refused(room, pair(room.driver), "^too little memory$")
+
+    monkeypatch.setattr(ModelledGroupDevice, "refusal", lambda *_: "too little memory")
+    in_room(main, group_params())
+
+
+def test_a_worker_that_is_about_to_stop_takes_part_in_nothing_new() -> None:
+    async def main(room: Room) -> None:
+        room.ask(*draw_requests(1, 4))
+        await asyncio.sleep(0.1)
+        group = pair(room.driver)
+        draining = asyncio.ensure_future(room.cluster.workers[0].service.drain(5.0))
+        await asyncio.sleep(0.0)
+        await check_refused(room, group, "it is about to stop")
+        await draining
+        await room.check()
+
+    in_room(main, group_params())
+
+
+def test_what_is_abandoned_before_it_is_prepared_is_not_prepared_any_more() -> None:
+    """The abort is quicker than the prepare."""
+
+    async def main(room: Room) -> None:
+        driver = room.driver
+        for _ in range(2):
+            answer = await driver.ask("w0", AbortPlan(epoch=5, plan_id=5))
+            assert answer is not None
+            assert answer.state is PlanState.ABORTED
+        answer = await driver.ask("w0", PreparePlan(epoch=5, plan_id=5, group=pair(driver), limit_s=5))
+        assert answer is not None
+        assert answer.state is PlanState.ABORTED
+        driver.epoch = 5
+        assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2, "the next one is prepared as ever"
+
+    in_room(main, group_params())
+
+
+def test_a_plan_that_is_over_is_told_of_and_not_begun_again() -> None:
+    async def main(room: Room) -> None:
+        driver = room.driver
+        group = pair(driver)
+        assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+        roles = [room.role(index) for index in range(2)]
+        again = PreparePlan(epoch=1, plan_id=1, group=group, limit_s=5)
+        answers = [await driver.ask("w0", question) for question in (again, CommitPlan(epoch=1, plan_id=1))]
+        assert [answer.state for answer in answers if answer is not None] == [PlanState.DONE] * 2
+        await asyncio.sleep(1.0)
+        restored = [driver.reports[name] for name in NAMES]
+        driver.epoch = 6
+        assert states(await driver.carry_out(*map(alone, restored))) == ["done"] * 2
+        older = PreparePlan(epoch=7, plan_id=6, group=group, limit_s=5)
+        answers = [await driver.ask("w0", question) for question in (older, CommitPlan(epoch=7, plan_id=3))]
+        assert [answer.state for answer in answers if answer is not None] == [PlanState.REFUSED] * 2
+        assert roles != [room.role(index) for index in range(2)] == [("", 0, (0, NUM_LAYERS))] * 2
+
+    in_room(main, group_params())
+
+
+def test_a_step_that_takes_longer_than_the_limit_is_not_waited_for() -> None:
+    async def main(room: Room) -> None:
+        driver, worker = room.driver, room.cluster.workers[0]
+        room.ask(*draw_requests(2, 6))
+        await asyncio.sleep(0.1)
+        assert worker.device is not None
+        worker.device.stuck_until_s = asyncio.get_running_loop().time() + 3.0
+        driver.limit_s = 1.0
+        _, answers = await driver.prepare(pair(driver))
+        first = answers["w0"]
+        assert first is not None
+        assert (first.state, first.reason) == (PlanState.ABORTED, "a step, or KV, was under way for 1 s")
+        await room.check()
+
+    in_room(main, group_params())
+
+
+def test_a_newer_plan_does_not_wait_until_an_older_one_is_given_up() -> None:
+    """Whoever is prepared waits 5 s for the word; the second planner's plan comes after one of them."""
+
+    async def main(room: Room) -> None:
+        driver, clock = room.driver, asyncio.get_running_loop()
+        _, prepared = await driver.prepare(pair(driver))
+        assert states(prepared) == ["prepared"] * 2
+        await asyncio.sleep(1.0)
+        begun_s = clock.time()
+        assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+        assert clock.time() - begun_s < 1.0
+
+    in_room(main, group_params())

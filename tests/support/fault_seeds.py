@@ -1,0 +1,45 @@
+"""A campaign of random faults as tests see it: each seed runs once, whoever asks first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from sim.faults.campaign import SeedReport
+
+NUM_SEEDS = 200
+SEEDS_PER_TEST = 5
+FIRST_SEEDS = range(0, NUM_SEEDS, SEEDS_PER_TEST)
+
+
+class FaultSeeds:
+    """The seeds 0 to NUM_SEEDS - 1.
+
+    Args:
+        run: runs one seed.
+    """
+
+    def __init__(self, run: Callable[[int], SeedReport]) -> None:
+        self._run = run
+        self._reports: dict[int, SeedReport] = {}
+
+    def report_of(self, seed: int) -> SeedReport:
+        """Return what came of a seed."""
+        if seed not in self._reports:
+            self._reports[seed] = self._run(seed)
+        return self._reports[seed]
+
+    def check(self, first: int) -> None:
+        """Check that some seeds, from the first on, violate nothing; names each that does."""
+        seeds = range(first, first + SEEDS_PER_TEST)
+        wrong = [f"seed {seed}: {violation}" for seed in seeds for violation in self.report_of(seed).violations]
+        assert not wrong, "\n".join(wrong)
+
+    def check_coverage(self, required: Sequence[str]) -> Counter[str]:
+        """Check that the seeds together reach some paths; return how often each path was reached."""
+        total: Counter[str] = Counter()
+        for seed in range(NUM_SEEDS):
+            total.update(self.report_of(seed).coverage)
+        missing = [path for path in required if not total[path]]
+        assert not missing, f"never reached: {missing}"
+        return total

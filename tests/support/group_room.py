@@ -1,0 +1,107 @@
+"""A simulated cluster whose workers can drop layers, a planner by hand, and readers whose texts are checked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from shared.cost import load_profile
+from shared.messages.report import ElasticFacts
+from shared.types import FinishReason
+from sim.cluster import ClusterParams, SimCluster
+from sim.plan_driver import PlanDriver
+from sim.requests import SimAnswer, SimRequest
+from sim.virtual_time import run
+from sim.worker import SimWorkerParams
+
+NUM_LAYERS = 8
+PAGE_BYTES = 4096
+
+
+def elastic_facts(num_pages: int = 500) -> ElasticFacts:
+    """Parameters of 8 layers take 40 pages each, half of the budget or more; a page has two blocks."""
+    return ElasticFacts(
+        layer_bytes=(40 * PAGE_BYTES,) * NUM_LAYERS,
+        outer_bytes=0,
+        first_stage_end=0,
+        last_stage_begin=0,
+        block_bytes=PAGE_BYTES // 2,
+        page_bytes=PAGE_BYTES,
+        num_pages=num_pages,
+        max_blocks=2000,
+        has_host_copy=True,
+    )
+
+
+def group_params(num_workers: int = 2, system: str = "fcfs-chunked", num_pages: int = 500) -> ClusterParams:
+    """Workers of that many pages each, named w0 and following."""
+    cost = load_profile("llama-3-8b-tp1-a100").cost
+    workers = [
+        SimWorkerParams(
+            f"w{i}",
+            cost,
+            0,
+            system=system,
+            max_model_len=320,
+            max_batch_tokens=256,
+            elastic=elastic_facts(num_pages),
+        )
+        for i in range(num_workers)
+    ]
+    return ClusterParams(tuple(workers), system=system)
+
+
+def draw_requests(seed: int, count: int) -> list[SimRequest]:
+    """Requests of up to 299 tokens in all."""
+    rng = np.random.default_rng(seed)
+    return [
+        SimRequest(f"r{i}", rng.integers(300, 30_000, int(rng.integers(1, 200))), int(rng.integers(1, 100)), seed=i)
+        for i in range(count)
+    ]
+
+
+class Room:
+    """A cluster, a planner by hand, and readers."""
+
+    def __init__(self, cluster: SimCluster, driver: PlanDriver) -> None:
+        self.cluster = cluster
+        self.driver = driver
+        self.answers: list[asyncio.Task[SimAnswer]] = []
+
+    def ask(self, *asked: SimRequest) -> None:
+        """Send requests; `check` waits for their answers."""
+        self.answers += [asyncio.ensure_future(self.cluster.ask(request)) for request in asked]
+
+    async def check(self) -> None:
+        """Wait for all answers, and check that each is what it is alone."""
+        for answer in await asyncio.gather(*self.answers):
+            assert answer.failure is None, answer.request.request_id
+            assert answer.finish is FinishReason.LENGTH
+            assert answer.tokens == self.cluster.undisturbed(answer.request), answer.request.request_id
+
+    def num_blocks(self, index: int) -> int:
+        """Return the KV blocks of a worker."""
+        return self.cluster.workers[index].service.engine.capacity_blocks
+
+    def role(self, index: int) -> tuple[str, int, tuple[int, int]]:
+        """Return the group of a worker, its stage and its layers."""
+        agent = self.cluster.workers[index].service.agent
+        assert agent is not None
+        return agent.role.group, agent.role.stage, (agent.role.layers.first, agent.role.layers.end)
+
+
+def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterParams) -> None:
+    """Run a test in a room of its own, at the end of which nothing may be left."""
+
+    async def main() -> None:
+        async with SimCluster(cluster_params) as cluster:
+            driver = PlanDriver(cluster.broker.connect("hand"))
+            await driver.start()
+            await asyncio.sleep(1.0)
+            await test(Room(cluster, driver))
+            await asyncio.sleep(3.0)
+            cluster.check_idle()
+
+    run(main())

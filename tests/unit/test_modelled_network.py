@@ -1,0 +1,297 @@
+"""Where modelled workers meet: who hears of whose end, and which blocks hold what after an exchange of KV."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
+from services.worker.executor.channel import ModelledLink
+from services.worker.executor.modelled import ModelledExecutor
+from services.worker.executor.shadow_kv import TokenDraw
+from services.worker.groups.arrivals import Arrived
+from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
+from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice, ModelledNetwork
+from services.worker.groups.modelled_exchange import Estate, Exchange, Share, hand_out
+from shared.cost import load_profile
+from shared.ids import WorkerId
+from shared.layers import LayerRange, even_split
+from sim.virtual_time import run
+from tests.support.group_room import NUM_LAYERS, elastic_facts
+
+LATENCY_S = 0.1
+BLOCK_BYTES = 10
+NAMES = tuple(WorkerId(f"w{i}") for i in range(3))
+
+
+class Party:
+    """Three devices on one network, and what each was told of its pipeline's end, and when."""
+
+    def __init__(self) -> None:
+        cost = load_profile("llama-3-8b-tp1-a100").cost
+        draw = TokenDraw.of_vocabulary(32_000, (2,), first_id=256)
+        self.network = ModelledNetwork(ModelledLink(LATENCY_S))
+        params = ModelledDeviceParams(elastic_facts(), cost, 16, draw)
+        self.devices = [ModelledGroupDevice(params, self.network, lambda kv: ModelledExecutor(cost, kv)) for _ in NAMES]
+        self.heard: dict[int, tuple[str | None, float]] = {}
+
+    def place(self, index: int, plan_id: int) -> GroupPlace:
+        stages = [StagePlace(name, "", part) for name, part in zip(NAMES, even_split(NUM_LAYERS, 3), strict=True)]
+        return GroupPlace(plan_id, "", tuple(stages), index)
+
+    def come(self, index: int, plan_id: int = 1) -> Awaitable[object]:
+        """A device takes its place in the group of all."""
+
+        def on_end(reason: str | None) -> None:
+            assert index not in self.heard, "told twice"
+            self.heard[index] = reason, asyncio.get_running_loop().time()
+
+        device, place = self.devices[index], self.place(index, plan_id)
+        coming = device.join(place, on_end, NOTHING_KEPT) if index else device.lead(place, on_end, NOTHING_KEPT)
+        return asyncio.ensure_future(coming)
+
+    async def gather(self, plan_id: int = 1) -> list[object]:
+        """All form a group; return what each says."""
+        self.heard.clear()
+        comings = (self.come(index, plan_id) for index in range(len(NAMES)))
+        return await asyncio.gather(*comings, return_exceptions=True)
+
+    async def check_heard(self, gone: int, why: str, num_ways: int = 1) -> None:
+        """Check that the leader and the stage behind hear why, so many ways later, and the rest when the leader closes.
+
+        If the leader is the one that is gone, all hear of it.
+        """
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(3 * LATENCY_S)
+        at_once = {1, 2} if gone == 0 else {0, 2} - {gone}
+        assert at_once <= self.heard.keys()
+        for index in sorted(at_once):
+            reason, at_s = self.heard[index]
+            assert reason is not None
+            assert why in reason
+            assert at_s - begun_s <= num_ways * LATENCY_S + 1e-9
+        if gone:
+            await self.devices[0].pipelines[0].close()
+        await asyncio.sleep(2 * LATENCY_S)
+        assert {0, 1, 2} - {gone} <= self.heard.keys()
+        assert gone == 0 or gone not in self.heard, "who goes need not be told"
+
+
+def at_party(test: Callable[[Party], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test(Party())
+
+    run(main())
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_the_others_hear_that_a_worker_is_lost(index: int) -> None:
+    async def main(party: Party) -> None:
+        await party.gather()
+        party.network.lose(NAMES[index])
+        await party.check_heard(index, NAMES[index])
+
+    at_party(main)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_the_others_hear_that_a_stage_has_left(index: int) -> None:
+    async def main(party: Party) -> None:
+        await party.gather()
+        leaving = asyncio.ensure_future(party.devices[index].alone())
+        await party.check_heard(index, "a stage has left the group", num_ways=2)
+        await leaving
+        assert party.devices[index].layers == LayerRange(0, NUM_LAYERS)
+
+    at_party(main)
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 2), (2, 0)])
+def test_a_cut_ends_the_pipeline_and_no_other_begins_until_it_is_healed(one: int, other: int) -> None:
+    async def main(party: Party) -> None:
+        assert not [said for said in await party.gather() if isinstance(said, Exception)]
+        party.network.cut(NAMES[one], NAMES[other])
+        await asyncio.sleep(3 * LATENCY_S)
+        assert 0 in party.heard, "the leader"
+        assert party.heard.keys() & {1, 2} & {one, other}, "a stage that had the connection"
+        for device in party.devices:
+            await device.alone()
+        said = await party.gather(plan_id=2)
+        assert [str(each) for each in said] == ["a connection did not come within 5 s"] * 3
+        for device in party.devices:
+            await device.alone()
+        party.network.heal(NAMES[one], NAMES[other])
+        assert not [each for each in await party.gather(plan_id=3) if isinstance(each, Exception)]
+
+    at_party(main)
+
+
+def test_who_is_lost_while_it_waits_is_not_counted_as_there() -> None:
+    async def main(party: Party) -> None:
+        gone = asyncio.ensure_future(party.come(1))
+        comings = [party.come(2)]
+        await asyncio.sleep(1.0)
+        party.network.lose(NAMES[1])
+        comings.append(party.come(0))
+        for said in await asyncio.gather(*comings, return_exceptions=True):
+            assert isinstance(said, GroupFailedError)
+            assert str(said) == "w1 did not come within 5 s"
+        gone.cancel()
+
+    at_party(main)
+
+
+class Memory:
+    """Blocks in which it is written what was put there, and from which layers."""
+
+    def __init__(self, names: dict[int, bytes] | None = None, layers: LayerRange | None = None) -> None:
+        self.content = {block: [(name, layers, self)] for block, name in (names or {}).items()}
+        self.num_blocks = 0
+
+    def take_from(self, other: Memory, source: I32, target: I32) -> None:
+        for here, there in zip(target.tolist(), source.tolist(), strict=True):
+            self.content.setdefault(here, []).extend(other.content[there])
+
+    def check(self, kept: KeptKv, layers: LayerRange) -> None:
+        """Check that every named block has these layers of what its name says, and nothing else."""
+        assert len(set(kept.names)) == len(kept) == len(set(kept.ids.tolist()))
+        for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
+            assert {what for what, _, _ in self.content[block]} == {name}
+            found = sorted(layer for _, part, _ in self.content[block] for layer in part or () if layer in layers)
+            assert found == list(layers), "each layer once"
+
+
+def names_of(rng: np.random.Generator, count: int) -> list[bytes]:
+    return [bytes([number]) for number in rng.choice(40, count, replace=False).tolist()]
+
+
+def estates(rng: np.random.Generator) -> list[Estate]:
+    """A worker that was alone, the two stages of a group, and another one that was alone; names in common."""
+    halves, whole = even_split(NUM_LAYERS, 2), LayerRange(0, NUM_LAYERS)
+    found: list[Estate] = []
+    for leader, ranges in (("a", [whole]), ("b", halves), ("d", [whole])):
+        names = names_of(rng, int(rng.integers(0, 12)))
+        ids = rng.permutation(50)[: len(names)].astype(np.int32)
+        for index, layers in enumerate(ranges):
+            memory: Any = Memory(dict(zip(ids.tolist(), names, strict=True)), layers)
+            kept = NOTHING_KEPT if index else KeptKv(tuple(names), ids)
+            found.append(Estate(layers, memory, WorkerId(leader), kept, block_bytes=BLOCK_BYTES))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_after_an_exchange_every_named_block_has_the_layers_of_its_stage(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    before = estates(rng)
+    num_blocks = int(rng.integers(1, 40))
+    stages: list[Any] = [
+        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=num_blocks + i))
+        for i, layers in enumerate(even_split(NUM_LAYERS, len(before)))
+    ]
+    rate = float(rng.choice([np.inf, 1000.0, 30.0])) * BLOCK_BYTES * NUM_LAYERS
+    exchange = Exchange(before, stages, rate)
+    wanted = dict.fromkeys(name for estate in before for name in estate.kept.names)
+    coming = exchange.coming
+    assert coming.names == tuple(wanted)[:num_blocks], "the first worker's come first, each once"
+    assert coming.ids.tolist() == list(range(len(coming)))
+    arrived: list[tuple[float, Arrived]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        async for each in exchange.news(began_s, 1e9, lambda: False):
+            arrived.append((loop.time() - began_s, each))
+            for stage in stages:
+                stage.kv.check(each.blocks, stage.layers)
+
+    run(main())
+    came = dict(pair for _, each in arrived for pair in zip(each.blocks.names, each.blocks.ids.tolist(), strict=True))
+    assert came == dict(zip(coming.names, coming.ids.tolist(), strict=True))
+    assert sum(len(each.blocks) for _, each in arrived) == len(coming), "each once"
+    sizes = [
+        (index, before.index(source), BLOCK_BYTES * len(part))
+        for index, stage in enumerate(stages)
+        for pieces in stage.kv.content.values()
+        for _, held, memory in pieces
+        for source in before
+        if source.kv is memory and (part := held.overlap(stage.layers)) and source is not before[index]
+    ]
+    most_bytes = max(
+        sum(size for *ends, size in sizes if ends[way] == index) for way in (0, 1) for index in range(len(before))
+    )
+    if arrived:
+        assert most_bytes / rate - 1e-9 <= arrived[-1][0] <= sum(size for *_, size in sizes) / rate + 1e-9
+    room = [exchange.num_blocks, *(each.num_blocks for _, each in arrived)]
+    assert max(room) <= num_blocks
+    assert room[-1] == num_blocks or not arrived
+    assert min(room) == room[0] >= len(coming)
+
+
+@pytest.mark.parametrize("rate", [50.0, 1000.0])
+def test_what_has_not_left_takes_the_room_of_blocks(rate: float) -> None:
+    """Two full workers: of the room that the drop makes, what both still have for each other is not there yet."""
+    halves, whole = even_split(NUM_LAYERS, 2), LayerRange(0, NUM_LAYERS)
+    before = []
+    for leader in "ab":
+        names = [f"{leader}{i}".encode() for i in range(40)]
+        memory: Any = Memory(dict(enumerate(names)), whole)
+        kept = KeptKv(tuple(names), np.arange(40, dtype=np.int32))
+        before.append(Estate(whole, memory, WorkerId(leader), kept, block_bytes=BLOCK_BYTES))
+    stages: list[Any] = [
+        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=110)) for layers in halves
+    ]
+    exchange = Exchange(before, stages, rate * BLOCK_BYTES * NUM_LAYERS)
+    assert exchange.num_blocks == 80, "as many as wait for KV; there is memory for 70"
+    left = [40, 40]
+    for step in exchange.steps:
+        left["ab".index(step.piece.lot.names[0][:1].decode())] -= len(step.piece)
+        assert step.num_blocks == max(110 - max(left), 80), "each stage has sent half of the layers of what is gone"
+    assert left == [0, 0]
+
+
+async def _all_of(exchange: Exchange, limit_s: float, cut_s: float) -> int:
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    news = exchange.news(began_s, limit_s, lambda: loop.time() - began_s >= cut_s)
+    return sum([len(each.blocks) async for each in news])
+
+
+def test_what_comes_too_late_or_over_a_cut_link_does_not_come() -> None:
+    rng = np.random.default_rng(3)
+    before = estates(rng)
+    stages: list[Any] = [
+        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=99))
+        for layers in even_split(NUM_LAYERS, len(before))
+    ]
+    exchange = Exchange(before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS)
+    half_s = exchange.took_s / 2
+    assert run(_all_of(exchange, 1e9, 1e9)) == len(exchange.coming)
+    assert 0 < run(_all_of(exchange, half_s, 1e9)) < len(exchange.coming)
+    assert 0 < run(_all_of(exchange, 1e9, half_s)) < len(exchange.coming)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_when_a_group_dissolves_each_gets_all_layers_of_its_share(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    names = names_of(rng, 30)
+    ranges = even_split(NUM_LAYERS, 3)
+    shares = []
+    for part in np.array_split(rng.permutation(30), np.sort(rng.integers(0, 31, 2))):
+        shares.append(KeptKv(tuple(names[i] for i in part), part.astype(np.int32)))
+    members: list[Share] = []
+    rooms: Sequence[int] = rng.integers(0, 15, 3).tolist()
+    for index, layers in enumerate(ranges):
+        held: Any = Memory(dict(enumerate(names)), layers)
+        whole: Any = Memory()
+        whole.num_blocks = rooms[index]
+        members.append(Share(layers, held, whole, tuple(shares) if index == 0 else (), block_bytes=BLOCK_BYTES))
+    kept, _ = hand_out(members)
+    for member, share, room, got in zip(members, shares, rooms, kept, strict=True):
+        assert got.names == share.names[:room]
+        memory: Any = member.whole
+        memory.check(got, LayerRange(0, NUM_LAYERS))

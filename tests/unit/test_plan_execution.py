@@ -1,0 +1,115 @@
+"""Plans carried out by workers whose every answer is written down here: what is believed, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from services.planner.book import PlanBook
+from services.planner.execution import ExecutionParams, Outcome, PlanExecution
+from services.planner.policy.intent import DROP, Intent
+from shared.bus import Endpoint, Message, ServiceInfo
+from shared.ids import Incarnation, WorkerId
+from shared.memory_bus import MemoryBroker
+from shared.messages.plan import PlanAnswer, PlannedGroup, PlannedStage, PlanState
+from shared.subjects import Subjects
+from shared.wire import encode_json
+from sim.virtual_time import run
+
+SUBJECTS = Subjects()
+NAMES = (WorkerId("w0"), WorkerId("w1"))
+PLAN_ID = 2
+"""The epoch of the claim is 1."""
+PARAMS = ExecutionParams(make_token=lambda: "token")
+PREPARED, DONE, ABORTED = PlanState.PREPARED, PlanState.DONE, PlanState.ABORTED
+Said = Callable[[WorkerId], PlanAnswer]
+
+
+def says(state: PlanState, *, plan_id: int = PLAN_ID, by: str = "", epoch: int = 1) -> Said:
+    """An answer; by the worker that is asked unless it says that it is another one."""
+    return lambda name: PlanAnswer(
+        worker_id=WorkerId(by) or name, plan_id=plan_id, state=state, newest_epoch=epoch, num_blocks=0
+    )
+
+
+def carried_out(second: Sequence[Said], announce_s: float = 0.0) -> tuple[Outcome, int, float]:
+    """Carry out a plan of two workers: w0 does all, w1 says these things one after the other, the last for ever.
+
+    Returns:
+        The outcome, how often w1 was asked, and the seconds that it took.
+    """
+    script = {NAMES[0]: [says(PREPARED), says(DONE)], NAMES[1]: list(second)}
+    asked = dict.fromkeys(NAMES, 0)
+
+    async def main() -> tuple[Outcome, int, float]:
+        broker = MemoryBroker()
+        for name in NAMES:
+
+            async def answer(message: Message, name: WorkerId = name) -> bytes:
+                number, asked[name] = asked[name], asked[name] + 1
+                return encode_json(script[name][min(number, len(script[name]) - 1)](name))
+
+            info = ServiceInfo("sluice-worker", "1.0.0", "answers by heart", {}, name)
+            await broker.connect(name).serve(info, [Endpoint("plan", SUBJECTS.plan(name), answer)])
+        bus = broker.connect("planner")
+        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
+        await book.claim("test")
+
+        async def announce(name: str, _reason: str) -> None:
+            await asyncio.sleep(announce_s if name == "plan_preparing" else 0)
+
+        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
+        ranges = ((0, 4), (4, 8))
+        stages = [
+            PlannedStage(worker_id=name, incarnation=Incarnation(0), address="", held=(0, 8), layers=layers)
+            for name, layers in zip(NAMES, ranges, strict=True)
+        ]
+        begun_s = asyncio.get_running_loop().time()
+        outcome = await execution.carry_out(Intent(DROP, "by heart", (PlannedGroup(stages=tuple(stages)),)))
+        return outcome, asked[NAMES[1]], asyncio.get_running_loop().time() - begun_s
+
+    return run(main())
+
+
+def test_a_plan_is_done_when_all_have_said_so() -> None:
+    outcome, num_asked, took_s = carried_out([says(PREPARED), says(DONE)])
+    assert outcome.is_done
+    assert (outcome.plan_id, outcome.done, num_asked) == (PLAN_ID, NAMES, 2)
+    assert took_s < 0.1
+
+
+def test_who_is_still_prepared_when_told_to_commit_is_asked_again() -> None:
+    outcome, num_asked, _ = carried_out([says(PREPARED)] * 4 + [says(DONE)])
+    assert outcome.is_done
+    assert num_asked == 5
+
+
+def test_an_answer_about_another_plan_or_of_another_worker_counts_for_nothing() -> None:
+    for wrong, said in (
+        (says(PREPARED, plan_id=PLAN_ID - 1), "w1: the answer is w1's, about plan 1"),
+        (says(PREPARED, by="w7"), "w1: the answer is w7's, about plan 2"),
+    ):
+        outcome, _, _ = carried_out([wrong, says(ABORTED)])
+        assert not outcome.is_done
+        assert said in outcome.reason
+    for wrong in (says(DONE, plan_id=PLAN_ID - 1), says(DONE, by="w0")):
+        outcome, num_asked, took_s = carried_out([says(PREPARED), wrong, wrong, says(DONE)])
+        assert outcome.is_done
+        assert num_asked == 4
+        assert took_s >= 2 * PARAMS.retry_s
+
+
+def test_nothing_is_committed_when_who_was_prepared_may_have_given_up() -> None:
+    """Until somebody hears of the plan 4.9 or 5.1 s pass; who is prepared waits for 5."""
+    assert carried_out([says(PREPARED), says(DONE)], announce_s=4.9)[0].is_done
+    outcome, _, _ = carried_out([says(PREPARED), says(ABORTED)], announce_s=5.1)
+    assert not outcome.is_done
+    assert "it took 5.1 s until all were prepared" in outcome.reason
+
+
+def test_a_worker_that_never_ends_a_change_is_given_up_after_a_while() -> None:
+    outcome, _, took_s = carried_out([says(PREPARED)])
+    assert not outcome.is_done
+    assert outcome.done == NAMES[:1]
+    assert "w1: it is prepared and does not go on, for 60 s" in outcome.reason
+    assert PARAMS.commit_limit_s <= took_s < PARAMS.commit_limit_s + 1
