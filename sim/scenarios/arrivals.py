@@ -23,23 +23,32 @@ class _Recorded(Value):
 
     file: str
     """A trace's CSV file: an absolute path, or relative to the folder of traces or to the present folder."""
+    window_s: tuple[_Seconds, _Seconds] | None = None
+    """Start and end of the part that is taken, seconds from its first request on; the start becomes 0. None: all."""
     spread_s: _Seconds | None = None
     """Each arrival moves later by up to this; None is 1 s if all times of the file are whole seconds, else 0."""
 
+    @model_validator(mode="after")
+    def _has_length(self) -> Self:
+        if self.window_s is not None and self.window_s[1] <= self.window_s[0]:
+            raise ValueError("window_s must end after it starts")
+        return self
+
     def read(self, traces: Path | None) -> Trace:
-        """Return the trace.
+        """Return the trace, or the window of it that is taken.
 
         Args:
             traces: folder in which to look first.
 
         Raises:
-            StartupError: the file is not there, or is no trace.
+            StartupError: the file is not there, or is no trace, or the window holds no request.
         """
         path = Path(self.file)
         folders = [Path()] if path.is_absolute() or traces is None else [traces, Path()]
         found = next((folder / path for folder in folders if (folder / path).is_file()), None)
         if found is not None:
-            return read_trace(found)
+            trace = read_trace(found)
+            return trace if self.window_s is None else trace.window(*self.window_s)
         if path.is_absolute():
             raise StartupError(f"there is no trace {path}", "Name a .csv file")
         where = " or ".join(str(folder) if folder == traces else "the present folder" for folder in folders)

@@ -27,7 +27,9 @@ class Overrides(TypedDict, total=False):
     instances: int | None
     era_ms: float | None
     trace: Path | None
-    """A CSV file whose times replace the arrivals."""
+    """A CSV file whose times replace the arrivals; all of them, unless there is a window too."""
+    window_s: tuple[float, float] | None
+    """The part of a trace that is taken; requests arrive for its length, unless there is a duration too."""
     rate_per_s: float | None
     """Of arrivals that are drawn."""
     upscale: float | None
@@ -102,14 +104,23 @@ class Scenario(Load):
             given = {"tp": None, "kv_tokens": None, **given}
         if "trace" in given:
             given["arrivals"] = self._with_trace(given.pop("trace"))
+        if "window_s" in given:
+            window_s = given.pop("window_s")
+            given["arrivals"] = self._with_window(window_s, given.get("arrivals"))
+            given = {"duration_s": window_s[1] - window_s[0], **given}
         if "rate_per_s" in given:
             given["arrivals"] = self._with_rate(given.pop("rate_per_s"), given.get("arrivals"))
         return validated({**self.model_dump(), **given}, f"scenario {self.name}")
 
     def _with_trace(self, trace: Path) -> dict[str, Any]:
         if isinstance(self.arrivals, RepeatedBurstArrivals):
-            return {**self.arrivals.model_dump(), "file": str(trace.absolute()), "spread_s": None}
+            return {**self.arrivals.model_dump(), "file": str(trace.absolute()), "window_s": None, "spread_s": None}
         return {"kind": "trace", "file": str(trace.absolute())}
+
+    def _with_window(self, window_s: tuple[float, float], trace: dict[str, Any] | None) -> dict[str, Any]:
+        if trace is None and not isinstance(self.arrivals, RECORDED):
+            raise StartupError("a window does not go with arrivals that are drawn", "Name a trace with --trace")
+        return {**(trace or self.arrivals.model_dump()), "window_s": window_s}
 
     def _with_rate(self, rate_per_s: float, trace: dict[str, Any] | None) -> dict[str, Any]:
         if trace is not None or isinstance(self.arrivals, RECORDED):

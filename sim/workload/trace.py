@@ -34,21 +34,37 @@ class Trace:
     """Recorded requests in order of arrival; every column is [num_requests]."""
 
     name: str
-    """The file's, without folder and `.csv`."""
+    """The file's, without folder and `.csv`; of a window, with its ends: `burstgpt_1h[1084:1724]`."""
     arrival_s: F64
-    """Seconds since the first one, ascending."""
+    """Seconds since the file's first one, or since the window began; ascending."""
     num_prompt: I32
     num_output: I32
     log_type: tuple[str, ...]
     """What the source calls the kind of request; empty where it says nothing."""
+    has_whole_seconds: bool
+    """Whether the source resolves no more than seconds (BurstGPT)."""
 
     def __len__(self) -> int:
         return int(self.arrival_s.size)
 
-    @property
-    def has_whole_seconds(self) -> bool:
-        """Whether the source resolves no more than seconds (BurstGPT)."""
-        return bool(np.all(self.arrival_s == np.floor(self.arrival_s)))
+    def window(self, start_s: float, end_s: float) -> Trace:
+        """Return the requests that arrive from `start_s` on and before `end_s`; `start_s` becomes 0.
+
+        Raises:
+            StartupError: none does.
+        """
+        kept = np.flatnonzero((self.arrival_s >= start_s) & (self.arrival_s < end_s))
+        if not kept.size:
+            hint = f"Its last one arrives at {self.arrival_s[-1]:g} s"
+            raise StartupError(f"no request of trace {self.name} arrives from {start_s:g} to {end_s:g} s", hint)
+        return Trace(
+            name=f"{self.name}[{start_s:g}:{end_s:g}]",
+            arrival_s=self.arrival_s[kept] - start_s,
+            num_prompt=self.num_prompt[kept],
+            num_output=self.num_output[kept],
+            log_type=tuple(self.log_type[i] for i in kept.tolist()),
+            has_whole_seconds=self.has_whole_seconds,
+        )
 
 
 def read_trace(path: Path) -> Trace:
@@ -66,6 +82,7 @@ def read_trace(path: Path) -> Trace:
         num_prompt=np.array([rows[i][1] for i in order], dtype=np.int32),
         num_output=np.array([rows[i][2] for i in order], dtype=np.int32),
         log_type=tuple(rows[i][3] for i in order),
+        has_whole_seconds=bool(np.all(arrival_s == np.floor(arrival_s))),
     )
 
 

@@ -150,6 +150,66 @@ def test_lengths_of_one_log_type_are_dealt_to_all_arrivals() -> None:
     assert workload.num_prompt.tolist() == [310, 95, 21, 1200, 640, 310, 95, 21, 1200, 640]
 
 
+def test_a_window_of_a_trace_is_all_that_there_is(traces: Path) -> None:
+    """Arrivals 2 3 3 3 of 0 0 2 3 3 3 5 5 9 12, from 1 on; lengths are dealt from the same four records."""
+    arrivals = {"kind": "trace", "file": str(TRACES / "whole_seconds.csv"), "spread_s": 0.0, "window_s": [1, 5]}
+    workload = _traced(arrivals=arrivals, upscale=2.0).workload(1)
+    assert workload.arrival_s.tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    assert workload.num_prompt.tolist() == [95, 500, 455, 21] * 2
+    assert workload.name == "whole_seconds[1:5] x2, trace lengths"
+
+
+def test_a_window_holds_what_the_whole_file_has_there(traces: Path) -> None:
+    """A whole factor draws nothing, so without spreading the window's arrivals are the file's own."""
+    arrivals = {"kind": "trace", "file": "burstgpt_1h.csv", "spread_s": 0.0}
+    whole = _traced(arrivals=arrivals, upscale=3.0).workload(1, traces).arrival_s
+    part = _traced(arrivals={**arrivals, "window_s": [1000, 1640]}, upscale=3.0).workload(1, traces).arrival_s
+    assert part.size > 100
+    assert part.tolist() == (whole[(whole >= 1000) & (whole < 1640)] - 1000).tolist()
+
+
+def test_a_window_can_be_given_beside_the_file(traces: Path) -> None:
+    scenario = load_scenario("kunserve-v2")
+    changed = scenario.with_overrides(trace=traces / "burstgpt_1h.csv", window_s=(1084.0, 1284.0))
+    assert changed.duration_s == 200
+    assert changed.workload(1).name == "burstgpt_1h[1084:1284] x88, burstgpt-conversation lengths"
+    kept = scenario.with_overrides(window_s=(100.0, 300.0), duration_s=150.0)
+    assert kept.duration_s == 150
+    assert 140 < kept.workload(1, traces).arrival_s[-1] < 150
+
+
+def test_another_file_comes_without_the_window_of_the_first(traces: Path) -> None:
+    windowed = load_scenario("kunserve-v2").with_overrides(window_s=(100.0, 300.0))
+    changed = windowed.with_overrides(trace=traces / "burstgpt_1h.csv")
+    assert changed.workload(1).name == "burstgpt_1h x88, burstgpt-conversation lengths"
+    extreme = load_scenario("kunserve-v2-extreme").with_overrides(window_s=(0.0, 100.0))
+    assert extreme.with_overrides(trace=traces / "burstgpt_1h.csv").workload(1).name.startswith("burstgpt_1h x")
+
+
+def test_windows_that_cannot_be_are_refused(traces: Path) -> None:
+    scenario = load_scenario("kunserve-v2")
+    with pytest.raises(StartupError, match="a window does not go with arrivals that are drawn"):
+        load_scenario("mell-7b").with_overrides(window_s=(0.0, 10.0))
+    with pytest.raises(StartupError, match="window_s must end after it starts"):
+        scenario.with_overrides(window_s=(10.0, 10.0))
+    with pytest.raises(StartupError, match="no request of trace burstgpt_640s arrives from 9000 to 9001 s"):
+        scenario.with_overrides(window_s=(9000.0, 9001.0)).workload(1, traces)
+
+
+def test_standard_loads_differ_in_nothing_but_the_load() -> None:
+    """And from `kunserve-v2` in the window too: what they say of fcfs would else be of something else."""
+    standard = [load_scenario(name) for name in scenario_names() if name.startswith("standard-")]
+    own = {"name", "title", "upscale", "left_open"}
+    settings = [each.model_dump(exclude=own) for each in standard]
+    assert {each.name for each in standard} == {"standard-2", "standard-5", "standard-15"}
+    assert all(each == settings[0] for each in settings)
+    assert [each.upscale for each in sorted(standard, key=lambda each: int(each.name[9:]))] == sorted(
+        {each.upscale for each in standard}
+    )
+    others = load_scenario("kunserve-v2").model_dump(exclude={*own, "arrivals", "systems"})
+    assert {name: settings[0][name] for name in others} == others
+
+
 def test_lengths_can_be_scaled_and_are_cut_to_the_longest_request() -> None:
     workload = _traced(lengths_scale=10.0, max_request_tokens=4000).workload(1)
     assert workload.num_output[:3].tolist() == [1200, 450, 2000]

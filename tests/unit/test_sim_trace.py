@@ -34,6 +34,30 @@ def test_rows_are_put_in_order_and_the_first_is_due_at_zero() -> None:
     assert not trace.has_whole_seconds
 
 
+@given(st.integers(0, 12), st.integers(1, 13))
+def test_a_window_holds_what_arrives_in_it_counted_from_its_start(start: int, length: int) -> None:
+    """Arrivals 0 0 2 3 3 3 5 5 9 12; the oracle asks each row."""
+    trace = read_trace(TRACES / "whole_seconds.csv")
+    expected = [i for i, time in enumerate(trace.arrival_s.tolist()) if start <= time < start + length]
+    if not expected:
+        with pytest.raises(StartupError, match=f"arrives from {start} to {start + length} s"):
+            trace.window(start, start + length)
+        return
+    window = trace.window(start, start + length)
+    assert window.arrival_s.tolist() == [trace.arrival_s[i] - start for i in expected]
+    assert window.num_prompt.tolist() == [trace.num_prompt[i] for i in expected]
+    assert window.num_output.tolist() == [trace.num_output[i] for i in expected]
+    assert window.log_type == tuple(trace.log_type[i] for i in expected)
+    assert window.name == f"whole_seconds[{start}:{start + length}]"
+
+
+def test_a_window_that_starts_within_a_second_leaves_the_source_s_resolution() -> None:
+    window = read_trace(TRACES / "whole_seconds.csv").window(1.5, 4)
+    assert window.arrival_s.tolist() == [0.5, 1.5, 1.5, 1.5]
+    assert window.has_whole_seconds
+    assert not read_trace(TRACES / "fine.csv").window(0, 0.1).has_whole_seconds
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
