@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from shared.hot import hot_dataclass
+
 if TYPE_CHECKING:  # it needs the errors below
     from shared.bus_rules import BusStats
 
@@ -70,7 +72,7 @@ class WrongRevisionError(BusError):
         self.expected = expected
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class Message:
     """One delivered message."""
 

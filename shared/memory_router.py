@@ -10,19 +10,22 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from shared.bus import Message, NoRespondersError
 from shared.bus_rules import BusStats, has_wildcard, matches
+from shared.hot import hot_dataclass
 from shared.memory_link import Link
 from shared.nats_service import ServiceError
+
+MAX_REMEMBERED_SUBJECTS = 1024
+"""Of which it is known who wants their messages; only a matter of speed."""
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class Delivery:
     """One message about to reach one receiver: what a `DeliveryPolicy` decides about."""
 
@@ -39,7 +42,7 @@ DeliveryPolicy = Callable[[Delivery], Sequence[float]]
 """Returns the extra delay in seconds of each copy to deliver: `(0.0,)` as it is, `()` lost, `(0.0, 1.5)` doubled."""
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class Packet:
     """A message on its way."""
 
@@ -134,6 +137,7 @@ class Router:
         """By the inbox on which each expects its answer."""
         self._exact: dict[str, list[Subscriber]] = {}
         self._wild: list[tuple[list[str], Subscriber]] = []
+        self._wanting: dict[str, list[Subscriber]] = {}  # found before, by subject; emptied when it may be wrong
         self._turns: dict[str, int] = {}
         self._on_the_way: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = 0
@@ -181,6 +185,7 @@ class Router:
 
     def add(self, subscriber: Subscriber) -> None:
         """Route messages to the subscriber from now on."""
+        self._wanting.clear()
         if has_wildcard(subscriber.pattern):
             self._wild.append((subscriber.pattern.split("."), subscriber))
         else:
@@ -188,6 +193,7 @@ class Router:
 
     def remove(self, subscriber: Subscriber) -> None:
         """Route nothing more to the subscriber. Idempotent."""
+        self._wanting.clear()
         if has_wildcard(subscriber.pattern):
             self._wild = [entry for entry in self._wild if entry[1] is not subscriber]
             return
@@ -225,12 +231,10 @@ class Router:
 
     def _matching(self, subject: str) -> list[Subscriber]:
         """Return who gets a message: each plain subscriber, and one member of each queue group."""
-        found = [subscriber for subscriber in self._exact.get(subject, ()) if subscriber.link.is_up]
-        if self._wild:
-            tokens = subject.split(".")
-            found += [
-                subscriber for pattern, subscriber in self._wild if subscriber.link.is_up and matches(pattern, tokens)
-            ]
+        wanting = self._wanting.get(subject)
+        if wanting is None:
+            wanting = self._find_wanting(subject)
+        found = [subscriber for subscriber in wanting if subscriber.link.is_up]
         groups: dict[str, list[Subscriber]] = {}
         for subscriber in found:
             if subscriber.queue:
@@ -243,6 +247,16 @@ class Router:
             self._turns[queue] = turn + 1
             chosen.append(members[turn % len(members)])
         return chosen
+
+    def _find_wanting(self, subject: str) -> list[Subscriber]:
+        """Return whose pattern a subject matches, and remember them."""
+        tokens = subject.split(".")
+        found = [*self._exact.get(subject, ())]
+        found += [subscriber for pattern, subscriber in self._wild if matches(pattern, tokens)]
+        if len(self._wanting) >= MAX_REMEMBERED_SUBJECTS:  # every answer has a subject of its own
+            self._wanting.clear()
+        self._wanting[subject] = found
+        return found
 
     def _hand_over(self, packet: Packet, receiver: Receiver) -> None:
         if not receiver.link.receives:

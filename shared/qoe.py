@@ -28,6 +28,27 @@ def initial_last_s(ttft_s: F64, speed: F64) -> F64:
     return ttft_s - 1.0 / speed
 
 
+def answer_qoe(delivered_s: F64, ttft_s: float, speed: float) -> float:
+    """Return the QoE of one answer that ends with these tokens, in [0, 1]; 0 without any, NaN without a reader.
+
+    A token's lag behind its ideal instant never falls below the one before, since nobody reads faster than `speed`.
+
+    Args:
+        delivered_s: [num_tokens] seconds since its arrival, ascending.
+        ttft_s: when the reader expects the first token.
+        speed: tokens per second that the reader reads.
+    """
+    num = delivered_s.size
+    if not num:
+        return 0.0
+    ideal_s = ttft_s + np.arange(num) / speed
+    lag_s = np.maximum.accumulate(np.maximum(delivered_s - ideal_s, 0.0))
+    whole_s = num * lag_s[-1] + num * (num - 1) / (2 * speed)
+    if np.isnan(whole_s):
+        return float("nan")
+    return 1.0 if whole_s <= 0 else float(np.clip(1 - lag_s.sum() / whole_s, 0.0, 1.0))
+
+
 @dataclass(frozen=True, slots=True)
 class QoeColumns:
     """State of m streams. Methods return new arrays and change nothing."""

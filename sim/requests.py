@@ -109,7 +109,7 @@ async def _follow(dispatcher: DispatcherService, answer: SimAnswer, session: Ses
         answer.failure = error.code
     else:
         answer.failure = dispatcher.sessions.outcome(session)
-        answer.qoe = None if session.qoe is None else session.qoe.final()
+        answer.qoe = session.qoe
         answer.finish = session.finish
         answer.logprobs = None if session.logprobs is None else list(session.logprobs)
         answer.num_counted = len(session.tokens)

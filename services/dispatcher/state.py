@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from services.dispatcher.policy.placement import WorkerLoad
 from shared.ids import WorkerId
@@ -54,6 +54,17 @@ class _Change:
         return self.num_tokens - int(self.num_grown * (reported_s - self.sent_s) / (self.at_s - self.sent_s))
 
 
+_NO_LOAD = WorkerLoad(
+    worker_id=WorkerId(""),
+    ready=False,
+    num_sequences=0,
+    max_sequences=0,
+    num_demanded_blocks=0,
+    num_blocks=0,
+    max_request_tokens=0,
+)
+
+
 @dataclass(slots=True)
 class _Known:
     """One worker, between two views."""
@@ -66,6 +77,8 @@ class _Known:
     """When its step counter last moved."""
     recent: deque[_Change] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
     """Since the report, in order."""
+    load: WorkerLoad = _NO_LOAD
+    """By its last report alone."""
 
     @property
     def process(self) -> tuple[str, int, int]:
@@ -117,7 +130,9 @@ class ClusterState:
             if report.num_steps != worker.num_steps or not report.num_running:
                 worker.num_steps, worker.stepped_s = report.num_steps, now_s
             known[report.worker_id] = worker
-        self._workers = known
+        self._workers = dict(sorted(known.items()))
+        for worker in known.values():
+            worker.load = _load(worker.status, ready=self._is_ready(worker))
         self.restarted.sort()
         self.draining = sorted(
             worker_id for worker_id, worker in known.items() if worker.status.report.phase is WorkerPhase.DRAINING
@@ -149,23 +164,7 @@ class ClusterState:
 
     def loads(self) -> list[WorkerLoad]:
         """Return the workers as placement sees them."""
-        return [self._load(worker_id, worker) for worker_id, worker in sorted(self._workers.items())]
-
-    def _load(self, worker_id: WorkerId, worker: _Known) -> WorkerLoad:
-        report = worker.status.report
-        num_sequences = report.num_running + report.num_waiting + report.num_preempted
-        num_tokens = sum(change.tokens_since(worker.reported_s) for change in worker.recent)
-        num_blocks = report.num_used_blocks + report.num_demanded_blocks
-        block_size = max(1, report.block_size)
-        return WorkerLoad(
-            worker_id=worker_id,
-            ready=self._is_ready(worker),
-            num_sequences=max(0, num_sequences + sum(change.num_sequences for change in worker.recent)),
-            max_sequences=report.max_sequences,
-            num_demanded_blocks=max(0, num_blocks + -(-num_tokens // block_size)),
-            num_blocks=report.num_blocks,
-            max_request_tokens=_max_request_tokens(worker.status),
-        )
+        return [_load_now(worker) if worker.recent else worker.load for worker in self._workers.values()]
 
     def _is_ready(self, worker: _Known) -> bool:
         status = worker.status
@@ -179,7 +178,7 @@ class ClusterState:
     @property
     def num_ready(self) -> int:
         """Return how many workers take requests."""
-        return sum(self._is_ready(worker) for worker in self._workers.values())
+        return sum(worker.load.ready for worker in self._workers.values())
 
     @property
     def num_loading(self) -> int:
@@ -192,16 +191,41 @@ class ClusterState:
     @property
     def statuses(self) -> Sequence[WorkerStatus]:
         """The workers of this model in the last view, sorted by id."""
-        return [worker.status for _, worker in sorted(self._workers.items())]
+        return [worker.status for worker in self._workers.values()]
 
     def max_request_tokens(self, default: int) -> int:
         """Return how many tokens of prompt and output every ready worker takes; the default while none is ready."""
         ready = [
-            _max_request_tokens(worker.status)
+            worker.load.max_request_tokens
             for worker in self._workers.values()
             if worker.status.report.phase is WorkerPhase.READY and not worker.status.report.stage
         ]
         return min([limit for limit in ready if limit], default=default)
+
+
+def _load(status: WorkerStatus, *, ready: bool) -> WorkerLoad:
+    """Return a worker's load by its report alone."""
+    report = status.report
+    return WorkerLoad(
+        worker_id=report.worker_id,
+        ready=ready,
+        num_sequences=report.num_running + report.num_waiting + report.num_preempted,
+        max_sequences=report.max_sequences,
+        num_demanded_blocks=report.num_used_blocks + report.num_demanded_blocks,
+        num_blocks=report.num_blocks,
+        max_request_tokens=_max_request_tokens(status),
+    )
+
+
+def _load_now(worker: _Known) -> WorkerLoad:
+    """Return a worker's load with what was placed there, or left it, since its report."""
+    load, block_size = worker.load, max(1, worker.status.report.block_size)
+    num_tokens = sum(change.tokens_since(worker.reported_s) for change in worker.recent)
+    return replace(
+        load,
+        num_sequences=max(0, load.num_sequences + sum(change.num_sequences for change in worker.recent)),
+        num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // block_size)),
+    )
 
 
 def _max_request_tokens(status: WorkerStatus) -> int:

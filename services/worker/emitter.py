@@ -72,7 +72,7 @@ class Emitter:
         if not len(events.channel):
             return
         first = events.channel[0]
-        if (events.channel == first).all():
+        if not np.count_nonzero(events.channel != first):
             self._queue_batch(int(first), events, slice(None))
             return
         for channel in np.unique(events.channel):
@@ -87,7 +87,7 @@ class Emitter:
             stream=events.stream[chosen],
             attempt=events.attempt[chosen],
             first_index=events.first_index[chosen],
-            count=has_token.astype(np.uint8),
+            count=has_token.view(np.uint8),
             finish=events.finish[chosen],
             tokens=tokens[has_token].astype(np.uint32),
             extras=_pack_extras(events, chosen) if events.extras else b"",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from services.worker.engine.types import I32, Batch, BatchOutput
 from shared.bus import Message
 from shared.errors import WireError
+from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 from shared.messages.steps import StepLogPage, StepRecord
 from shared.wire import encode_json
@@ -23,7 +23,7 @@ MAX_PAGE_BYTES = 64 * 1024
 _RECORD_BYTES, _CHUNK_BYTES = 144, 16
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class _Step:
     step_id: int
     start: I32

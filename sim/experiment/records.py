@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.qoe import answer_qoe
 from sim.workload.workload import F64, I32, Workload
 
 I64 = NDArray[np.int64]
@@ -114,7 +115,7 @@ class Records:
         qoe = np.zeros(len(self))
         for i in np.flatnonzero(self.is_complete & (self.num_tokens > 0)):
             tokens = self.token_s[self.token_begin[i] : self.token_begin[i + 1]]
-            qoe[i] = qoe_of(tokens - self.arrival_s[i], float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
+            qoe[i] = answer_qoe(tokens - self.arrival_s[i], float(self.qoe_ttft_s[i]), float(self.qoe_speed[i]))
         qoe[np.isnan(self.qoe_speed)] = np.nan
         return qoe
 
@@ -126,27 +127,8 @@ class Records:
         return found
 
 
-def qoe_of(delivered_s: F64, ttft_s: float, speed: float) -> float:
-    """Return the QoE of one finished answer, in [0, 1]; NaN without a reader.
-
-    A token's lag behind its ideal instant never falls below the one before, since nobody reads faster than `speed`.
-
-    Args:
-        delivered_s: [num_tokens], at least one; seconds since its arrival, ascending.
-        ttft_s: when the reader expects the first token.
-        speed: tokens per second that the reader reads.
-    """
-    num = delivered_s.size
-    ideal_s = ttft_s + np.arange(num) / speed
-    lag_s = np.maximum.accumulate(np.maximum(delivered_s - ideal_s, 0.0))
-    whole_s = num * lag_s[-1] + num * (num - 1) / (2 * speed)
-    if np.isnan(whole_s):
-        return float("nan")
-    return 1.0 if whole_s <= 0 else float(np.clip(1 - lag_s.sum() / whole_s, 0.0, 1.0))
-
-
 class Recorder:
-    """Collects tokens while a run lasts: one append each.
+    """Collects tokens while a run lasts.
 
     Args:
         workload: whose requests, by their index, it hears of.
@@ -166,6 +148,10 @@ class Recorder:
             tokens.append(at_s)
         else:
             tokens.extend([at_s] * count)
+
+    def tokens_at(self, index: int, at_s: F64) -> None:
+        """Note that the next tokens of a request came at these instants."""
+        self._tokens[index].frombytes(at_s.tobytes())
 
     def end(self, index: int, failure: str = "") -> None:
         """Note that a request ended; without a failure, it is complete."""

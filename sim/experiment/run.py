@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from shared.ids import RequestId
 from shared.messages.request import MAX_PROMPT_TOKENS, pack_token_ids
-from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+from shared.types import QoeTarget, RequestClass, SamplingParams
 from sim.cluster import SimCluster
 from sim.experiment.records import Recorder
 from sim.experiment.result import RunResult
@@ -28,7 +30,7 @@ from sim.requests import DAY_S
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run as run_virtually
 from sim.worker import SimWorkerParams
-from sim.workload.workload import Workload
+from sim.workload.workload import F64, Workload
 
 SETTLE_S = 1.0
 """Virtual seconds after the last end, in which everything that belongs to requests must be gone."""
@@ -114,44 +116,50 @@ async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> N
             if (pause_s := begin_s + arrival_s - loop.time()) > 0:
                 await asyncio.sleep(pause_s)
             request = _request(workload, index, cluster.params.workers[0], begin_s + arrival_s)
-            group.create_task(_serve(cluster.dispatcher, request, _Reader(recorder, index, begin_s)))
+            group.create_task(_serve(cluster.dispatcher, request, _Note(recorder, index, begin_s)))
 
 
-async def _serve(dispatcher: DispatcherService, request: NewRequest, reader: _Reader) -> None:
-    """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself."""
+async def _serve(dispatcher: DispatcherService, request: NewRequest, note: _Note) -> None:
+    """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself.
+
+    Nobody takes the tokens one by one: the session knows when each came. Those that came before it was admitted are
+    read then.
+    """
     sessions = dispatcher.sessions
     if request.num_tokens > sessions.cluster.max_request_tokens(MAX_PROMPT_TOKENS):
-        reader.recorder.end(reader.index, FailureCode.TOO_LONG.value)
+        note.end(FailureCode.TOO_LONG)
         return
     try:
         session = await sessions.admit(request)
     except RequestFailedError as error:
-        reader.recorder.end(reader.index, error.code.value)
+        note.end(error.code)
         return
+    admitted_s = asyncio.get_running_loop().time()
     try:
-        session.attach(reader, asyncio.get_running_loop().time())
         await session.ended.wait()
         failure = sessions.outcome(session)
     finally:
         sessions.release(session)
-    reader.recorder.end(reader.index, "" if failure is None else failure.value)
+    note.tokens(np.maximum(session.token_s, admitted_s))
+    note.end(failure)
 
 
-class _Reader:
-    """Takes the tokens of one request."""
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """Where the end of one request is noted."""
 
-    __slots__ = ("begin_s", "index", "recorder")
+    recorder: Recorder
+    index: int
+    begin_s: float
+    """Of the workload, on the event loop's clock."""
 
-    def __init__(self, recorder: Recorder, index: int, begin_s: float) -> None:
-        self.recorder = recorder
-        self.index = index
-        self.begin_s = begin_s
+    def tokens(self, at_s: F64) -> None:
+        """Note when its tokens came, on the event loop's clock."""
+        self.recorder.tokens_at(self.index, at_s - self.begin_s)
 
-    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
-        """Note when they came."""
-        del finish  # the session says how it ended
-        self.recorder.tokens(self.index, now_s - self.begin_s, len(token_ids))
-        return True
+    def end(self, failure: FailureCode | None) -> None:
+        """Note that it ended, and why without a whole answer."""
+        self.recorder.end(self.index, "" if failure is None else failure.value)
 
 
 def _request(workload: Workload, index: int, worker: SimWorkerParams, arrival_s: float) -> NewRequest:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.request import FailureCode, NewRequest
 from services.dispatcher.session.session import Session
+from services.dispatcher.session.table import SessionTable
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import pack_token_ids
-from shared.types import FinishReason, SamplingParams
+from shared.token_batch import TokenBatch
+from shared.types import FinishReason, QoeTarget, SamplingParams
+from sluice_client.qoe import QoeTarget as ReaderTarget
+from sluice_client.qoe import final_qoe
 
 NONE, LENGTH = FinishReason.NONE, FinishReason.LENGTH
 
@@ -164,3 +171,112 @@ def test_a_fenced_session_belongs_to_no_worker_and_no_attempt() -> None:
     session.receive(1, [11], NONE, 101.0)
     session.fence()
     assert (session.worker_id, session.attempt, session.held) == (None, 0, {})
+
+
+# Tokens one by one, and in the plain way of a table
+
+
+class Taken:
+    """A reader that notes what it gets, and fails from some token on."""
+
+    def __init__(self, fails_at: int = 10**9) -> None:
+        self.parts: list[tuple[list[int], FinishReason, float]] = []
+        self._fails_at = fails_at
+
+    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        if sum(len(part) for part, _, _ in self.parts) >= self._fails_at:
+            raise ZeroDivisionError
+        self.parts.append((list(token_ids), finish, now_s))
+        return True
+
+
+class Wire:
+    """A table of sessions that run at one worker, and the messages of that worker."""
+
+    def __init__(self, num_sessions: int) -> None:
+        self.table, self.counter = SessionTable(lambda _: None), 0
+        self.sessions = [self.table.open(new_session().request) for _ in range(num_sessions)]
+        for session in self.sessions:
+            session.begin(WorkerId("w"), 1, 100.0)
+            session.accept(WorkerId("w"), 100.0)
+
+    def send(self, parts: Sequence[tuple[int, int, list[int], FinishReason]], now_s: float) -> None:
+        """Send one message: of each part the session, the first index, the tokens, and how it ends."""
+        sessions, firsts, tokens, finishes = zip(*parts, strict=True)
+        batch = TokenBatch(
+            worker_id=WorkerId("w"),
+            counter=self.counter,
+            stream=np.array([self.sessions[i].stream for i in sessions]),
+            attempt=np.ones(len(parts), dtype=np.uint16),
+            first_index=np.array(firsts),
+            count=np.array([len(part) for part in tokens]),
+            finish=np.array(finishes),
+            tokens=np.array([token for part in tokens for token in part], dtype=np.uint32),
+        )
+        self.counter += 1
+        self.table.apply(TokenBatch.unpack(batch.pack()), now_s)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_table_gives_sessions_what_they_would_take_themselves(seed: int) -> None:
+    """Messages of a token for most sessions; now and then none, several, old or early ones, an end, a late reader."""
+    random = np.random.default_rng(seed)
+    wire, gaps = Wire(6), GapHistogram()
+    alone = [new_session(gaps) for _ in wire.sessions]
+    readers = [(Taken(), Taken()) for _ in alone]
+    outputs = random.integers(1, 1000, size=(6, 60)).tolist()
+    now_s, next_index = 100.0, [0] * 6
+    for _ in range(60):
+        now_s += float(random.choice([0.05, 0.05, 0.05, 0.2]))
+        parts = []
+        for i in np.flatnonzero(random.random(6) < 0.9).tolist():
+            shift, count = random.choice([0, 0, 0, 0, 0, 0, -1, 1]), random.choice([1, 1, 1, 1, 1, 1, 1, 0, 2])
+            first = max(next_index[i] + int(shift), 0)
+            finish = LENGTH if random.random() < 0.01 else NONE
+            parts.append((i, first, outputs[i][first : first + int(count)], finish))
+        if random.random() < 0.1 and (i := int(random.integers(6))) >= 0 and wire.sessions[i].reader is None:
+            wire.sessions[i].attach(readers[i][0], now_s)
+            alone[i].attach(readers[i][1], now_s)
+        if parts:
+            wire.send(parts, now_s)
+        for i, first, tokens, finish in parts:
+            if not alone[i].ended.is_set():
+                alone[i].receive(first, tokens, finish, now_s)
+        next_index = [len(session.tokens) for session in alone]
+    for session, other, (got, expected) in zip(wire.sessions, alone, readers, strict=True):
+        assert (session.tokens, session.finish, session.held) == (other.tokens, other.finish, other.held)
+        assert (session.token_s, session.progress_s) == (other.token_s, other.progress_s)
+        assert (session.num_delivered, session.ended.is_set()) == (other.num_delivered, other.ended.is_set())
+        assert got.parts == expected.parts
+    assert wire.table.gaps.snapshot() == gaps.snapshot()
+    assert sum(next_index) > 60, "there was something to compare"
+
+
+def test_a_reader_that_fails_in_the_middle_ends_its_own_session_and_no_other() -> None:
+    wire, readers = Wire(3), [Taken(), Taken(fails_at=2), Taken()]
+    for session, reader in zip(wire.sessions, readers, strict=True):
+        session.attach(reader, 100.0)
+    for index in range(4):
+        wire.send([(i, index, [index], NONE) for i in range(3)], 101.0 + index)
+    assert [session.tokens for session in wire.sessions] == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3]]
+    assert [session.failure for session in wire.sessions] == [None, FailureCode.INTERNAL, None]
+    assert wire.table.counters.num_ignored == 1, "what came for it after that"
+
+
+def test_whoever_waits_for_progress_learns_of_the_next_token() -> None:
+    wire = Wire(1)
+    wire.send([(0, 0, [5], NONE)], 101.0)
+    wire.sessions[0].history.on_progress = asyncio.Event()
+    wire.send([(0, 1, [6], NONE)], 102.0)
+    assert wire.sessions[0].history.on_progress.is_set()
+
+
+def test_qoe_is_that_of_the_times_at_which_tokens_came() -> None:
+    """Tokens at 101, 102 and, two of them, 104: 1, 2 and 4 s after the arrival."""
+    assert new_session().qoe is None, "no reader follows"
+    request = replace(new_session().request, qoe=QoeTarget(ttft_s=1.5, speed_tokens_per_s=2.0))
+    session = Session(request, StreamId(7), GapHistogram())
+    assert session.qoe == 0.0, "nothing came yet"
+    for index, tokens, now_s in ((0, [1], 101.0), (1, [2], 102.0), (2, [3, 4], 104.0)):
+        session.receive(index, tokens, NONE, now_s)
+    assert session.qoe == pytest.approx(final_qoe(ReaderTarget(1.5, 2.0), [1.0, 2.0, 4.0, 4.0]))

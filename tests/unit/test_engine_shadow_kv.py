@@ -182,6 +182,38 @@ def test_the_cost_of_a_batch_counts_decodes_and_prefill_pairs() -> None:
     assert step_s(cost, step) == pytest.approx(1.0 + 0.5 + 0.15 + 0.036)
 
 
+def test_a_step_of_decodes_costs_what_the_same_rows_cost_beside_a_chunk() -> None:
+    """The chunk of 2 at the front of its sequence adds 2 tokens and 3 pairs."""
+    cost = CostModel(g0_s=1.0, b0_s=0.1, g1_s=0.0, b1_s=0.0, d_s=0.01, a_s=0.001)
+    decodes = Batch(0, i32(0, 1), i32(1, 1), i32(9, 4), i32(1, 1), np.ones(2, dtype=np.bool_))
+    beside = Batch(0, i32(0, 1, 2), i32(1, 1, 2), i32(9, 4, 0), i32(1, 1, 1, 1), np.ones(3, dtype=np.bool_))
+    assert step_s(cost, decodes) == pytest.approx(1.0 + 0.2 + 0.15)
+    assert step_s(cost, beside) == pytest.approx(step_s(cost, decodes) + 0.2 + 0.003)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.05, 0.4, 1.0])
+def test_of_the_rows_of_all_steps_the_share_that_was_asked_for_is_verified(ratio: float) -> None:
+    """Twelve rows decode 160 times. Their running sums are spoilt before each step, so what is right was verified."""
+    num_rows, num_steps, num_right = 12, 160, 0
+    rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, dtype=np.int32)
+    table = TableDelta(
+        row=np.repeat(rows, num_steps // 8),
+        index=np.tile(np.arange(num_steps // 8, dtype=np.int32), num_rows),
+        block_id=np.arange(num_rows * num_steps // 8, dtype=np.int32),
+    )
+    memories = ShadowKv(300, 8, DRAW, verify_ratio=ratio, seed=3), ShadowKv(300, 8, DRAW, verify_ratio=1.0)
+    admits = tuple(RowInit(row, SamplingParams(max_tokens=999)) for row in rows.tolist())
+    for position in range(num_steps):
+        step = Batch(position, rows, ones, position * ones, rows, np.ones(num_rows, dtype=np.bool_))
+        for kv in memories:
+            kv.take_in(step if position else replace(step, table_delta=table, admits=admits))
+        found, right = (kv.share(step) for kv in memories)
+        num_right += int(np.count_nonzero(found == right))
+        memories[0]._sum[:num_rows] = right + np.uint64(1)
+    num, chance = num_rows * (num_steps - 1), ratio * (1 - ratio)
+    assert num_right - num_rows == pytest.approx(num * ratio, abs=num_rows + 4 * (num * chance) ** 0.5)
+
+
 # Stages of a pipeline
 
 
@@ -228,7 +260,7 @@ def test_a_block_that_is_lost_on_any_stage_changes_the_text(num_stages: int) -> 
         run_through(stages, batch([10, 11, 12, 13, 14], start=0, table=[2, 5]))
         if damaged is not None:
             stages[damaged].poison(i32(2))
-            stages[damaged]._verify_ratio = 1.0
+            stages[damaged].verify(1.0)
         tokens.append(run_through(stages, batch([15], start=5)))
     assert len(set(tokens)) == num_stages + 1, "each loss shows, and differently"
 

@@ -69,6 +69,17 @@ def test_tokens_that_come_together_are_as_if_each_was_noted() -> None:
     assert one.records().token_s.tolist() == three.records().token_s.tolist() == [2.0] * 3
 
 
+def test_the_instants_of_an_answer_may_come_all_at_once() -> None:
+    workload, instants = plain_workload([0.0, 0.5]), ([0.25, 1.5, 1.5], [2.0])
+    one_by_one, at_once = Recorder(workload), Recorder(workload)
+    for index, at_s in enumerate(instants):
+        for instant in at_s:
+            one_by_one.tokens(index, instant)
+        at_once.tokens_at(index, np.array(at_s))
+    for name in ("token_s", "token_begin", "ttft_s", "longest_gap_s"):
+        assert np.array_equal(getattr(one_by_one.records(), name), getattr(at_once.records(), name), equal_nan=True)
+
+
 def test_what_never_ended_is_no_whole_answer() -> None:
     recorder = Recorder(plain_workload([0.0, 1.0]))
     recorder.tokens(0, 1.5)

@@ -71,6 +71,44 @@ def test_who_receives_is_decided_when_the_message_arrives() -> None:
     assert run(main()) == ([b"1"], [b"2"])
 
 
+@pytest.mark.parametrize("pattern", ["news.today", "news.*", ">"])
+def test_whoever_comes_or_goes_between_two_messages_of_a_subject_is_known_by_the_second(pattern: str) -> None:
+    async def main() -> list[bytes]:
+        broker, heard = MemoryBroker(latency_s=1.0), list[bytes]()
+        bus = broker.connect("b")
+        for number in b"123":
+            await bus.publish("news.today", bytes([number]))
+            await asyncio.sleep(2.0)
+            if number == ord("1"):
+                subscription = await bus.subscribe(pattern, lambda message: heard.append(message.data))
+            elif number == ord("2"):
+                await subscription.close()
+        return heard
+
+    assert run(main()) == [b"2"]
+
+
+def take(taken: list[str], name: str, _: Message) -> None:
+    taken.append(name)
+
+
+def test_who_has_left_a_queue_group_has_no_turn_and_an_empty_group_answers_nothing() -> None:
+    async def main() -> list[str]:
+        broker, taken = MemoryBroker(latency_s=1.0), list[str]()
+        bus = broker.connect("b")
+        members = [await bus.subscribe("work", partial(take, taken, name), queue="all") for name in ("one", "two")]
+        for leaves in (None, 0, None, 1):
+            await bus.publish("work", b"")
+            await asyncio.sleep(2.0)
+            if leaves is not None:
+                await members[leaves].close()
+        with pytest.raises(NoRespondersError):
+            await bus.request("work", b"", timeout_s=10.0)
+        return taken
+
+    assert run(main()) == ["one", "two", "two", "two"]
+
+
 def test_members_of_a_queue_group_take_turns() -> None:
     async def main() -> list[tuple[bytes, str]]:
         broker, got = MemoryBroker(), list[tuple[bytes, str]]()

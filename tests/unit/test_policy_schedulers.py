@@ -5,15 +5,20 @@ Nobody's turn is over in them, so round-robin does as the others do.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.policy import chunked, fcfs, round_robin
+from services.worker.policy.plain import plain_decode
 from services.worker.policy.registry import SCHEDULERS, make_scheduler
-from services.worker.policy.view import CachedPrefix, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.policy.view import CachedPrefix, Limits, PreemptHow, SchedulerOutput, SchedulerView
 from shared.systems import SYSTEMS
-from tests.support.engine_views import check_contract, decoding, make_view, parked, prefilling, random_view
+from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling, random_view
 
 
 def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
@@ -212,3 +217,55 @@ def test_the_registry_has_a_scheduler_for_every_system() -> None:
     assert {system.scheduler for system in SYSTEMS.values()} <= set(SCHEDULERS)
     with pytest.raises(KeyError, match="no scheduler is called 'magic'; there are: fcfs, chunked, round-robin"):
         make_scheduler("magic")
+
+
+# The step in which everybody decodes
+
+
+def plain_view(random: np.random.Generator) -> SchedulerView:
+    """Rows that decode, and now and then one that does not or that waits; blocks and limits about as they need them."""
+    contexts = random.integers(1, 40, size=random.integers(0, 9)).tolist()
+    running = [decoding(context) for context in contexts]
+    if random.random() < 0.2:
+        running.append(prefilling(12, 4))
+    return make_view(
+        running=running,
+        waiting=[parked(5)] if random.random() < 0.2 else [],
+        preempted=[parked(5)] if random.random() < 0.1 else [],
+        free_blocks=int(random.integers(0, 20)),
+        max_batch_rows=int(random.integers(4, 12)),
+        max_batch_tokens=int(random.choice([6, 8, 32])),
+        host=host_view() if random.random() < 0.3 else None,
+    )
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from(["chunked", "fcfs", "round-robin"]), st.integers(0, 2**32 - 1))
+def test_the_short_way_to_a_step_of_decodes_gives_the_long_ways_answer(scheduler: str, seed: int) -> None:
+    view = plain_view(np.random.default_rng(seed))
+    output = plain_decode(view)
+    if output is None:
+        return
+    check_contract(view, output)
+    module = {"chunked": chunked, "fcfs": fcfs, "round-robin": round_robin}[scheduler]
+    with patch.object(module, "plain_decode", lambda _: None):
+        long_way = make_scheduler(scheduler).schedule(view)
+    assert chosen(output) == chosen(long_way)
+    assert (output.reason, output.preempt.size, output.resume.size) == ("decode", 0, 0)
+    assert (long_way.reason, long_way.preempt.size, long_way.resume.size) == ("decode", 0, 0)
+
+
+def test_the_short_way_is_open_only_where_nothing_is_to_be_decided() -> None:
+    rows = [decoding(7), decoding(8), decoding(9)]
+    assert plain_decode(make_view(running=rows, free_blocks=6, max_batch_rows=3, max_batch_tokens=3)) is not None
+    closed = {
+        "nobody": make_view(),
+        "somebody waits": make_view(running=rows, waiting=[parked(1)]),
+        "somebody was preempted": make_view(running=rows, preempted=[parked(1)]),
+        "a prompt is under way": make_view(running=[*rows, prefilling(9, 4)]),
+        "too few places": make_view(running=rows, max_batch_rows=2),
+        "too few tokens": make_view(running=rows, max_batch_tokens=2),
+        "memory may be short": make_view(running=rows, free_blocks=5),
+        "several lanes": replace(make_view(running=rows), limits=Limits(32, 8, 2)),
+    }
+    assert [why for why, view in closed.items() if plain_decode(view) is not None] == []

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from shared.qoe import QoeColumns, initial_last_s
-from sluice_client.qoe import QoeState, QoeTarget
+from shared.qoe import QoeColumns, answer_qoe, initial_last_s
+from sluice_client.qoe import QoeState, QoeTarget, final_qoe
 
 REPEATABLE = settings(derandomize=True, deadline=None)
 F64 = NDArray[np.float64]
@@ -170,3 +170,12 @@ def test_rows_are_taken_in_the_order_asked_for() -> None:
     assert columns.ttft_s.tolist() == [3.0, 1.0]
     assert columns.speed.tolist() == [6.0, 4.0]
     assert len(columns.num_tokens) == len(columns.last_s) == len(columns.delay_sum_s) == 2
+
+
+@REPEATABLE
+@given(st.floats(0.1, 5), st.floats(0.5, 50), st.lists(st.floats(0, 10), max_size=60))
+def test_the_qoe_of_a_whole_answer_is_that_of_the_definition(ttft_s: float, speed: float, gaps: list[float]) -> None:
+    delivered_s = np.cumsum(np.array(gaps, dtype=np.float64))
+    expected = final_qoe(QoeTarget(ttft_s, speed), delivered_s.tolist())
+    assert answer_qoe(delivered_s, ttft_s, speed) == pytest.approx(expected, abs=1e-9)
+    assert not gaps or math.isnan(answer_qoe(delivered_s, math.nan, math.nan))

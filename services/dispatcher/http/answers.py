@@ -162,7 +162,7 @@ def usage_of(choices: Sequence[Choice]) -> Usage:
 def _estimate(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return the server's own account of a stream, from the times of sending: the mean QoE, the earliest token."""
     sessions = [choice.opened for choice in choices]
-    qoe = [session.qoe.final() for session in sessions if session.qoe is not None]
+    qoe = [qoe for session in sessions if (qoe := session.qoe) is not None]
     first_s = [session.first_token_s for session in sessions if session.first_token_s is not None]
     return {
         "qoe": round(sum(qoe) / len(qoe), 4) if qoe else None,

@@ -80,7 +80,7 @@ def _times(call: Call, sessions: Sequence[Session], *, with_qoe: bool) -> _Times
         decode_s=None if first_s is None or last_s is None else last_s - first_s,
         tpot_s=_mean([tpot_s for session in sessions if (tpot_s := _tpot_s(session)) is not None]),
         is_late=None if ttft_s is None or target is None else ttft_s > target.ttft_s,
-        qoe=_mean([s.qoe.final() for s in sessions if s.qoe is not None]) if with_qoe else None,
+        qoe=_mean([qoe for s in sessions if (qoe := s.qoe) is not None]) if with_qoe else None,
     )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from shared.hot import hot_dataclass
 from shared.ids import WorkerId
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """One worker as placement sees it; own submissions since the snapshot are counted in."""
 

@@ -16,14 +16,27 @@ class GapHistogram:
 
     def __init__(self) -> None:
         self._ticks: dict[int, int] = {}
+        self.same_s = 0.0
+        """The newest gap. A step's sequences have equal ones: whoever has one like it may add 1 to `num_same` instead
+        of calling `add`."""
+        self.num_same = 0
+        """How often it came in a row."""
         self._counts = [0] * (len(BOUNDS_S) + 1)
         self._sum_s = 0.0
 
     def add(self, gap_s: float, count: int = 1) -> None:
         """Count `count` gaps of this length; resolution 0.1 ms."""
-        ticks = int(gap_s * _TICKS_PER_S + 0.5)
+        if gap_s == self.same_s:
+            self.num_same += count
+            return
+        self._settle()
+        self.same_s, self.num_same = gap_s, count
+
+    def _settle(self) -> None:
+        ticks = int(self.same_s * _TICKS_PER_S + 0.5)
         pending = self._ticks
-        pending[ticks] = pending.get(ticks, 0) + count
+        pending[ticks] = pending.get(ticks, 0) + self.num_same
+        self.num_same = 0
         if len(pending) > _MAX_DISTINCT:
             self._fold()
 
@@ -36,6 +49,7 @@ class GapHistogram:
 
     def snapshot(self) -> tuple[list[int], int, float]:
         """Return (cumulative counts per bound, number, sum in seconds)."""
+        self._settle()
         self._fold()
         total, cumulative = 0, []
         for count in self._counts:

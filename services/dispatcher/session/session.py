@@ -7,18 +7,20 @@ for the first attempt and for any later one. Attempts fence: only tokens of the 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
 
 from services.dispatcher.session.gaps import GapHistogram
+from services.dispatcher.session.history import History
 from services.dispatcher.session.request import FailureCode, NewRequest, Reader
 from services.dispatcher.state import Counted
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
+from shared.qoe import answer_qoe
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
-from sluice_client.qoe import QoeState
-from sluice_client.qoe import QoeTarget as ReaderTarget
 
 MAX_HELD_PARTS = 1024
 """Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
@@ -26,32 +28,6 @@ MAX_BLAMES = 2
 """Workers that one request may take with it."""
 Part = tuple[list[int], FinishReason, Sequence[TokenLogprob]]
 """Some of the output: token ids, how it ends, and log-probabilities: one per token, or none."""
-
-
-@dataclass(slots=True)
-class History:
-    """What became of the attempts so far."""
-
-    num_attempts: int = 0
-    """The highest number that was ever given to one: none is used twice."""
-    worker_id: WorkerId | None = None
-    """The last one that accepted it."""
-    num_at_start: int = 0
-    """Output tokens when the present attempt began."""
-    has_started: bool = False
-    """Its worker has said that it computes something for the present attempt."""
-    is_released: bool = False
-    """Its worker has given the present attempt up, before its answer to the submission came."""
-    incarnation: Incarnation = NOBODY
-    """Process of the worker that accepted the present attempt."""
-    num_blames: int = 0
-    """Workers in a row that died while they worked on it and before it had a token of them: it may be what kills."""
-    on_probation: bool = False
-    """It lost its worker before it had a token, so it is placed by itself: if it kills, it is seen."""
-    num_recoveries: int = 0
-    """How often it went on elsewhere."""
-    on_progress: asyncio.Event | None = None
-    """Set when the present attempt has given a token, or the session has ended."""
 
 
 class Session:
@@ -67,23 +43,22 @@ class Session:
         "ended",
         "failure",
         "finish",
-        "first_token_s",
         "held",
         "history",
+        "is_over",
         "is_placing",
         "is_suspect",
-        "last_token_s",
         "logprobs",
         "num_delivered",
         "num_lost_replies",
         "progress_s",
-        "qoe",
         "reader",
         "replaying",
         "request",
         "silence_s",
         "started_s",
         "stream",
+        "token_s",
         "tokens",
         "was_stopped",
         "worker_id",
@@ -103,6 +78,8 @@ class Session:
         """When a worker first computed something for it."""
         self.tokens: list[int] = list(request.generated)
         """Every output token, in order, from all attempts."""
+        self.token_s = array("d")
+        """When each of those that came to this session did, on the event loop's clock."""
         self.num_delivered = 0
         """How many of them the reader has taken."""
         self.logprobs: list[TokenLogprob | None] | None = None
@@ -119,9 +96,9 @@ class Session:
         self.was_stopped = False
         """The reader wanted no more (a stop string)."""
         self.ended = asyncio.Event()
+        self.is_over = False
+        """As `ended`, for who looks at it with every token."""
         self.admitted_s: float | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s = request.arrival_s
         self.progress_s = request.arrival_s
         """When its last token came, or the attempt began."""
         self.asked_s = request.arrival_s
@@ -132,9 +109,6 @@ class Session:
         """A message of its worker was lost; one of its tokens may have been in it."""
         self.num_lost_replies = 0
         self.replaying = False
-        self.qoe: QoeState | None = None
-        if request.qoe is not None:
-            self.qoe = QoeState(ReaderTarget(request.qoe.ttft_s, request.qoe.speed_tokens_per_s))
         if request.sampling.logprobs is not None:
             self.logprobs = [None] * len(self.tokens)
         self._gaps = gaps
@@ -142,7 +116,25 @@ class Session:
     @property
     def is_running(self) -> bool:
         """Whether a worker has accepted it, its answer goes on, and nobody is being asked to take it."""
-        return self.admitted_s is not None and not self.is_placing and not self.ended.is_set()
+        return self.admitted_s is not None and not self.is_placing and not self.is_over
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token came; None before."""
+        return self.token_s[0] if self.token_s else None
+
+    @property
+    def last_token_s(self) -> float:
+        """When its newest token came; its arrival before any."""
+        return self.token_s[-1] if self.token_s else self.request.arrival_s
+
+    @property
+    def qoe(self) -> float | None:
+        """The QoE of the answer if it ends with the tokens so far, in [0, 1]; None when no reader follows."""
+        target = self.request.qoe
+        if target is None:
+            return None
+        return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
 
     def next_submit(
         self, dispatcher_id: DispatcherId, incarnation: Incarnation, now_s: float, fork_of: RequestId | None = None
@@ -218,9 +210,31 @@ class Session:
         assert self.reader is None, "a session has one reader"
         self.reader = reader
         backlog = self.tokens[self.num_delivered :]
-        finish = self.finish if self.ended.is_set() else FinishReason.NONE
+        finish = self.finish if self.is_over else FinishReason.NONE
         if backlog or finish is not FinishReason.NONE:
             self._deliver(backlog, finish, now_s)
+
+    def take_next(self, first_index: int, token_id: int, now_s: float) -> bool:
+        """Take one token, as `receive` would, if it is the next one and nothing but it is to be seen to.
+
+        Returns:
+            False if that is not so: nothing has been taken.
+        """
+        tokens, token_s, history = self.tokens, self.token_s, self.history
+        is_plain = first_index == len(tokens) and token_s and history.has_started and history.on_progress is None
+        if not is_plain or self.held or self.logprobs is not None:
+            return False
+        gap_s, gaps = now_s - token_s[-1], self._gaps
+        if gap_s == gaps.same_s:
+            gaps.num_same += 1
+        else:
+            gaps.add(gap_s)
+        tokens.append(token_id)
+        token_s.append(now_s)
+        self.progress_s = now_s
+        if self.reader is not None:
+            self._deliver([token_id], FinishReason.NONE, now_s)
+        return True
 
     def receive(
         self,
@@ -268,7 +282,7 @@ class Session:
                 self.logprobs += logprobs[-len(token_ids) :] or [None] * len(token_ids)
         if self.reader is not None and (token_ids or finish):
             self._deliver(token_ids, finish, now_s)
-        if finish and not self.ended.is_set():
+        if finish and not self.is_over:
             self.finish = finish
             self._end()
 
@@ -288,7 +302,7 @@ class Session:
 
     def _take_held(self, now_s: float) -> bool:
         """Take the parts that have become next; return whether none is left that waits for others."""
-        while self.held and not self.ended.is_set():
+        while self.held and not self.is_over:
             next_index = len(self.tokens)
             first_index = next_index if next_index in self.held else min(self.held)
             if first_index > next_index:
@@ -299,34 +313,32 @@ class Session:
         return True
 
     def _append(self, token_ids: list[int], now_s: float) -> None:
-        if self.first_token_s is None:
-            self.first_token_s = now_s
-        else:
-            self._gaps.add(now_s - self.last_token_s)
+        if self.token_s:
+            self._gaps.add(now_s - self.token_s[-1])
         if len(token_ids) > 1:
             self._gaps.add(0.0, len(token_ids) - 1)
-        self.last_token_s = self.progress_s = now_s
+        self.progress_s = now_s
         self.tokens += token_ids
+        self.token_s.extend([now_s] * len(token_ids))
         if self.history.on_progress is not None:
             self.history.on_progress.set()
-        if self.qoe is not None:
-            self.qoe.deliver(now_s - self.request.arrival_s, len(token_ids))
 
     def _deliver(self, token_ids: list[int], finish: FinishReason, now_s: float) -> None:
         assert self.reader is not None
         self.num_delivered = len(self.tokens)
-        if not self.reader.on_tokens(token_ids, finish, now_s) and not self.ended.is_set():
+        if not self.reader.on_tokens(token_ids, finish, now_s) and not self.is_over:
             self.was_stopped = True
             self.finish = FinishReason.STOP
             self._end()
 
     def fail(self, code: FailureCode) -> None:
         """End it without (the rest of) an answer, unless it has ended."""
-        if not self.ended.is_set():
+        if not self.is_over:
             self.failure = code
             self._end()
 
     def _end(self) -> None:
+        self.is_over = True
         self.ended.set()
         if self.history.on_progress is not None:
             self.history.on_progress.set()

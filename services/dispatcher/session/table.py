@@ -97,7 +97,7 @@ class SessionTable:
         self.counters.num_tokens += len(batch.tokens)
         self._check_channel(batch)
         self._heard_s[batch.worker_id] = now_s
-        sessions = self._sessions
+        sessions, worker_id = self._sessions, batch.worker_id
         tokens = batch.tokens.tolist()
         start = 0
         for stream, attempt, first_index, count, finish, extra in zip(
@@ -111,17 +111,19 @@ class SessionTable:
         ):
             stop = start + count
             session = sessions.get(stream)
-            if (
-                session is None
-                or session.attempt != attempt
-                or session.worker_id != batch.worker_id
-                or session.ended.is_set()
-            ):
+            if session is None or session.attempt != attempt or session.worker_id != worker_id or session.is_over:
                 self.counters.num_ignored += 1
             else:
-                if not session.history.has_started:
-                    session.start(now_s)
-                self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
+                try:
+                    is_plain = count == 1 and not finish and extra is None
+                    is_taken = is_plain and session.take_next(first_index, tokens[start], now_s)
+                except Exception:
+                    self._fail(session)
+                    is_taken = True
+                if not is_taken:
+                    if not session.history.has_started:
+                        session.start(now_s)
+                    self.receive(session, first_index, tokens[start:stop], FINISH_REASONS[finish], now_s, extra)
             start = stop
 
     def receive(
@@ -147,14 +149,18 @@ class SessionTable:
                 if extra.cached_tokens is not None:
                     session.cached_tokens = extra.cached_tokens
                 complete = session.receive(first_index, token_ids, finish, now_s, extra.logprobs)
-        except Exception:  # the boundary between one request's reader and everybody else's tokens
-            _log.exception("reader_failed", rid=session.request.request_id)
-            session.fail(FailureCode.INTERNAL)
+        except Exception:
+            self._fail(session)
             return
         if is_released and not session.ended.is_set():
             self._on_released(session, "" if extra is None else extra.moved_to)
         elif not complete:
             self._on_gap(session)
+
+    def _fail(self, session: Session) -> None:
+        """End a session whose reader has raised: it is the boundary between that one and everybody else's tokens."""
+        _log.exception("reader_failed", rid=session.request.request_id)
+        session.fail(FailureCode.INTERNAL)
 
     def on_counter(self, worker_id: WorkerId, counter: int) -> None:
         """Take a worker's word that all messages below this number have been sent: it is late if some are missing."""

@@ -21,6 +21,7 @@ from services.worker.engine.prefix import PrefixIndex
 from services.worker.engine.types import I32, NO_COPIES, NO_TABLE_DELTA, CopyOps, TableDelta
 
 Rows = NDArray[np.intp]
+_ONE = np.array(1, dtype=np.int32)
 
 
 class BlockManager:
@@ -36,6 +37,7 @@ class BlockManager:
             max_blocks_per_row: of a sequence as long as the model's context.
         """
         self.block_size = block_size
+        self._block_size = np.array(block_size, dtype=np.int32)  # half as long as a scalar, in a short operation
         self.held = held
         self.block_table: I32 = np.zeros((held.size, max_blocks_per_row), dtype=np.int32)
         self.refcount: I32 = np.zeros(num_blocks, dtype=np.int32)
@@ -74,18 +76,21 @@ class BlockManager:
             ends: [n] tokens that each row must have slots for.
         """
         held = self.held[rows]
-        short = ends > held * self.block_size
+        short = ends > held * self._block_size
         delta = self._extend(rows[short], held[short], ends[short]) if np.count_nonzero(short) else NO_TABLE_DELTA
         return self._with_first(delta) if self._shared or self._ahead else delta
 
     def _extend(self, rows: Rows, held: I32, ends: I32) -> TableDelta:
-        more = -(-ends // self.block_size) - held
+        next_held = held + _ONE
+        if not np.count_nonzero(ends > next_held * self._block_size):  # decodes: one block for each row
+            ids = self._take(rows.size)
+            self.block_table[rows, held] = ids
+            self.held[rows] = next_held
+            return TableDelta(rows.astype(np.int32), held, ids)
+        more = -(-ends // self._block_size) - held
         total = int(more.sum())
-        row = rows if total == rows.size else np.repeat(rows, more)
-        index = held
-        if total != rows.size:
-            first = np.cumsum(more) - more
-            index = np.repeat(held - first, more) + np.arange(total, dtype=np.int32)
+        first = np.cumsum(more) - more
+        row, index = np.repeat(rows, more), np.repeat(held - first, more) + np.arange(total, dtype=np.int32)
         ids = self._take(total)
         self.block_table[row, index] = ids
         self.held[rows] += more

@@ -49,7 +49,10 @@ from shared.ids import RequestId
 from shared.types import FinishReason
 
 Rows = NDArray[np.intp]
-_RUNNING = np.uint8(Status.RUNNING)
+# arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
+_RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
+_LANDED = np.array(~Hold.IN_FLIGHT, dtype=np.uint8)
+_ONE = np.array(1, dtype=np.int32)
 
 
 class Engine:
@@ -187,7 +190,8 @@ class Engine:
         if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
         events = self._deliver(rows, tokens, now_s, extras) if rows.size else NO_EVENTS
-        return StepEvents.concatenate([events, self.residents.end_cancelled(flight.rows)])
+        ends = self.residents.end_cancelled(flight.rows)
+        return StepEvents.concatenate([events, ends]) if len(ends) else events
 
     def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
         """Undo the oldest batch in flight, which failed, and arrange for its rows to be tried again in halves.
@@ -337,7 +341,8 @@ class Engine:
             totals.stalled_s += stalled * (now_s - self._noted_s)
         self._noted_s = now_s
         totals.peak_used_blocks = max(totals.peak_used_blocks, used)
-        totals.peak_demanded_blocks = max(totals.peak_demanded_blocks, used + self.num_demanded_blocks)
+        if (demanded := used + self.num_demanded_blocks) > totals.peak_demanded_blocks:
+            totals.peak_demanded_blocks = demanded
 
     def _commit(self, output: SchedulerOutput) -> tuple[Rows, I32]:
         """Admit, preempt and bring back as the scheduler chose."""
@@ -357,7 +362,7 @@ class Engine:
         for row in output.resume.tolist() if output.resume.size else ():
             self._transitions.bring_back(row)
         remaining = table.num_known[rows] - table.num_computed[rows]
-        impossible = (output.num_tokens < 1) | (output.num_tokens > remaining)
+        impossible = (output.num_tokens < _ONE) | (output.num_tokens > remaining)
         assert not np.count_nonzero(impossible), "a row computes at least one token, and none that is not known"
         return decodes_first(rows, output.num_tokens, remaining)
 
@@ -394,7 +399,8 @@ class Engine:
     def _land(self, batch: Batch) -> Flight:
         flight = self.flights.popleft()
         assert flight.batch is batch, "batches come back in the order in which they were made"
-        self.table.hold[flight.rows] &= ~Hold.IN_FLIGHT
+        hold = self.table.hold
+        hold[flight.rows] = hold[flight.rows] & _LANDED
         if batch.copies.source.size:
             self.blocks.unpin(("copies", batch.step_id))
         self.totals.num_steps += 1
@@ -403,10 +409,10 @@ class Engine:
     def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table
         first_index = table.num_output[rows]
-        num_output = first_index + 1
+        num_output = first_index + _ONE
         self.log.append(rows, first_index, tokens)
         table.num_output[rows] = num_output
-        table.num_known[rows] += 1
+        table.num_known[rows] = table.num_known[rows] + _ONE
         table.last_token[rows] = tokens
         if table.num_readers:
             qoe_columns.deliver(table, rows, first_index, now_s)

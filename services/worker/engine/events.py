@@ -9,6 +9,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.hot import hot_dataclass
 from shared.stream_extras import TokenLogprob
 
 I32 = NDArray[np.int32]
@@ -31,7 +32,7 @@ class RowExtra:
     """Of a sequence that is released: the worker at which its KV will be."""
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class StepEvents:
     """Tokens and ends, in an order in which they may be sent. All columns have the same length."""
 

@@ -141,8 +141,10 @@ class StepLoop:
 
         The loop does so by itself: the events of a step while the next one runs.
         """
-        events = StepEvents.concatenate([self._events, self._engine.take_events()])
+        events, ends = self._events, self._engine.take_events()
         self._events = NO_EVENTS
+        if len(ends):
+            events = StepEvents.concatenate([events, ends])
         if len(events):
             self._emit(events)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from shared.hot import hot_dataclass
+
 if TYPE_CHECKING:
     from services.worker.engine.engine import Engine
 
@@ -50,7 +52,7 @@ class Totals:
 _TOTALS = tuple(field.name for field in fields(Totals))
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class EngineStats:
     """One moment of the engine: the totals by the same names, and what is there now."""
 

@@ -52,9 +52,11 @@ class StopRules:
             num_output: [n] outputs, the newest included.
             max_output: [n] most outputs.
         """
-        finish = (num_output >= max_output).astype(np.uint8)
-        finish *= _LENGTH
-        stopped = self._is_eos[tokens]
+        finish = np.zeros(rows.size, dtype=np.uint8)
+        is_long = num_output >= max_output
+        if np.count_nonzero(is_long):
+            finish[is_long] = _LENGTH
+        stopped = self._is_eos.take(tokens)
         if np.count_nonzero(stopped):
             stopped &= ~self._ignore_eos[rows]
         if self._num_with_stop_ids:

@@ -12,6 +12,7 @@ CHUNK = 256
 
 _SHIFT = 8
 _MASK = CHUNK - 1
+_MASK_I32 = np.array(_MASK, dtype=np.int32)  # without a dimension: half as long as a scalar in a short operation
 _FIRST_CHUNKS = 64
 
 
@@ -37,7 +38,7 @@ class TokenLog:
             lengths: [n] tokens that the rows have so far.
             tokens: [n] ids.
         """
-        offsets = lengths & _MASK
+        offsets = lengths & _MASK_I32
         if np.count_nonzero(offsets) < offsets.size:
             for i in (offsets == 0).nonzero()[0].tolist():
                 self._begin_chunk(int(rows[i]), int(lengths[i]) >> _SHIFT)

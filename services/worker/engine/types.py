@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.hot import hot_dataclass
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 
@@ -39,7 +40,7 @@ class RowInit:
     """All tokens known so far, prompt and outputs, if `sampling.counts_tokens`; else empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class TableDelta:
     """Entries of block tables that changed since the last batch: table[row[i], index[i]] = block_id[i]."""
 
@@ -65,7 +66,7 @@ NO_TABLE_DELTA = TableDelta(EMPTY_I32, EMPTY_I32, EMPTY_I32)
 NO_COPIES = CopyOps(EMPTY_I32, EMPTY_I32)
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class Batch:
     """One step's work. Row i of the batch computes `num_tokens[i]` tokens from position `start[i]` on.
 
@@ -92,7 +93,7 @@ class Batch:
     """[k] rows to forget, before `admits` are taken in (a row may be dropped and admitted in one batch)."""
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class BatchOutput:
     """What one step produced."""
 
@@ -105,7 +106,7 @@ class BatchOutput:
     """By position in the batch, for sampled rows that ask for them; None in almost every step."""
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class Flight:
     """A batch that the executor has not answered."""
 

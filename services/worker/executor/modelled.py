@@ -25,6 +25,9 @@ FailureInjector = Callable[[Batch], str | None]
 
 def step_s(cost: CostModel | StageCost, batch: Batch) -> float:
     """Return how long a batch takes: rows of one token count as decodes, all others as prefill chunks."""
+    num_rows = batch.rows.size
+    if batch.tokens.size == num_rows:
+        return cost.step_s(num_rows, int(np.add.reduce(batch.start)) + num_rows, 0)
     start, num_tokens = batch.start.astype(np.int64), batch.num_tokens.astype(np.int64)
     chunk = num_tokens > 1
     kv_decode_tokens = int((start[~chunk] + 1).sum())

@@ -31,19 +31,21 @@ from shared.stream_extras import TokenLogprob
 
 U64 = NDArray[np.uint64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MUL_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MUL_2 = np.uint64(0x94D049BB133111EB)
+# arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
+_GOLDEN = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
+_MUL_1 = np.array(0xBF58476D1CE4E5B9, dtype=np.uint64)
+_MUL_2 = np.array(0x94D049BB133111EB, dtype=np.uint64)
+_1, _27, _30, _31 = (np.array(number, dtype=np.uint64) for number in (1, 27, 30, 31))
 _POISON = 0xDEAD_0000_0000_0000
 _UNKNOWN = -1
 
 
 def mix(words: U64, others: U64) -> U64:
     """Return a hash of each pair, [n] (the finalizer of SplitMix64 over a combination of the two)."""
-    state: U64 = words * _GOLDEN + (others + np.uint64(1)) * _MUL_2
-    state = (state ^ (state >> np.uint64(30))) * _MUL_1
-    state = (state ^ (state >> np.uint64(27))) * _MUL_2
-    result: U64 = state ^ (state >> np.uint64(31))
+    state: U64 = words * _GOLDEN + (others + _1) * _MUL_2
+    state = (state ^ (state >> _30)) * _MUL_1
+    state = (state ^ (state >> _27)) * _MUL_2
+    result: U64 = state ^ (state >> _31)
     return result
 
 
@@ -80,7 +82,8 @@ class TokenDraw:
 
     def draw(self, words: U64, seeds: U64) -> I32:
         """Return the next token of each row, [n]."""
-        tokens: I32 = self.allowed[mix(words, seeds) % np.uint64(self.allowed.size)]
+        places = mix(words, seeds) % np.uint64(self.allowed.size)
+        tokens: I32 = self.allowed[places.astype(np.intp)]
         return tokens
 
     def logprob(self, token: int, num_top: int) -> TokenLogprob:
@@ -133,8 +136,8 @@ class ShadowKv:
         assert 0 < weight < 2**64, "the slots of no layer, or a weight that is no 64-bit number"
         self._weight = None if weight == 1 else np.uint64(weight)
         self._draw = draw
-        self._verify_ratio = verify_ratio
         self._random = np.random.default_rng(seed)
+        self.verify(verify_ratio)
         self._slots: U64 = np.zeros((0, block_size), dtype=np.uint64)
         self._host_slots: U64 = np.full((num_host_blocks, block_size), _POISON, dtype=np.uint64)
         self._table: I32 = np.zeros((1, 1), dtype=np.int32)
@@ -145,6 +148,11 @@ class ShadowKv:
         self._known: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
         self._num_top: dict[int, int] = {}  # rows that ask for log-probabilities
         self.grow(num_blocks)
+
+    def verify(self, ratio: float) -> None:
+        """Take the running sums of this share of rows anew from now on, each row with the same chance."""
+        self._verify_ratio = ratio
+        self._verify_in = self._gap() - 1  # rows before the next one
 
     @property
     def num_blocks(self) -> int:
@@ -218,22 +226,37 @@ class ShadowKv:
     def share(self, batch: Batch) -> U64:
         """Write the KV of a step's tokens, and return what these layers add to the word of each row, [n]."""
         rows = batch.rows.astype(np.intp)
-        assert self._known[rows].all(), "a batch names a row that the executor does not know"
+        assert np.count_nonzero(self._known[rows]) == rows.size, "a batch names a row that the executor does not know"
         values = self._write(rows, batch, batch.tokens)
         in_order = self._sum_length[rows] == batch.start
         if values.size != rows.size:
             values = np.add.reduceat(values, np.cumsum(batch.num_tokens) - batch.num_tokens)
         end = batch.start + batch.num_tokens
-        self._sum[rows] += values
+        words: U64 = self._sum[rows] + values
+        for i in self._to_verify(in_order):
+            words[i] = self._sum_of_blocks(int(rows[i]), int(end[i]))
+        self._sum[rows] = words
         self._sum_length[rows] = end
-        for i in np.flatnonzero(~in_order | (self._random.random(rows.size) < self._verify_ratio)).tolist():
-            self._sum[rows[i]] = self._sum_of_blocks(int(rows[i]), int(end[i]))
-        words: U64 = self._sum[rows]
         return words if self._weight is None else words * self._weight
+
+    def _to_verify(self, in_order: NDArray[np.bool_]) -> list[int]:
+        """Return the places in a step whose sums are to be taken anew: those out of order, and some at random."""
+        size, chosen = in_order.size, []
+        while self._verify_in < size:
+            chosen.append(self._verify_in)
+            self._verify_in += self._gap()
+        self._verify_in -= size
+        if np.count_nonzero(in_order) == size:
+            return chosen
+        return sorted({*chosen, *(~in_order).nonzero()[0].tolist()})
+
+    def _gap(self) -> int:
+        """Draw how many rows it is from one that is verified to the next one."""
+        return int(self._random.geometric(self._verify_ratio)) if self._verify_ratio else 2**62
 
     def sample(self, batch: Batch, words: U64) -> I32:
         """Return what is sampled from the whole words of a step's rows, [n], -1 where nothing is."""
-        tokens = self._draw.draw(words, self._seed[batch.rows])
+        tokens = self._draw.draw(words, self._seed[batch.rows.astype(np.intp)])
         tokens[~batch.sample] = -1
         return tokens
 
@@ -266,11 +289,13 @@ class ShadowKv:
 
     def _change_tables(self, delta: TableDelta) -> None:
         row, index = delta.row.astype(np.intp), delta.index
-        width = int(index.max()) + 1
+        width = int(np.maximum.reduce(index)) + 1
         if width > self._table.shape[1]:
             more = np.zeros((self._table.shape[0], 2 * width - self._table.shape[1]), dtype=np.int32)
             self._table = np.concatenate([self._table, more], axis=1)
-        self._sum_length[row[index < self._table_length[row]]] = _UNKNOWN
+        is_known = index < self._table_length[row]
+        if np.count_nonzero(is_known):
+            self._sum_length[row[is_known]] = _UNKNOWN
         self._table[row, index] = delta.block_id
         np.maximum.at(self._table_length, row, index + 1)
 

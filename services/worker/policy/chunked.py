@@ -8,6 +8,7 @@ all its known tokens fit.
 
 from __future__ import annotations
 
+from services.worker.policy.plain import plain_decode
 from services.worker.policy.plan import StepPlan
 from services.worker.policy.view import SchedulerOutput, SchedulerView
 
@@ -17,6 +18,8 @@ class ChunkedScheduler:
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
+        if (plain := plain_decode(view)) is not None:
+            return plain
         plan = StepPlan(view)
         plan.decode()
         plan.continue_prefills()

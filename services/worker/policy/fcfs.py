@@ -16,6 +16,7 @@ prompt and outputs. Deviations:
 
 from __future__ import annotations
 
+from services.worker.policy.plain import plain_decode
 from services.worker.policy.plan import StepPlan
 from services.worker.policy.view import SchedulerOutput, SchedulerView
 
@@ -25,6 +26,8 @@ class FcfsScheduler:
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
+        if (plain := plain_decode(view)) is not None:
+            return plain
         plan = StepPlan(view)
         plan.continue_prefills()
         plan.admit(whole=True)

@@ -12,9 +12,7 @@ import numpy as np
 
 from services.worker.policy.blocks_math import num_kept, num_known
 from services.worker.policy.giving_way import Leaving
-from services.worker.policy.view import EMPTY_ROWS, I32, U8, PreemptHow, SchedulerView
-
-_NO_WAYS: U8 = np.zeros(0, dtype=np.uint8)
+from services.worker.policy.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
 
 
 class Running:
@@ -91,7 +89,7 @@ class Running:
     def gone(self) -> tuple[I32, U8]:
         """Return the rows that give way, and how each does, [n] `PreemptHow`; those admitted last come last."""
         if not self.any_gone:
-            return EMPTY_ROWS, _NO_WAYS
+            return EMPTY_ROWS, NO_WAYS
         how = np.repeat([PreemptHow.RECOMPUTE, PreemptHow.SWAP], [self.dropped.size, self.swapped.size])
         return np.concatenate([self.dropped, self.swapped]), how.astype(np.uint8)
 

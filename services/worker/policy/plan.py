@@ -196,8 +196,9 @@ class StepPlan:
         if self.is_empty and not self._resume:
             self._running.dropped = EMPTY_ROWS
         preempt, how = self._running.gone()
-        chunks = np.array(self._chunk_rows, dtype=np.int32)
-        rows = np.concatenate([self._decodes, chunks]) if chunks.size else self._decodes
+        rows = self._decodes
+        if self._chunk_rows:
+            rows = np.concatenate([rows, np.array(self._chunk_rows, dtype=np.int32)])
         num_tokens = np.ones(rows.size, dtype=np.int32)
         num_tokens[self._decodes.size :] = self._chunk_tokens
         return SchedulerOutput(

@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from services.worker.policy.blocks_math import num_known
+from services.worker.policy.plain import plain_decode
 from services.worker.policy.plan import StepPlan
 from services.worker.policy.view import EMPTY_ROWS, F64, I32, Bool, Columns, SchedulerOutput, SchedulerView
 
@@ -39,6 +40,8 @@ class RoundRobinScheduler:
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step."""
+        if (plain := plain_decode(view)) is not None:
+            return plain
         plan = StepPlan(self._in_line(view))
         plan.continue_prefills()
         plan.admit(whole=True)

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.hot import hot_dataclass
+
 I32 = NDArray[np.int32]
 F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
@@ -19,6 +21,9 @@ Bool = NDArray[np.bool_]
 
 EMPTY_ROWS: I32 = np.zeros(0, dtype=np.int32)
 EMPTY_ROWS.flags.writeable = False
+NO_WAYS: U8 = np.zeros(0, dtype=np.uint8)
+"""How nobody gives way."""
+NO_WAYS.flags.writeable = False
 
 
 class PreemptHow(IntEnum):
@@ -73,7 +78,7 @@ class Limits:
     most one of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """What a row that waits would find of its KV if it were admitted now."""
 
@@ -138,7 +143,7 @@ class HostView:
     cost: MoveCost
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class SchedulerView:
     """One moment of the engine. Every row listed here may run now (nothing holds it, it is in no batch in flight)."""
 
@@ -172,7 +177,7 @@ class SchedulerView:
         return np.concatenate(self.flights)
 
 
-@dataclass(frozen=True, slots=True)
+@hot_dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One decision. Rows of `rows` that are waiting or preempted are admitted by it."""
 
