@@ -8,7 +8,6 @@ import pytest
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.errors import StartupError
 from shared.layers import even_split
-from shared.systems import UnknownSystemError, find_live_system
 from sim.catalog.instance import find_instance
 from sim.cluster import SimCluster
 from sim.experiment.plan import plan_instances
@@ -64,13 +63,6 @@ def test_instances_that_do_not_come_out_even_are_refused() -> None:
     scenario = small().with_overrides(instances=3)
     with pytest.raises(StartupError, match="joins 2 instances to a pipeline: 3 do not come out even"):
         build_cluster(scenario, "fcfs-pp", scenario.workload(0))
-
-
-def test_a_pipeline_of_instances_does_not_serve_live_yet() -> None:
-    with pytest.raises(
-        UnknownSystemError, match="'fcfs-pp' joins instances to a pipeline, so it runs in the simulator"
-    ):
-        find_live_system("fcfs-pp")
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,7 @@ def test_a_person_and_a_tick_that_write_at_once_do_not_supersede_each_other(at_m
 
     class Relief:
         name = "relief"
+        is_standing = False
 
         def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
             return Offer(0.1, f"helps {len(snapshot.workers)}")
