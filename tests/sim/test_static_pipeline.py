@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from services.worker.executor.shadow_kv import TokenDraw
 from shared.errors import StartupError
 from shared.layers import even_split
 from sim.catalog.instance import find_instance
-from sim.cluster import SimCluster
+from sim.cluster import ClusterParams, SimCluster
 from sim.experiment.plan import plan_instances
 from sim.experiment.run import run_system
 from sim.experiment.setup import build_cluster
@@ -17,6 +19,7 @@ from sim.requests import SimRequest, undisturbed_text
 from sim.scenarios.files import load_scenario
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run
+from tests.sim.test_groups import params as group_params
 
 
 def small() -> Scenario:
@@ -57,6 +60,27 @@ def test_the_text_is_that_of_an_undisturbed_sequence() -> None:
     requests = [SimRequest(f"r{i}", rng.integers(300, 900, 50 + 40 * i), 20, seed=i) for i in range(3)]
     texts, draw = run(ask())
     assert texts == [undisturbed_text(request, draw) for request in requests]
+
+
+def test_instances_that_join_by_a_plan_are_pairs_for_good_and_say_what_they_say_alone() -> None:
+    """As live: whole instances drop half of their layers at the start; `build_cluster` makes the stages at once."""
+
+    async def ask(params: ClusterParams) -> None:
+        async with SimCluster(params) as cluster:
+            await asyncio.sleep(2.0)
+            led = [worker for worker in cluster.workers if worker.pipelines]
+            assert [len(worker.pipelines) for worker in led] == [1, 1], "two of four lead"
+            answers = await asyncio.gather(*(cluster.ask(request) for request in requests))
+            assert [a.tokens for a in answers] == [cluster.undisturbed(request) for request in requests]
+            await asyncio.sleep(60.0)
+            assert [len(worker.pipelines) for worker in led] == [1, 1], "and never stop to"
+            cluster.check_idle()
+
+    rng = np.random.default_rng(1)
+    requests = [
+        SimRequest(f"r{i}", rng.integers(300, 30_000, int(rng.integers(1, 200))), 40, seed=i) for i in range(40)
+    ]
+    run(ask(group_params(num_workers=4, system="fcfs-pp")))
 
 
 def test_instances_that_do_not_come_out_even_are_refused() -> None:
