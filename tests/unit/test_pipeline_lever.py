@@ -106,6 +106,7 @@ def test_need_and_price_do_not_count() -> None:
         ([copied(0)], "w00000 waits for others to join"),
         ([make_instance(0), make_instance(1)], "a layer would be left without a second copy"),
         ([copied(0, pages=64), copied(1, end=4, pages=64)], "w00000 waits for others to join"),
+        ([copied(0, group_id="w00009"), copied(1)], "w00001 waits for others to join"),
         (make_group(0, (4, 8)), "every instance is in a pipeline"),
     ],
 )
