@@ -71,7 +71,7 @@ class Watched:
     mean_use_ratio: float
     """KV blocks in use over the blocks that there are, mean over time."""
     demand_peak_ratio: float
-    """Most KV blocks in use and asked for, over the blocks that there were before the first view with a group."""
+    """Most KV blocks in use and asked for, over the blocks that there are without groups, or with them if they stay."""
     drops: int
     """Groups that formed."""
     restores: int
@@ -90,7 +90,7 @@ class BurstWatch:
         self._throttled: list[tuple[float, float]] = []
         self._use = self._time_s = 0.0
         self._peak = 0
-        self._own_blocks = 0
+        self._own_blocks = self._group_blocks = 0
         self._groups = (0, 0)
         """Formed, dissolved."""
 
@@ -100,8 +100,11 @@ class BurstWatch:
             self._hold(self._last[1], self._last[0], at_s)
             before, after = _groups(self._last[1]), _groups(view)
             self._groups = (self._groups[0] + len(after - before), self._groups[1] + len(before - after))
-        if not _groups(view):
-            self._own_blocks = max(self._own_blocks, sum(report.num_blocks for report in _serving(view)))
+        num_blocks = sum(report.num_blocks for report in _serving(view))
+        if _groups(view):
+            self._group_blocks = max(self._group_blocks, num_blocks)
+        else:
+            self._own_blocks = max(self._own_blocks, num_blocks)
         self._peak = max(self._peak, sum(r.num_used_blocks + r.num_demanded_blocks for r in _serving(view)))
         self._last = at_s, view
 
@@ -123,7 +126,7 @@ class BurstWatch:
             num_windows=len(self._throttled),
             throttled_s=sum(end_s - begin_s for begin_s, end_s in self._throttled),
             mean_use_ratio=self._use / self._time_s if self._time_s else 0.0,
-            demand_peak_ratio=self._peak / self._own_blocks if self._own_blocks else 0.0,
+            demand_peak_ratio=self._peak / max(self._own_blocks or self._group_blocks, 1),
             drops=self._groups[0],
             restores=self._groups[1],
         )

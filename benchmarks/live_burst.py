@@ -189,8 +189,21 @@ async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: P
     return runs
 
 
-HEAD = ("system", "seed", "done", "TTFT p50 / p99", "TPOT p50 / p99", "gap p99 / max", "QoE mean / p10", "KV use")
-HEAD += ("throttled", "drops", "restores", "others")
+HEAD = (
+    "system",
+    "seed",
+    "done",
+    "TTFT p50 / p99",
+    "TPOT p50 / p99",
+    "gap p99 / max",
+    "QoE mean / p10",
+    "KV use",
+    "throttled",
+    "drops",
+    "restores",
+    "others",
+)
+"""*Gap*: an answer's longest pause. *Others*: the share of the machine that others used."""
 
 
 def row(run: Run) -> tuple[str, ...]:

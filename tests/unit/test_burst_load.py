@@ -70,6 +70,9 @@ def test_demand_is_counted_in_the_workers_own_capacity() -> None:
     watch.take(view(9, 9, demanded=3), 0.0)
     watch.take(view(25, 0, group="w0", demanded=2), 1.0)
     assert watch.figures().demand_peak_ratio == pytest.approx(27 / 20), "a member asks for nothing"
+    static = BurstWatch()
+    static.take(view(30, 0, group="w0"), 0.0)
+    assert static.figures().demand_peak_ratio == pytest.approx(30 / 25)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -41,7 +41,7 @@ def copied(number: int, **fields: Any) -> InstanceFacts:
     return make_instance(number, host_copy=make_model().all_layers, **fields)
 
 
-def members(plan: DropPlan) -> list[list[str]]:
+def members(plan: DropPlan) -> list[list[WorkerId]]:
     return [[stage.instance_id for stage in group.stages] for group in plan.groups]
 
 
