@@ -12,7 +12,8 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor, HostMemory, KvCapacity
+from services.worker.engine.stats import count_queued_for_memory
+from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity
 from services.worker.groups.agent import PlanAgent
 from services.worker.groups.device import GroupDevice
 from services.worker.groups.role_executor import RoleExecutor
@@ -103,7 +104,12 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
     emitter = Emitter(WorkerId(settings.instance_id), subjects, bus)
     now, max_failures = asyncio.get_running_loop().time, _max_failures(settings.max_batch_rows)
     steps = StepLog(WorkerId(settings.instance_id), settings.step_log_size, now)
-    on_step = steps.note if settings.step_log_size else None
+
+    def on_step(batch: Batch, output: BatchOutput) -> None:
+        if settings.step_log_size:
+            steps.note(batch, output)
+        reporter.look(is_short=count_queued_for_memory(engine) > 0)
+
     gate, roles = StepGate(), _Roles()
     loop = StepLoop(
         engine,
