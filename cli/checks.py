@@ -24,13 +24,16 @@ def check_settings(settings: UpSettings) -> None:
     """Check what depends on the settings alone.
 
     Raises:
-        StartupError: an unknown system or device, an address that everybody could reach without a key, or no file
-            of keys where one is named.
+        StartupError: an unknown system or device, workers that do not come out even, an address that everybody could
+            reach without a key, or no file of keys where one is named.
     """
     try:
-        find_live_system(settings.system)
+        num_stages = find_live_system(settings.system).num_stages
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from error
+    if settings.workers % num_stages:
+        counted = f"{num_stages} workers to a pipeline: {settings.workers} do not come out even"
+        raise StartupError(f"system {settings.system} joins {counted}", f"Give a multiple of {num_stages} as --workers")
     if not _DEVICE.fullmatch(settings.device):
         raise StartupError(f"unknown device '{settings.device}'", "Use --device cpu, cuda or cuda:<index>")
     check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)

@@ -41,9 +41,14 @@ class System:
     memory: Memory = Memory.BOUNDED
     """Where it is unlimited, the system runs in the simulator only."""
     num_stages: int = 1
-    """Instances that serve one copy of the model as a pipeline, for good; more than one runs in the simulator only."""
+    """Instances that serve one copy of the model as a pipeline, for good. Live they join when they are ready."""
     drops: bool = False
     """Under pressure the planner has workers drop replicated parameters and form pipeline groups."""
+
+    @property
+    def forms_groups(self) -> bool:
+        """Whether its live workers can drop parameters and serve as stages."""
+        return self.drops or self.num_stages > 1
 
 
 SYSTEMS: dict[str, System] = {
@@ -51,7 +56,8 @@ SYSTEMS: dict[str, System] = {
     for system in (
         System("fcfs", scheduler="fcfs", placement="least-loaded"),
         System("fcfs-chunked", scheduler="chunked", placement="least-loaded"),
-        # vLLM with pipeline parallelism, the second baseline of KunServe: half of the parameters in each instance.
+        # vLLM with pipeline parallelism, the second baseline of KunServe: half of the parameters in each instance. The
+        # simulator makes its pipelines at once; live they form as a drop does, and are never restored.
         System("fcfs-pp", scheduler="fcfs", placement="least-loaded", num_stages=2),
         System("round-robin", scheduler="round-robin", placement="least-loaded"),
         # The scheduler is the one that KunServe gave its InferCept baseline, and its own system: chunked prefill.
@@ -110,10 +116,10 @@ def find_live_system(name: str) -> System:
     system = find_system(name)
     if not _is_live(system):
         live = ", ".join(each.name for each in SYSTEMS.values() if _is_live(each))
-        what = "has unlimited KV memory" if system.memory is Memory.UNLIMITED else "joins instances to a pipeline"
-        raise UnknownSystemError(f"system '{name}' {what}, so it runs in the simulator only; live there are: {live}")
+        said = f"system '{name}' has unlimited KV memory, so it runs in the simulator only; live there are: {live}"
+        raise UnknownSystemError(said)
     return system
 
 
 def _is_live(system: System) -> bool:
-    return system.memory is not Memory.UNLIMITED and system.num_stages == 1
+    return system.memory is not Memory.UNLIMITED

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
-from services.monitor.policy.throttling import Throttling, ThrottlingDetector
+from services.monitor.policy.throttling import Throttling, ThrottlingDetector, ThrottlingRule
 from services.monitor.state import ClusterState, Verdict
 from shared.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
 from shared.cluster_views import VIEW_KEY
@@ -117,12 +117,14 @@ class Monitor:
         return f"reports_{verdict.value}"
 
     def _follow(self, report: WorkerReport) -> None:
-        """See whether the worker runs short; if it begins to, the planner is told at once."""
-        was_calm = not self._detector.strain(report.worker_id)
+        """See whether the worker runs short; the planner is told at once if it begins to, or requests begin to wait."""
+        before = self._detector.rule(report.worker_id)
         throttling = self._detector.apply(report, self._now(), self._epoch)
         if throttling is not None:
             self._throttlings.append(throttling)
-        if throttling is not None or (was_calm and self._detector.strain(report.worker_id)):
+        rule = self._detector.rule(report.worker_id)
+        is_worse = rule is not None and rule is not before and before is not ThrottlingRule.QUEUED
+        if throttling is not None or is_worse:
             self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + MIN_VIEW_GAP_S))
             self._wake.set()
 

@@ -1,7 +1,7 @@
 """What the planner does next: the ladder and the restores, with the patience that both need.
 
-    view ─► observe ─► ladder (held back after a failure, or a restore) ─► drop
-                   └─► groups that are used little for a while ──────────► restore
+    view ─► observe ─► ladder (held back after a failure, or a restore) ─► drop, or a static pipeline
+                   └─► groups that are used little for a while ──────────► restore, where groups are not for good
     outcome ─► back-off, cool-down, and nothing until reports show what was changed
 
 No I/O; time is an argument. What is remembered from one decision to the next is here, and nowhere else.
@@ -20,6 +20,7 @@ from services.planner.policy.intent import RESTORE, Intent, drop_intent, restore
 from services.planner.policy.ladder import ClusterSnapshot, Decision, Lever, Situation, decide
 from services.planner.policy.observe import Observation, can_work, observe
 from services.planner.policy.pacing import Backoff, Cooldown, RestoreWatch
+from services.planner.policy.pipeline_lever import PipelineLever
 from services.planner.policy.restore import RestoreRefusal, plan_restore
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -51,6 +52,7 @@ class Decider:
         self._backoff = Backoff(settings.pacing())
         self._cooldown = Cooldown(settings.pacing())
         self._restores = RestoreWatch(settings.pacing())
+        self._groups_stay = any(lever.is_standing for lever in self._levers)
         self._unsettled: Outcome | None = None
         self._settled_s = 0.0
 
@@ -78,8 +80,8 @@ class Decider:
             self._restores.forget()
         elif decision.plan is not None:
             intent = drop_intent(decision.plan, facts, view)
-            intent = replace(intent, reason=decision.reason)
-        else:
+            intent = replace(intent, lever=decision.lever, reason=decision.reason)
+        elif not self._groups_stay:
             intent, refusals = self._restore(facts, view, now_s)
         return Verdict(decision, intent, refusals, observation.left_out)
 
@@ -139,6 +141,8 @@ def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
         system = find_system(settings.system)
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from None
+    if system.num_stages > 1:
+        return (PipelineLever(system.num_stages, settings.drop()),)
     return (DropLever(settings.drop(), wait_s=settings.drop_wait_s),) if system.drops else ()
 
 

@@ -166,7 +166,9 @@ class PlannerEndpoints:
             raise RefusedError("no fresh view of the cluster: is the monitor there?")
         facts = self._decider.observe(view, 0.0).snapshot.facts
         if facts is None:
-            raise RefusedError("no worker that is ready can drop parameters; those of `--system kunserve` can")
+            raise RefusedError(
+                "no worker that is ready can drop parameters; those of `--system kunserve` and `fcfs-pp` can"
+            )
         return facts, view
 
 

@@ -24,6 +24,7 @@ from services.planner.rebalancing import Rebalancer
 from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
+from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase
@@ -168,12 +169,12 @@ class Planner:
         self._seen_revision = max(self._seen_revision, entry.revision)
 
     def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
-        before = {status.report.worker_id for status in self._view.workers if status.throttled} if self._view else ()
+        before = _short_of_memory(self._view)
         self._view = view
         if not is_fresh:
             return
         self._view_at_s = asyncio.get_running_loop().time()
-        if any(status.throttled and status.report.worker_id not in before for status in view.workers):
+        if any(need not in before for need in _short_of_memory(view)):
             self._wake.set()
 
     def _on_malformed(self, where: str, error: WireError) -> None:
@@ -323,6 +324,13 @@ class Planner:
             },
             instance_id=self._settings.instance_id,
         )
+
+
+def _short_of_memory(view: ClusterView | None) -> dict[tuple[WorkerId, bool], None]:
+    """Return who runs short, and of whom requests are queued already, which is news once more."""
+    throttled = [status.report for status in view.workers if status.throttled] if view is not None else []
+    needs = [(report.worker_id, False) for report in throttled]
+    return dict.fromkeys(needs + [(report.worker_id, True) for report in throttled if report.num_queued_for_memory])
 
 
 def build_planner(

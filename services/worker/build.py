@@ -12,7 +12,8 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor, HostMemory, KvCapacity
+from services.worker.engine.stats import count_queued_for_memory
+from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity
 from services.worker.groups.agent import PlanAgent
 from services.worker.groups.device import GroupDevice
 from services.worker.groups.role_executor import RoleExecutor
@@ -159,6 +160,11 @@ class _Roles:
 
 
 def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _Roles) -> StepLoop:
+    def on_step(batch: Batch, output: BatchOutput) -> None:
+        if settings.step_log_size:
+            steps.note(batch, output)
+        parts.reporter.look(is_short=count_queued_for_memory(parts.engine) > 0)
+
     return StepLoop(
         parts.engine,
         parts.executor,
@@ -166,7 +172,7 @@ def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _
         parts.now,
         parts.gate,
         max_failures=_max_failures(settings.max_batch_rows),
-        on_step=steps.note if settings.step_log_size else None,
+        on_step=on_step,
         on_lost=roles.on_lost,
     )
 

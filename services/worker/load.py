@@ -51,7 +51,7 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
         find_live_system(settings.system)
     except UnknownSystemError as error:
         raise StartupError(str(error), "Choose one with --system") from error
-    if settings.max_blocks and find_system(settings.system).drops:
+    if settings.max_blocks and find_system(settings.system).forms_groups:
         said = (
             f"max_blocks bounds a memory that does not change, but system '{settings.system}' drops parameters for more"
         )
@@ -117,7 +117,7 @@ async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
     def report(ratio: float, text: str) -> None:
         loop.call_soon_threadsafe(progress, ratio, text)
 
-    if find_system(settings.system).drops:
+    if find_system(settings.system).forms_groups:
         return await _in_pages(settings, await _off_the_loop(lambda: _load_elastic(settings, report)))
     runner = await _off_the_loop(lambda: _load_runner(settings, report))
     from services.worker.executor.thread import ThreadExecutor

@@ -1,4 +1,4 @@
-"""What the worker tells the monitor: a report by period, and at once when its phase changes.
+"""What the worker tells the monitor: a report by period, and at once when its phase changes or requests lack memory.
 
 Rates are exponential moving averages over the reports, so they need no work in the step.
 """
@@ -23,6 +23,8 @@ from shared.wire import encode_json
 
 RATE_HALF_LIFE_S = 2.0
 """Age at which a report counts half in the moving averages."""
+MIN_SHORTAGE_GAP_S = 0.1
+"""Between two reports that are sent because memory runs short."""
 
 _log = get_logger()
 
@@ -78,6 +80,8 @@ class Reporter:
         self._source: StatsSource | None = None
         self._rates = _Rates()
         self._role: Role | None = None
+        self._is_short = False
+        self._short_again_s = 0.0
 
     @property
     def phase(self) -> WorkerPhase:
@@ -104,6 +108,19 @@ class Reporter:
         """The worker holds other layers, or is in another group: report at once."""
         self._role = role
         self._wake.set()
+
+    def look(self, *, is_short: bool) -> None:
+        """Take whether requests are queued for KV memory; when it begins, report at once (KunServe v2, section 4.1).
+
+        One that comes and goes is reported by `MIN_SHORTAGE_GAP_S`: who asks at every step may.
+        """
+        if not is_short or self._is_short:
+            self._is_short = is_short
+            return
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._short_again_s:
+            self._is_short, self._short_again_s = True, now_s + MIN_SHORTAGE_GAP_S
+            self._wake.set()
 
     async def leave(self) -> None:
         """Say that the worker is gone, now and once: the last report."""

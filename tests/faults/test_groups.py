@@ -1,7 +1,7 @@
 """Groups of live workers: layers are dropped and loaded again while streams run, and members die.
 
 Token identity of the real thing: torch or native kernels, sockets between processes, a planner that is asked by hand.
-Rows 9, 10 and 11.
+Rows 9, 10 and 11. And pipelines for good, which form by themselves.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli.status import run_status
 from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import unchanged
-from tests.support.fault_cluster import Cluster, running, until_async
-from tests.support.fault_streams import Ask, answers, long_prompts, mixed_load, reading, seen
+from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until_async
+from tests.support.fault_streams import Ask, answers, long_prompts, mixed_load, reading, seen, undisturbed
 from tests.support.group_changes import (
     NUM_LASTING,
     change,
     change_until_done,
     change_while_readers_leave,
+    group_env,
     leaving,
     shape,
 )
@@ -181,6 +183,38 @@ async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_ha
                 _, view = await cluster.get("/v1/cluster")
                 if any(worker["report"]["num_stages"] > 1 for worker in view["workers"]):
                     await change_until_done(cluster, bus, "restore")
+
+
+async def test_a_static_pipeline_forms_by_itself_and_says_what_one_worker_says_also_after_a_death(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """`fcfs-pp` beside a single worker of `fcfs`; a member dies while streams run, and is joined again later."""
+    asks, static = load(), ("--system", "fcfs-pp")
+    alone = Shape(num_workers=1, env=group_env())
+    with running(tmp_path_factory.mktemp("alone"), alone) as cluster:
+        expected = run_apart(undisturbed(cluster, asks))
+    flags = {"worker": (*static, "--memory", "32MiB"), "planner": static, "dispatcher": static}
+    with running(tmp_path_factory.mktemp("cluster"), Shape(env=group_env(), flags=flags)) as cluster:
+        await until_async(lambda: _is_joined(cluster), "both workers are one pipeline", 20.0)
+        table = await run_status(cluster.url(), as_json=False)
+        assert sorted(line.split("  ")[-3].strip() for line in table.splitlines()[1:3]) == ["1 of 2", "2 of 2"], table
+        async with reading(cluster, asks) as readers:
+            assert await answers(readers) == expected
+        async with reading(cluster, asks) as readers:
+            await seen(readers[:NUM_LASTING], 3)
+            cluster.kill("worker-1")
+            cluster.start("worker-1")
+            await until_async(lambda: _is_joined(cluster), "they are one pipeline again", 30.0)
+            assert await answers(readers) == expected
+
+
+async def _is_joined(cluster: Cluster) -> bool:
+    """Return whether both workers are alive and stages of one pipeline."""
+    _, view = await cluster.get("/v1/cluster")
+    workers = (view or {}).get("workers", [])
+    stages = [(w["report"]["num_stages"], w["report"]["stage"], w["liveness"]) for w in workers]
+    pids = {w["report"]["pid"] for w in workers}
+    return sorted(stages) == [(2, 0, "alive"), (2, 1, "alive")] and pids == {cluster.pid(w) for w in cluster.workers}
 
 
 async def _agree(cluster: Cluster) -> bool:

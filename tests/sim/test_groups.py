@@ -60,6 +60,25 @@ def test_texts_are_the_same_through_drops_and_restores_at_any_moment(seed: int) 
     in_room(main, group_params())
 
 
+def test_groups_of_one_plan_do_not_meet_each_other() -> None:
+    """Two pairs come about, and part again, in the same moment and under the same plan."""
+
+    async def main(room: Room) -> None:
+        asked = draw_requests(7, 90)
+        room.ask(*asked[:50])
+        await asyncio.sleep(0.3)
+        reports, halves = room.driver.reports, even_split(NUM_LAYERS, 2)
+        pairs = [group_of([reports[a], reports[b]], halves) for a, b in (("w0", "w1"), ("w2", "w3"))]
+        assert states(await room.driver.carry_out(*pairs)) == ["done"] * 4
+        assert [room.role(i)[0] for i in range(4)] == ["w0", "w0", "w2", "w2"]
+        room.ask(*asked[50:])
+        await asyncio.sleep(1.0)
+        assert states(await room.driver.restore(["w0", "w1", "w2", "w3"])) == ["done"] * 4
+        await room.check()
+
+    in_room(main, group_params(4))
+
+
 def test_four_workers_form_two_groups_and_then_one() -> None:
     async def main(room: Room) -> None:
         asked = draw_requests(5, 80)

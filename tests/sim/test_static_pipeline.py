@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
 from services.worker.executor.shadow_kv import TokenDraw
 from shared.errors import StartupError
 from shared.layers import even_split
-from shared.systems import UnknownSystemError, find_live_system
 from sim.catalog.instance import find_instance
-from sim.cluster import SimCluster
+from sim.cluster import ClusterParams, SimCluster
 from sim.experiment.plan import plan_instances
 from sim.experiment.run import run_system
 from sim.experiment.setup import build_cluster
@@ -18,6 +19,7 @@ from sim.requests import SimRequest, undisturbed_text
 from sim.scenarios.files import load_scenario
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run
+from tests.support.group_room import group_params
 
 
 def small() -> Scenario:
@@ -60,17 +62,31 @@ def test_the_text_is_that_of_an_undisturbed_sequence() -> None:
     assert texts == [undisturbed_text(request, draw) for request in requests]
 
 
+def test_instances_that_join_by_a_plan_are_pairs_for_good_and_say_what_they_say_alone() -> None:
+    """As live: whole instances drop half of their layers at the start; `build_cluster` makes the stages at once."""
+
+    async def ask(params: ClusterParams) -> None:
+        async with SimCluster(params) as cluster:
+            await asyncio.sleep(2.0)
+            led = [worker for worker in cluster.workers if worker.pipelines]
+            assert [len(worker.pipelines) for worker in led] == [1, 1], "two of four lead"
+            answers = await asyncio.gather(*(cluster.ask(request) for request in requests))
+            assert [a.tokens for a in answers] == [cluster.undisturbed(request) for request in requests]
+            await asyncio.sleep(60.0)
+            assert [len(worker.pipelines) for worker in led] == [1, 1], "and never stop to"
+            cluster.check_idle()
+
+    rng = np.random.default_rng(1)
+    requests = [
+        SimRequest(f"r{i}", rng.integers(300, 30_000, int(rng.integers(1, 200))), 40, seed=i) for i in range(40)
+    ]
+    run(ask(group_params(num_workers=4, system="fcfs-pp")))
+
+
 def test_instances_that_do_not_come_out_even_are_refused() -> None:
     scenario = small().with_overrides(instances=3)
     with pytest.raises(StartupError, match="joins 2 instances to a pipeline: 3 do not come out even"):
         build_cluster(scenario, "fcfs-pp", scenario.workload(0))
-
-
-def test_a_pipeline_of_instances_does_not_serve_live_yet() -> None:
-    with pytest.raises(
-        UnknownSystemError, match="'fcfs-pp' joins instances to a pipeline, so it runs in the simulator"
-    ):
-        find_live_system("fcfs-pp")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from services.worker import intake
 from services.worker.engine.types import Batch
 from services.worker.executor.shadow_kv import expected_outputs
+from services.worker.reporter import MIN_SHORTAGE_GAP_S
 from shared.bus import Message
 from shared.cost import CostModel
 from shared.ids import RequestId, WorkerId
@@ -359,6 +360,45 @@ def test_reports_come_by_period_and_at_once_on_a_change() -> None:
             (1.2, WorkerPhase.DRAINING),
             (1.5, WorkerPhase.STOPPED),
         ]
+
+    in_virtual_time(test)
+
+
+def test_a_request_that_finds_no_memory_is_reported_after_the_step_and_not_again_and_again() -> None:
+    """16 blocks of 16 tokens; four prompts of 7 blocks each, and what they grow, find room for two at most."""
+
+    async def test() -> None:
+        reports: list[tuple[float, int]] = []
+
+        def on_report(message: Message) -> None:
+            report = decode_json(message.data, WorkerReport)
+            reports.append((asyncio.get_running_loop().time(), report.num_queued_for_memory))
+
+        async with one_worker(num_blocks=16) as (worker, dispatcher, _):
+            await asyncio.sleep(0.13)  # between two reports of the period
+            await dispatcher.bus.subscribe(dispatcher.subjects.all_reports(), on_report)
+            began_s = asyncio.get_running_loop().time()
+            prompts = [list(range(300 + 100 * i, 400 + 100 * i)) for i in range(4)]
+            streams = [await submitted(dispatcher, prompt, 40) for prompt in prompts]
+            async with asyncio.timeout(60):
+                await asyncio.gather(*(stream.ended.wait() for stream in streams))
+            ended_s = asyncio.get_running_loop().time()
+        first_s = next(at_s for at_s, num_queued in reports if num_queued)
+        assert first_s - began_s < 3 * worker.service.engine.totals.busy_s / worker.service.engine.totals.num_steps
+        assert len(reports) <= 2 + (ended_s - began_s) * (1 / MIN_SHORTAGE_GAP_S + 1 / 0.5)
+
+    in_virtual_time(test)
+
+
+def test_a_shortage_that_comes_and_goes_with_every_step_is_no_flood_of_reports() -> None:
+    async def test() -> None:
+        times: list[float] = []
+        async with one_worker() as (worker, dispatcher, _):
+            await dispatcher.bus.subscribe(dispatcher.subjects.all_reports(), lambda _message: times.append(0.0))
+            for step in range(400):
+                worker.reporter.look(is_short=step % 2 == 0)
+                await asyncio.sleep(0.005)
+        assert 2.0 / MIN_SHORTAGE_GAP_S - 1 <= len(times) <= 2.0 / MIN_SHORTAGE_GAP_S + 2.0 / 0.5 + 1
 
     in_virtual_time(test)
 

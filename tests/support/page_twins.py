@@ -118,7 +118,7 @@ class PageWatch:
         facts = cluster.scenario.workers[0].elastic
         assert facts is not None
         leaders = {node.name: node for node in cluster.workers if node.is_running}
-        for plan_id, (workers, stages) in cluster.network._pipelines.items():
+        for (plan_id, _), (workers, stages) in cluster.network._pipelines.items():
             parts = [server.stage for server in stages.servers]
             check_tiling([stage.layers for stage in parts], len(facts.layer_bytes))
             self.done[f"groups of {len(workers)}"] += 1

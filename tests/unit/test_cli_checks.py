@@ -67,6 +67,10 @@ def test_a_file_of_keys_that_is_not_there_is_refused_before_anything_starts(tmp_
             "sluice: system 'oracle' has unlimited KV memory, so it runs in the simulator only; live there are: fcfs, ",
         ),
         ({"system": "fcsf"}, "sluice: unknown system 'fcsf'; did you mean 'fcfs'?"),
+        (
+            {"system": "fcfs-pp", "workers": 3},
+            "sluice: system fcfs-pp joins 2 workers to a pipeline: 3 do not come out even. Give a multiple of 2 as --w",
+        ),
         ({"device": "gpu"}, "sluice: unknown device 'gpu'. Use --device cpu, cuda or cuda:<index>"),
         ({"device": "cuda:x"}, "sluice: unknown device 'cuda:x'"),
     ],

@@ -265,6 +265,22 @@ def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_once() 
     assert room.views[-1][1].workers[0].throttled_reason == ""
 
 
+def test_requests_that_begin_to_wait_at_a_worker_that_was_about_to_run_short_are_in_a_view_at_once() -> None:
+    async def shorter(room: Room) -> None:
+        await room.report(num_blocks=100, num_used_blocks=40)
+        await asyncio.sleep(0.64)
+        await room.report(num_blocks=100, num_used_blocks=72)  # 32 more in 0.64 s
+        await asyncio.sleep(0.59)
+        await room.report(**SHORT)
+        await asyncio.sleep(0.3)
+
+    views = in_room(shorter).views
+    reasons = [(at_s, view.workers[0].throttled_reason) for at_s, view in views if throttled(view)]
+    assert reasons[0] == (0.64, "72 of 100 KV blocks wanted; in 1 s it would be 122 of 100")
+    at_s, _ = next(row for row in reasons if "queued" in row[1])
+    assert at_s == 1.23
+
+
 def test_many_that_run_short_together_are_no_flood_of_views() -> None:
     """100 workers within 0.1 s: one view at once, and one per 20 ms."""
 

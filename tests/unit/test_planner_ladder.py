@@ -26,6 +26,7 @@ PARAMS = LadderParams(max_view_age_s=1.5, pressure_ratio=1.0)
 class FakeLever:
     name: str
     cost_s: float | None
+    is_standing: bool = False
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
         return None if self.cost_s is None else Offer(self.cost_s, f"{self.name} helps {len(snapshot.workers)}")
@@ -80,17 +81,19 @@ def test_no_lever_is_pulled_when_none_helps() -> None:
     used=st.integers(0, 200),
     demanded=st.integers(0, 200),
     age_s=st.none() | st.floats(0, 10),
-    costs=st.lists(st.none() | st.floats(0, 10), max_size=4),
+    rungs=st.lists(st.tuples(st.none() | st.floats(0, 10), st.booleans()), max_size=4),
+    blocks=st.sampled_from([0, 100]),
 )
-def test_a_lever_is_pulled_only_under_pressure_that_is_seen(
-    used: int, demanded: int, age_s: float | None, costs: list[float | None]
+def test_a_lever_is_pulled_only_under_pressure_that_is_seen_a_standing_one_also_in_calm(
+    used: int, demanded: int, age_s: float | None, rungs: list[tuple[float | None, bool]], blocks: int
 ) -> None:
-    levers = [FakeLever(str(index), cost_s) for index, cost_s in enumerate(costs)]
-    decision = decide(PARAMS, levers, make_snapshot(used, demanded, age_s=age_s))
-    is_seen = age_s is not None and age_s <= 1.5
-    offered = [cost_s for cost_s in costs if cost_s is not None]
-    if is_seen and used + demanded > 100 and offered:
-        assert costs[int(decision.lever)] == min(offered)
+    levers = [FakeLever(str(index), *rung) for index, rung in enumerate(rungs)]
+    decision = decide(PARAMS, levers, make_snapshot(used, demanded, age_s=age_s, blocks=blocks))
+    is_seen = age_s is not None and age_s <= 1.5 and blocks > 0
+    is_short = used + demanded > blocks
+    offered = [cost_s for cost_s, is_standing in rungs if cost_s is not None and (is_short or is_standing)]
+    if is_seen and offered:
+        assert rungs[int(decision.lever)][0] == min(offered)
     else:
         assert decision.lever == "none"
 

@@ -82,6 +82,30 @@ def test_what_a_plan_claims_is_told_beside_what_the_workers_have(lacks: int) -> 
     assert expected in reasons(cluster, "plan_done")[0]
 
 
+def test_a_worker_that_was_about_to_run_short_has_a_group_within_milliseconds_once_requests_wait() -> None:
+    """The forecast alone asks for nothing; that somebody waits does, and it does not wait for the planner's tick."""
+    times: dict[str, float] = {}
+
+    async def ramp(cluster: PlanCluster) -> None:
+        cluster.start_planner()
+        await asyncio.sleep(1)
+        cluster.relax(3, "w1")
+        await asyncio.sleep(1)
+        cluster.relax(9, "w1")
+        await cluster.workers[WorkerId("w1")].report()
+        await asyncio.sleep(0.27)
+        assert cluster.groups() == []
+        times["queued"] = asyncio.get_running_loop().time()
+        await cluster.strain("w1")
+        await asyncio.sleep(2)
+        times["done"] = next(at_s for at_s, name, _ in cluster.events if name == "plan_done")
+
+    cluster = in_cluster(ramp)
+    cluster.check()
+    assert any("there is room for all that is asked for" in reason for reason in reasons(cluster, "plan_refused"))
+    assert times["done"] - times["queued"] < 0.03
+
+
 @pytest.mark.parametrize("used", [1, 3, 4, 5, 6, 7, 9, 10])
 def test_a_steady_load_makes_no_flapping(used: int) -> None:
     """A burst, then whatever steady load for five minutes: one drop, and at most one restore."""
@@ -350,6 +374,7 @@ def test_a_person_and_a_tick_that_write_at_once_do_not_supersede_each_other(at_m
 
     class Relief:
         name = "relief"
+        is_standing = False
 
         def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
             return Offer(0.1, f"helps {len(snapshot.workers)}")

@@ -174,6 +174,7 @@ def test_a_view_of_unknown_age_is_not_acted_upon() -> None:
 @dataclass(frozen=True)
 class FakeLever:
     name: str = "preempt"
+    is_standing: bool = False
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
         return Offer(0.1, f"frees what {len(snapshot.workers)} workers lack")

@@ -44,10 +44,16 @@ def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> No
     assert find_system("oracle").memory is Memory.UNLIMITED
     with pytest.raises(UnknownSystemError, match=r"in the simulator only; live there are: fcfs, .*swap, kunserve$"):
         find_live_system("oracle")
-    for name in set(SYSTEMS) - {"oracle", "fcfs-pp"}:
+    for name in sorted(set(SYSTEMS) - {"oracle"}):
         assert find_live_system(name) is SYSTEMS[name]
     with pytest.raises(UnknownSystemError, match="system 'kunserve-v1' is not built yet"):
         find_live_system("kunserve-v1")
+
+
+def test_the_static_pipeline_is_fcfs_in_two_stages() -> None:
+    assert replace(SYSTEMS["fcfs-pp"], name="fcfs", num_stages=1) == SYSTEMS["fcfs"]
+    assert SYSTEMS["fcfs-pp"].num_stages == 2
+    assert [name for name, system in SYSTEMS.items() if system.forms_groups] == ["fcfs-pp", "kunserve"]
 
 
 def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_and_in_what_groups_are_scheduled_by() -> None:

@@ -84,6 +84,7 @@ class _Watch:
     demand_rate: float = 0.0
     capacity_rate: float = 0.0
     strain: str = ""  # by which rule it is throttled, in words
+    rule: ThrottlingRule | None = None
     raised_epoch: int | None = None
 
 
@@ -103,6 +104,11 @@ class ThrottlingDetector:
         """Return why the worker is throttled, by its last report, in words; empty if it is not."""
         watch = self._watches.get(worker_id)
         return watch.strain if watch is not None else ""
+
+    def rule(self, worker_id: WorkerId) -> ThrottlingRule | None:
+        """Return by which rule the worker is throttled, by its last report; None if it is not."""
+        watch = self._watches.get(worker_id)
+        return watch.rule if watch is not None else None
 
     def forget(self, worker_id: WorkerId) -> None:
         """Remember nothing of a worker that is gone."""
@@ -145,7 +151,7 @@ class ThrottlingDetector:
         ahead = demand + watch.demand_rate * horizon_s
         room = capacity + watch.capacity_rate * horizon_s
         is_queued = report.num_queued_for_memory > 0
-        watch.strain = ""
+        watch.strain, watch.rule = "", None
         if not is_queued and ahead - room < MIN_SHORTAGE_BLOCKS:
             if demand <= self._params.release_ratio * capacity:
                 watch.raised_epoch = None
@@ -155,10 +161,10 @@ class ThrottlingDetector:
             watch.strain = f"{what}, and {report.num_queued_for_memory} requests are queued for lack of them"
         else:
             watch.strain = f"{what}; in {horizon_s:g} s it would be {ahead:.0f} of {room:.0f}"
+        rule = watch.rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
         if watch.raised_epoch == epoch:
             return None
         watch.raised_epoch = epoch
-        rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
         return Throttling(report.worker_id, epoch, rule, demand, capacity, watch.strain)
 
 

@@ -36,6 +36,11 @@ class DropLever:
         """Name in plans and events."""
         return DROP_LEVER
 
+    @property
+    def is_standing(self) -> bool:
+        """It takes pressure, and what it does is undone when that is over."""
+        return False
+
     def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined:
         """Return the plan for what the throttled instances are short of, or why there is none."""
         facts = snapshot.facts

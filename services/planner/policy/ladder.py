@@ -98,6 +98,11 @@ class Lever(Protocol):
         """Name in plans and events."""
         ...
 
+    @property
+    def is_standing(self) -> bool:
+        """Whether it is pulled whenever it can be, with no pressure too, and what it does is not undone in calm."""
+        ...
+
     def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined | None:
         """Return what this lever would do about the pressure; if it cannot help now, why, or None."""
         ...
@@ -132,22 +137,26 @@ class Decision:
 def decide(params: LadderParams, levers: Sequence[Lever], snapshot: ClusterSnapshot) -> Decision:
     """Return the cheapest lever that helps, the earlier one on a tie, or `none` if there is no need or no help.
 
+    A standing lever needs no pressure.
+
     Args:
         params: limits.
         levers: in ladder order.
         snapshot: of this tick.
     """
     situation, what = _look(params, snapshot)
-    if situation is not Situation.PRESSURE:
+    in_need = situation is Situation.PRESSURE
+    if not (in_need or situation is Situation.CALM):
         return Decision(NO_LEVER, situation, what)
-    if not levers:
+    if in_need and not levers:
         return Decision(NO_LEVER, situation, f"{what}; the ladder has no lever yet, so requests wait")
-    answers = [(lever.name, lever.offer(snapshot)) for lever in levers]
+    answers = [(lever.name, lever.offer(snapshot)) for lever in levers if in_need or lever.is_standing]
     offers = [(name, answer) for name, answer in answers if isinstance(answer, Offer)]
     if not offers:
-        names = ", ".join(name for name, _ in answers)
         why = "".join(f"; {name}: {answer.reason}" for name, answer in answers if isinstance(answer, Declined))
-        return Decision(NO_LEVER, situation, f"{what}; none of {names} can help now{why}")
+        if in_need:
+            why = f"; none of {', '.join(name for name, _ in answers)} can help now{why}"
+        return Decision(NO_LEVER, situation, f"{what}{why}")
     name, best = min(offers, key=lambda priced: priced[1].cost_s)
     others = ", ".join(f"{other} {offer.cost_s:.2f} s" for other, offer in offers if other != name)
     against = f", against {others}" if others else ""

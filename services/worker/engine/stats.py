@@ -100,10 +100,7 @@ def take_stats(engine: Engine) -> EngineStats:
     """Return the counts of this moment."""
     table, host = engine.table, None if engine.swapping is None else engine.swapping.host
     used = min(engine.blocks.num_used, engine.capacity_blocks)
-    num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
-    head = max(table.num_head_blocks - engine.sharing.num_kept_blocks, 0)
-    places = max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0)
-    lacks_memory = head + num_running > engine.blocks.num_free
+    num_running = len(table.running)
     return EngineStats(
         num_running=num_running,
         num_waiting=len(table.waiting),
@@ -111,10 +108,24 @@ def take_stats(engine: Engine) -> EngineStats:
         num_blocks=engine.capacity_blocks,
         num_used_blocks=used,
         num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
-        num_head_blocks=head,
-        num_queued_for_memory=min(num_parked, places) if lacks_memory else 0,
+        num_head_blocks=_num_head_blocks(engine),
+        num_queued_for_memory=count_queued_for_memory(engine),
         num_coming_blocks=engine.sharing.num_coming,
         num_host_blocks=0 if host is None else host.num_blocks,
         num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
         **{name: getattr(engine.totals, name) for name in _TOTALS},
     )
+
+
+def count_queued_for_memory(engine: Engine) -> int:
+    """Return `EngineStats.num_queued_for_memory`; cheap enough for every step."""
+    table = engine.table
+    num_running, num_parked = len(table.running), len(table.waiting) + len(table.preempted)
+    if not num_parked or _num_head_blocks(engine) + num_running <= engine.blocks.num_free:
+        return 0
+    return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
+
+
+def _num_head_blocks(engine: Engine) -> int:
+    """Return the blocks that the next one in line needs; those that are kept for KV on its way are there."""
+    return max(engine.table.num_head_blocks - engine.sharing.num_kept_blocks, 0)

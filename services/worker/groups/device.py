@@ -32,7 +32,7 @@ class GroupPlace:
     """A group that is to come about, as one of its members sees it."""
 
     plan_id: int
-    """Same for all members, and for no other group of theirs."""
+    """Same for all members, and for no other group of theirs; a plan may form several groups."""
     token: str
     """Shown by whoever connects."""
     stages: tuple[StagePlace, ...]
@@ -44,6 +44,11 @@ class GroupPlace:
     def own(self) -> StagePlace:
         """This worker's stage."""
         return self.stages[self.index]
+
+    @property
+    def key(self) -> tuple[int, WorkerId]:
+        """Same for all members, and for no other group of the cluster."""
+        return self.plan_id, self.stages[0].worker_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
 
+_Key = tuple[int, WorkerId]
+"""Of a group: its plan and its leader."""
 PART_LIMIT_S = 1.0
 """How long a worker waits for the others when their group dissolves in order."""
 
@@ -85,9 +87,9 @@ class ModelledNetwork:
         self._link = link or ModelledLink()
         self._meet_limit_s = meet_limit_s
         self._exchange_limit_s = exchange_limit_s
-        self._meetings: dict[int, _Meeting] = {}
-        self._pipelines: dict[int, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
-        self._partings: dict[int, _Departure] = {}
+        self._meetings: dict[_Key, _Meeting] = {}
+        self._pipelines: dict[_Key, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
+        self._partings: dict[_Key, _Departure] = {}
         self._cut: set[frozenset[WorkerId]] = set()
 
     async def meet(
@@ -98,7 +100,7 @@ class ModelledNetwork:
         Raises:
             GroupFailedError: they did not come in time.
         """
-        meeting = self._meetings.setdefault(place.plan_id, _Meeting())
+        meeting = self._meetings.setdefault(place.key, _Meeting())
         meeting.arrived[place.index] = _Arrival(place.own.worker_id, stage, before, on_end, copy_context())
         await asyncio.sleep(self._link.latency_s)
         if len(meeting.arrived) == len(place.stages) and not meeting.begun.done() and not self._is_cut(place):
@@ -108,7 +110,7 @@ class ModelledNetwork:
                 return await asyncio.shield(meeting.begun)
         except TimeoutError:
             missing = [s.worker_id for i, s in enumerate(place.stages) if i not in meeting.arrived]
-            self._meetings.pop(place.plan_id, None)
+            self._meetings.pop(place.key, None)
             said = ", ".join(missing) if missing else "a connection"
             raise GroupFailedError(f"{said} did not come within {self._meet_limit_s:g} s") from None
 
@@ -124,8 +126,8 @@ class ModelledNetwork:
         exchange = Exchange([a.before for a in arrivals], [a.stage for a in arrivals], self._link.bytes_per_s)
         began_s = asyncio.get_running_loop().time()
         news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place))
-        del self._meetings[place.plan_id]
-        self._pipelines[place.plan_id] = (tuple(arrival.worker_id for arrival in arrivals), stages)
+        del self._meetings[place.key]
+        self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
         coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks)
         meeting.begun.set_result(_Begun(stages, coming))
 
@@ -134,11 +136,11 @@ class ModelledNetwork:
 
         Nothing if they do not come in time.
         """
-        parting = self._partings.setdefault(place.plan_id, _Departure())
+        parting = self._partings.setdefault(place.key, _Departure())
         parting.shares[place.index] = share
         await asyncio.sleep(self._link.latency_s)
         if len(parting.shares) == len(place.stages) and not parting.kept.done() and not self._is_cut(place):
-            del self._partings[place.plan_id]
+            del self._partings[place.key]
             kept, most_bytes = hand_out([parting.shares[i] for i in range(len(place.stages))])
             parting.exchange_s = most_bytes / self._link.bytes_per_s
             parting.kept.set_result(kept)
@@ -146,31 +148,31 @@ class ModelledNetwork:
             async with asyncio.timeout(PART_LIMIT_S):
                 kept = await asyncio.shield(parting.kept)
         except TimeoutError:
-            self._partings.pop(place.plan_id, None)
+            self._partings.pop(place.key, None)
             return NOTHING_KEPT
         await asyncio.sleep(min(parting.exchange_s, self._exchange_limit_s))
         return kept[place.index] if parting.exchange_s <= self._exchange_limit_s else NOTHING_KEPT
 
-    def leave(self, plan_id: int, index: int) -> None:
+    def leave(self, key: _Key, index: int) -> None:
         """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
-        found = self._pipelines.get(plan_id)
+        found = self._pipelines.get(key)
         if found is not None:
             found[1].servers[index].leave("a stage has left the group")
 
-    def close(self, plan_id: int) -> None:
+    def close(self, key: _Key) -> None:
         """Forget a pipeline whose leader has closed it."""
-        self._pipelines.pop(plan_id, None)
+        self._pipelines.pop(key, None)
 
     def lose(self, worker_id: WorkerId) -> None:
         """A worker's process is gone, and its ends of all connections with it."""
-        for plan_id, (workers, stages) in list(self._pipelines.items()):
+        for key, (workers, stages) in list(self._pipelines.items()):
             if worker_id in workers:
                 index = workers.index(worker_id)
                 stages.servers[index].leave(f"{worker_id} is gone")
                 if index == 0:
                     for channel in stages.from_leader:
                         channel.cut(f"{worker_id}, the leader, is gone")
-                    del self._pipelines[plan_id]
+                    del self._pipelines[key]
         for meeting in self._meetings.values():
             for index in [i for i, arrival in meeting.arrived.items() if arrival.worker_id == worker_id]:
                 del meeting.arrived[index]
@@ -335,9 +337,9 @@ class ModelledGroupDevice:
     def _leave(self) -> None:
         if self._place is not None:
             place, self._place = self._place, None
-            self._network.leave(place.plan_id, place.index)
+            self._network.leave(place.key, place.index)
             if place.index == 0:
-                self._network.close(place.plan_id)
+                self._network.close(place.key)
 
     def _shadow_kv(self, num_blocks: int, weight: int) -> ShadowKv:
         return ShadowKv(num_blocks, self._params.block_size, self._params.draw, weight=weight)

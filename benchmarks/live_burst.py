@@ -1,0 +1,268 @@
+"""Bursts that throttle two live workers, on one system after the other: what dropping parameters saves readers.
+
+    python -m benchmarks.live_burst [--seeds 1,2,3,4,5] [--systems fcfs,fcfs-chunked,fcfs-pp,kunserve] [--json FILE]
+
+For each system `sluice up` starts a broker, monitor, planner, two workers of one thread and a dispatcher; then all of
+them get the same requests, seed by seed, from the client of `sluice replay`. The model (25.7 M parameters, bfloat16)
+takes about half of each worker's memory. The row `fcfs, unthrottled` is the same on workers with much more of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.burst_load import BurstShape, BurstWatch, Watched
+from benchmarks.fidelity.loads import sequential
+from benchmarks.harness import machine, print_table
+from benchmarks.peers_engines import START_LIMIT_S, EngineProcess
+from benchmarks.peers_load import Share, foreign_share, wait_idle
+from benchmarks.peers_model import make_checkpoint
+from cli.bench.running import load_session
+from cli.bench.server import Server
+from cli.replay.records import is_silent, lateness_p99_s, records_of
+from cli.replay.sender import Sender, token_prompts
+from shared.cluster_views import ViewFeed
+from shared.messages.report import ClusterView
+from shared.nats_bus import NatsBus
+from shared.subjects import Subjects
+from shared.systems import find_live_system
+from shared.wire import WireError
+from sim.experiment.summary import SystemFacts, summarise
+from sim.workload.workload import Workload
+
+SYSTEMS = ("fcfs", "fcfs-chunked", "fcfs-pp", "kunserve")
+UNTHROTTLED = "fcfs, unthrottled"
+MEMORY, MUCH_MEMORY = "100MiB", "1GiB"
+"""Of each worker; parameters take 49 MiB."""
+SETTINGS = {
+    "SLUICE_WORKER_PAGE_BYTES": "32768",
+    "SLUICE_WORKER_MAX_BATCH_TOKENS": "256",
+    "SLUICE_WORKER_MAX_BATCH_ROWS": "48",
+    "SLUICE_PLANNER_RESTORE_HOLD_S": "1.5",
+    "SLUICE_PLANNER_COOLDOWN_S": "1",
+}
+"""Small pages for a small model, and the patience of a load whose calm lasts seconds and not minutes."""
+ANSWER_LIMIT_S = 120.0
+REST_LIMIT_S = 20.0
+REST_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One system under the load of one seed."""
+
+    system: str
+    seed: int
+    summary: dict[str, Any]
+    """As `sluice replay` has it."""
+    watched: Watched
+    foreign_ratio: float
+    """Of the machine that others used meanwhile."""
+    lateness_p99_s: float
+
+    @property
+    def ttft_p99_s(self) -> float:
+        """Of this run."""
+        found: float = self.summary["ttft_s"]["p99"]
+        return found
+
+
+class BurstCluster(EngineProcess):
+    """A running `sluice up` with two workers, and this process's connection to its broker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url = ""
+        self._bus: NatsBus | None = None
+        self._feed: ViewFeed | None = None
+        self._view: ClusterView | None = None
+        self._watch: BurstWatch | None = None
+
+    async def start(self, system: str, memory: str, checkpoint: Path, log: Path) -> None:
+        """Return when it serves, joined to pipelines if the system has them."""
+        flags = ["--model", str(checkpoint), "--dtype", "bfloat16", "--memory", memory, "--workers", "2"]
+        flags += ["--threads", "1", "--port", "0", "--system", system, "--log-dir", str(log.with_suffix(""))]
+        await self.spawn(sys.executable, "-m", "cli.main", "up", "--json", *flags, env=SETTINGS, log=log)
+        line = await self.read_line(START_LIMIT_S)
+        self.url = line["url"]
+        self._bus = await NatsBus.connect(line["nats_url"], name="burst")
+        self._feed = ViewFeed(self._bus, Subjects("default"), self._on_view, _on_malformed)
+        await self._feed.start()
+        await self.rest(find_live_system(system).num_stages)
+
+    async def stop(self) -> None:
+        """End it, and everything that it started."""
+        if self._feed is not None:
+            await self._feed.close()
+        if self._bus is not None:
+            await self._bus.close()
+        await super().stop()
+
+    def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
+        if not is_fresh:
+            return
+        self._view = view
+        if self._watch is not None:
+            self._watch.take(view, time.perf_counter())
+
+    async def rest(self, num_stages: int) -> None:
+        """Return when nothing runs and every worker is in a group of this size.
+
+        Raises:
+            RuntimeError: they are not in time.
+        """
+        until_s = time.monotonic() + REST_LIMIT_S
+        while self._view is None or not _is_at_rest(self._view, num_stages):
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"the workers are not at rest after {REST_LIMIT_S:g} s: {self._view}")
+            await asyncio.sleep(REST_LOOK_S)
+
+    async def send(self, workload: Workload) -> tuple[Sender, Watched, float]:
+        """Send a load; return its sender, what views said, and the share of the machine that others used.
+
+        Raises:
+            RuntimeError: an answer failed: then the figures are worth nothing.
+        """
+        async with load_session(ANSWER_LIMIT_S, "") as session:
+            server = await Server.find(session, self.url, "", "completions")
+            sender = Sender(session, server, workload, token_prompts(workload))
+            before, began_s = Share.take(self.pid), time.perf_counter()
+            watch = self._watch = BurstWatch()
+            await sender.load.run()
+            self._watch = None
+            elapsed_s = time.perf_counter() - began_s
+            foreign = foreign_share(before, Share.take(self.pid), elapsed_s, os.cpu_count() or 1)
+        failed = [outcome for outcome in sender.outcomes if outcome.failure and not is_silent(outcome)]
+        if failed:
+            raise RuntimeError(f"{len(failed)} answers failed, the first with {failed[0].failure}: {failed[0].detail}")
+        return sender, watch.figures(), foreign
+
+
+def _on_malformed(where: str, error: WireError) -> None:
+    raise RuntimeError(f"{where} is no view: {error}")
+
+
+def _is_at_rest(view: ClusterView, num_stages: int) -> bool:
+    reports = [status.report for status in view.workers]
+    busy = any(report.num_running or report.num_waiting or report.num_preempted for report in reports)
+    return not busy and all(report.num_stages == num_stages for report in reports)
+
+
+@asynccontextmanager
+async def burst_cluster(system: str, memory: str, checkpoint: Path, log: Path) -> AsyncIterator[BurstCluster]:
+    """Give a cluster that serves and is warm; end it afterwards."""
+    cluster = BurstCluster()
+    try:
+        await cluster.start(system, memory, checkpoint, log)
+        await cluster.send(sequential(12, 200, 20, 0.1, seed=90))
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: Path) -> list[Run]:
+    """Send the loads of all seeds to one system."""
+    system, memory = ("fcfs", MUCH_MEMORY) if title == UNTHROTTLED else (title, MEMORY)
+    num_stages, runs = find_live_system(system).num_stages, []
+    log = folder / f"{title.replace(', ', '-')}.log"
+    async with burst_cluster(system, memory, folder / "small", log) as cluster:
+        for seed in seeds:
+            await cluster.rest(num_stages)
+            await wait_idle()
+            workload = shape.draw(seed)
+            sender, watched, foreign = await cluster.send(workload)
+            summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
+            runs.append(Run(title, seed, summary, watched, foreign, lateness_p99_s(sender.outcomes) or 0.0))
+            print(f"{title}, seed {seed}: P99 TTFT {runs[-1].ttft_p99_s:.2f} s", file=sys.stderr, flush=True)
+    return runs
+
+
+HEAD = (
+    "system",
+    "seed",
+    "done",
+    "TTFT p50 / p99",
+    "TPOT p50 / p99",
+    "gap p99 / max",
+    "QoE mean / p10",
+    "KV use",
+    "throttled",
+    "drops",
+    "restores",
+    "others",
+)
+"""*Gap*: an answer's longest pause. *Others*: the share of the machine that others used."""
+
+
+def row(run: Run) -> tuple[str, ...]:
+    """Return the cells of one run."""
+    summary, watched = run.summary, run.watched
+    tpot, stall, qoe = summary["tpot_s"], summary["stall_s"], summary["qoe"]
+    return (
+        run.system,
+        str(run.seed),
+        f"{summary['completed']} of {summary['requests']}",
+        f"{summary['ttft_s']['p50']:.2f} / {summary['ttft_s']['p99']:.2f} s",
+        f"{1e3 * tpot['p50']:.1f} / {1e3 * tpot['p99']:.1f} ms",
+        f"{stall['p99']:.2f} / {stall['max']:.2f} s",
+        f"{qoe['mean']:.3f} / {qoe['p10']:.3f}",
+        f"{watched.mean_use_ratio:.0%}, peak {watched.demand_peak_ratio:.0%}",
+        f"{watched.num_windows} × {watched.throttled_s / max(watched.num_windows, 1):.1f} s",
+        str(watched.drops),
+        str(watched.restores),
+        f"{run.foreign_ratio:.0%}",
+    )
+
+
+def report(runs: Sequence[Run]) -> None:
+    """Print every run, and how much sooner `kunserve` begins to answer."""
+    print_table("Every run", HEAD, [row(run) for run in runs])
+    p99_s = {(run.system, run.seed): run.ttft_p99_s for run in runs}
+    ours = "kunserve"
+    seeds = sorted({run.seed for run in runs if (ours, run.seed) in p99_s})
+    others = [name for name in dict.fromkeys(run.system for run in runs) if name != ours]
+    rows: list[Sequence[str]] = []
+    for name in others if seeds else []:
+        ratios = [p99_s[name, seed] / p99_s[ours, seed] for seed in seeds]
+        cells = [f"{ratio:.2f}" for ratio in ratios]
+        rows.append((name, *cells, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}"))
+    title = "P99 TTFT over that of `kunserve`, by seed"
+    print_table(title, ("system", *map(str, seeds), "median", "least"), rows)
+    print(f"\n{machine()}; load average {os.getloadavg()[1]:.1f} over the last five minutes, own processes included")
+
+
+def main() -> None:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=[*SYSTEMS, "unthrottled"])
+    parser.add_argument("--stretch", type=float, default=1.0, help="times between arrivals, in multiples of their own")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--folder", type=Path, help="checkpoint and logs go here [a temporary one]")
+    chosen = parser.parse_args()
+    shape = BurstShape(stretch=chosen.stretch)
+    titles = [UNTHROTTLED if name == "unthrottled" else name for name in chosen.systems]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        make_checkpoint("small", folder / "small")
+        runs = [run for title in titles for run in asyncio.run(measure(title, shape, chosen.seeds, folder))]
+    report(runs)
+    if chosen.json:
+        chosen.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
