@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from services.dispatcher.policy.placement import WorkerLoad
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 
 _MAX_RECENT = 4096
 _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
@@ -60,6 +60,7 @@ _NO_LOAD = WorkerLoad(
     num_sequences=0,
     max_sequences=0,
     num_demanded_blocks=0,
+    waiting_s=0.0,
     num_blocks=0,
     max_request_tokens=0,
 )
@@ -212,6 +213,7 @@ def _load(status: WorkerStatus, *, ready: bool) -> WorkerLoad:
         num_sequences=report.num_running + report.num_waiting + report.num_preempted,
         max_sequences=report.max_sequences,
         num_demanded_blocks=report.num_used_blocks + report.num_demanded_blocks,
+        waiting_s=report.num_demanded_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
         max_request_tokens=_max_request_tokens(status),
     )
@@ -221,11 +223,18 @@ def _load_now(worker: _Known) -> WorkerLoad:
     """Return a worker's load with what was placed there, or left it, since its report."""
     load, block_size = worker.load, max(1, worker.status.report.block_size)
     num_tokens = sum(change.tokens_since(worker.reported_s) for change in worker.recent)
+    num_sent = sum(change.num_tokens for change in worker.recent if change.num_sequences > 0)
     return replace(
         load,
         num_sequences=max(0, load.num_sequences + sum(change.num_sequences for change in worker.recent)),
         num_demanded_blocks=max(0, load.num_demanded_blocks + -(-num_tokens // block_size)),
+        waiting_s=load.waiting_s + num_sent * _token_s(worker.status.report),
     )
+
+
+def _token_s(report: WorkerReport) -> float:
+    """Return the seconds in which a worker, with its group, computes a token of a prompt; 0 if it does not say."""
+    return 0.0 if report.elastic is None else report.elastic.token_s / max(report.num_stages, 1)
 
 
 def _max_request_tokens(status: WorkerStatus) -> int:

@@ -21,6 +21,7 @@ def make_load(worker_id: str = "w0", **fields: object) -> WorkerLoad:
         num_sequences=0,
         max_sequences=10,
         num_demanded_blocks=0,
+        waiting_s=0.0,
         num_blocks=100,
         max_request_tokens=1000,
     )
@@ -67,6 +68,15 @@ def test_equal_memory_is_decided_by_sequences_and_then_by_name() -> None:
     again = place_least_loaded([make_load("b"), make_load("a")], 10)
     assert again is not None
     assert again.worker_id == "a"
+
+
+def test_a_worker_with_memory_to_spare_gets_no_more_than_it_computes() -> None:
+    """Half of the memory counts as one second of prompts that wait."""
+    roomy, full = make_load("g", num_blocks=270, num_demanded_blocks=135), make_load("a", num_demanded_blocks=90)
+    for waiting_s, expected in ((0.0, "g"), (0.7, "g"), (0.9, "a")):
+        placed = place_least_loaded([replace(roomy, waiting_s=waiting_s), full], 10)
+        assert placed is not None
+        assert placed.worker_id == expected
 
 
 def test_every_system_names_a_placement_that_exists() -> None:

@@ -1,6 +1,13 @@
 """Which worker gets a request: the least loaded one of the last snapshot, plus what was sent there since.
 
-Pure: a snapshot in, a choice with its reason out.
+    load = KV that is held or asked for / KV memory  +  weight · seconds of computing that wait there
+
+Memory alone would send everything to a worker that has just got more of it, a new group, until prompts queue there for
+their computing. A group computes with all of its stages. The second term needs to know what a token costs, which
+workers say whose parameters can be dropped; the others are compared by memory.
+
+Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
+dispatcher look at how many requests a group runs well.
 """
 
 from __future__ import annotations
@@ -10,6 +17,10 @@ from dataclasses import dataclass
 
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId
+
+WAITING_WEIGHT = 0.5
+"""Of a second of prompts that wait, against all of a worker's KV memory. Higher spreads bursts more evenly, and lets
+memory become more uneven."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -25,6 +36,8 @@ class WorkerLoad:
     """Sequences that it takes; 0 if unknown."""
     num_demanded_blocks: int
     """KV blocks that are held or asked for."""
+    waiting_s: float
+    """Seconds of computing that wait there, or were sent since; 0 if unknown."""
     num_blocks: int
     """KV blocks in all; 0 if unknown."""
     max_request_tokens: int
@@ -54,12 +67,16 @@ def place_least_loaded(
     for worker in workers:
         if worker.worker_id in refused or not _can_take(worker, num_tokens):
             continue
-        ratio = worker.num_demanded_blocks / worker.num_blocks if worker.num_blocks else 0.0
-        key = (ratio, worker.num_sequences, worker.worker_id)
+        key = (_load(worker), worker.num_sequences, worker.worker_id)
         best = key if best is None or key < best else best
     if best is None:
         return None
     return Placed(best[2], f"least loaded: {best[0]:.0%} of its KV memory asked for, {best[1]} sequences")
+
+
+def _load(worker: WorkerLoad) -> float:
+    ratio = worker.num_demanded_blocks / worker.num_blocks if worker.num_blocks else 0.0
+    return ratio + WAITING_WEIGHT * worker.waiting_s
 
 
 def _can_take(worker: WorkerLoad, num_tokens: int) -> bool:
