@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,12 @@ SETTINGS = {
     "SLUICE_WORKER_PAGE_BYTES": "32768",
     "SLUICE_WORKER_MAX_BATCH_TOKENS": "256",
     "SLUICE_WORKER_MAX_BATCH_ROWS": "48",
-    "SLUICE_PLANNER_RESTORE_HOLD_S": "1.5",
-    "SLUICE_PLANNER_COOLDOWN_S": "1",
+    "SLUICE_PLANNER_RESTORE_HOLD_S": "0.5",
+    "SLUICE_PLANNER_COOLDOWN_S": "0.5",
 }
 """Small pages for a small model, and the patience of a load whose calm lasts seconds and not minutes."""
+MAX_FOREIGN_RATIO = 0.05
+"""A run during which others used more of the machine is done again."""
 ANSWER_LIMIT_S = 120.0
 REST_LIMIT_S = 20.0
 REST_LOOK_S = 0.1
@@ -70,6 +72,8 @@ class Run:
     watched: Watched
     foreign_ratio: float
     """Of the machine that others used meanwhile."""
+    num_tries: int
+    """Of which this one was disturbed least."""
     lateness_p99_s: float
 
     @property
@@ -172,21 +176,30 @@ async def burst_cluster(system: str, memory: str, checkpoint: Path, log: Path) -
         await cluster.stop()
 
 
-async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: Path) -> list[Run]:
-    """Send the loads of all seeds to one system."""
+async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: Path, max_tries: int = 1) -> list[Run]:
+    """Send the loads of all seeds to one system, again where others used the machine meanwhile."""
     system, memory = ("fcfs", MUCH_MEMORY) if title == UNTHROTTLED else (title, MEMORY)
     num_stages, runs = find_live_system(system).num_stages, []
     log = folder / f"{title.replace(', ', '-')}.log"
     async with burst_cluster(system, memory, folder / "small", log) as cluster:
         for seed in seeds:
-            await cluster.rest(num_stages)
-            await wait_idle()
-            workload = shape.draw(seed)
-            sender, watched, foreign = await cluster.send(workload)
-            summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
-            runs.append(Run(title, seed, summary, watched, foreign, lateness_p99_s(sender.outcomes) or 0.0))
-            print(f"{title}, seed {seed}: P99 TTFT {runs[-1].ttft_p99_s:.2f} s", file=sys.stderr, flush=True)
+            tries: list[Run] = []
+            while not tries or (tries[-1].foreign_ratio > MAX_FOREIGN_RATIO and len(tries) < max_tries):
+                await cluster.rest(num_stages)
+                await wait_idle()
+                tries.append(await _run(cluster, title, shape.draw(seed), len(tries) + 1))
+                said = f"P99 TTFT {tries[-1].ttft_p99_s:.2f} s, others {tries[-1].foreign_ratio:.0%}"
+                print(f"{title}, seed {seed}: {said}", file=sys.stderr, flush=True)
+            best = min(tries, key=lambda run: run.foreign_ratio)
+            runs.append(replace(best, num_tries=len(tries)))
     return runs
+
+
+async def _run(cluster: BurstCluster, title: str, workload: Workload, num_tries: int) -> Run:
+    sender, watched, foreign = await cluster.send(workload)
+    summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
+    lateness_s = lateness_p99_s(sender.outcomes) or 0.0
+    return Run(title, workload.seed, summary, watched, foreign, num_tries, lateness_s)
 
 
 HEAD = (
@@ -203,7 +216,7 @@ HEAD = (
     "restores",
     "others",
 )
-"""*Gap*: an answer's longest pause. *Others*: the share of the machine that others used."""
+"""*Gap*: an answer's longest pause. *Others*: the share of the machine that others used, and tries."""
 
 
 def row(run: Run) -> tuple[str, ...]:
@@ -222,7 +235,7 @@ def row(run: Run) -> tuple[str, ...]:
         f"{watched.num_windows} × {watched.throttled_s / max(watched.num_windows, 1):.1f} s",
         str(watched.drops),
         str(watched.restores),
-        f"{run.foreign_ratio:.0%}",
+        f"{run.foreign_ratio:.0%} ({run.num_tries})",
     )
 
 
@@ -249,6 +262,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
     parser.add_argument("--systems", type=lambda text: text.split(","), default=[*SYSTEMS, "unthrottled"])
     parser.add_argument("--stretch", type=float, default=1.0, help="times between arrivals, in multiples of their own")
+    parser.add_argument("--tries", type=int, default=4, help="of a run while others use the machine [4]")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--folder", type=Path, help="checkpoint and logs go here [a temporary one]")
     chosen = parser.parse_args()
@@ -258,7 +272,9 @@ def main() -> None:
         folder = chosen.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         make_checkpoint("small", folder / "small")
-        runs = [run for title in titles for run in asyncio.run(measure(title, shape, chosen.seeds, folder))]
+        runs = [
+            run for title in titles for run in asyncio.run(measure(title, shape, chosen.seeds, folder, chosen.tries))
+        ]
     report(runs)
     if chosen.json:
         chosen.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8")
