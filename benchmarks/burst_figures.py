@@ -54,6 +54,7 @@ class Figures:
     """
 
     def __init__(self, shape: BurstShape, path: Path | None) -> None:
+        self.shape = shape
         self._load = json.loads(json.dumps(asdict(shape)))
         self._path = path
         self._runs: dict[tuple[str, int], Run] = {}

@@ -149,8 +149,8 @@ async def burst_cluster(system: str, memory: str, checkpoint: Path, log: Path) -
         await cluster.stop()
 
 
-async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: Path, max_tries: int = 1) -> list[Run]:
-    """Send the loads of all seeds to one system, again where others used the machine meanwhile."""
+async def measure(title: str, seeds: Sequence[int], figures: Figures, folder: Path, max_tries: int) -> None:
+    """Send the loads of these seeds to one system, again where others used the machine meanwhile."""
     system, memory = ("fcfs", MUCH_MEMORY) if title == UNTHROTTLED else (title, MEMORY)
     num_stages = find_live_system(system).num_stages
     log = folder / f"{title.replace(', ', '-')}.log"
@@ -159,7 +159,7 @@ async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: P
             for _ in range(max_tries):
                 await cluster.rest(num_stages)
                 await wait_idle()
-                run = await _run(cluster, title, shape.draw(seed))
+                run = await _run(cluster, title, figures.shape.draw(seed))
                 said = f"P99 TTFT {run.ttft_p99_s:.2f} s, others {run.foreign_ratio:.0%}"
                 print(f"{title}, seed {seed}: {said}", file=sys.stderr, flush=True)
                 figures.note(run)
@@ -181,13 +181,10 @@ def main() -> None:
     parser.add_argument("--systems", type=lambda text: text.split(","), default=[*SYSTEMS, "unthrottled"])
     parser.add_argument("--stretch", type=float, default=1.0, help="times between arrivals, in multiples of their own")
     parser.add_argument("--tries", type=int, default=4, help="of a run while others use the machine [4]")
-    parser.add_argument(
-        "--json", type=Path, help="figures go here; quiet runs of the same load that are there already stay"
-    )
+    parser.add_argument("--json", type=Path, help="keeps figures; quiet runs that it has are not done again")
     parser.add_argument("--folder", type=Path, help="checkpoint and logs go here [a temporary one]")
     chosen = parser.parse_args()
-    shape = BurstShape(stretch=chosen.stretch)
-    figures = Figures(shape, chosen.json)
+    figures = Figures(BurstShape(stretch=chosen.stretch), chosen.json)
     titles = [UNTHROTTLED if name == "unthrottled" else name for name in chosen.systems]
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.folder or Path(temporary)
@@ -195,7 +192,7 @@ def main() -> None:
         make_checkpoint("small", folder / "small")
         for title in titles:
             if seeds := figures.missing(title, chosen.seeds):
-                asyncio.run(measure(title, shape, seeds, folder, chosen.tries, figures))
+                asyncio.run(measure(title, seeds, figures, folder, chosen.tries))
     report([run for title in titles for run in figures.of(title, chosen.seeds)])
 
 
