@@ -21,12 +21,12 @@ from sim.workload.workload import Workload
 class BurstShape:
     """One load."""
 
-    calm_s: float = 3.0
+    calm_s: float = 2.6
     """Length of a calm piece, seconds; one comes before, between and after the bursts."""
     calm_requests: int = 4
     """That arrive in one."""
-    burst_s: float = 4.0
-    burst_requests: int = 50
+    burst_s: float = 4.5
+    burst_requests: int = 56
     num_bursts: int = 2
     prompt_tokens: tuple[int, int] = (80, 160)
     """Least and most of a prompt."""
