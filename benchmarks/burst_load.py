@@ -26,7 +26,7 @@ class BurstShape:
     calm_requests: int = 4
     """That arrive in one."""
     burst_s: float = 4.5
-    burst_requests: int = 50
+    burst_requests: int = 56
     num_bursts: int = 2
     prompt_tokens: tuple[int, int] = (80, 160)
     """Least and most of a prompt."""

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import statistics
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from benchmarks.burst_figures import Figures, Run, report
 from benchmarks.burst_load import BurstShape, BurstWatch, Watched
 from benchmarks.fidelity.loads import sequential
-from benchmarks.harness import machine, print_table
 from benchmarks.peers_engines import START_LIMIT_S, EngineProcess
 from benchmarks.peers_load import Share, foreign_share, wait_idle
 from benchmarks.peers_model import make_checkpoint
@@ -54,33 +51,9 @@ SETTINGS = {
     "SLUICE_PLANNER_COOLDOWN_S": "0.5",
 }
 """Small pages for a small model, and the patience of a load whose calm lasts seconds and not minutes."""
-MAX_FOREIGN_RATIO = 0.05
-"""A run during which others used more of the machine is done again."""
 ANSWER_LIMIT_S = 120.0
 REST_LIMIT_S = 20.0
 REST_LOOK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One system under the load of one seed."""
-
-    system: str
-    seed: int
-    summary: dict[str, Any]
-    """As `sluice replay` has it."""
-    watched: Watched
-    foreign_ratio: float
-    """Of the machine that others used meanwhile."""
-    num_tries: int
-    """Of which this one was disturbed least."""
-    lateness_p99_s: float
-
-    @property
-    def ttft_p99_s(self) -> float:
-        """Of this run."""
-        found: float = self.summary["ttft_s"]["p99"]
-        return found
 
 
 class BurstCluster(EngineProcess):
@@ -176,108 +149,51 @@ async def burst_cluster(system: str, memory: str, checkpoint: Path, log: Path) -
         await cluster.stop()
 
 
-async def measure(title: str, shape: BurstShape, seeds: Sequence[int], folder: Path, max_tries: int = 1) -> list[Run]:
-    """Send the loads of all seeds to one system, again where others used the machine meanwhile."""
+async def measure(title: str, seeds: Sequence[int], figures: Figures, folder: Path, max_tries: int) -> None:
+    """Send the loads of these seeds to one system, again where others used the machine meanwhile."""
     system, memory = ("fcfs", MUCH_MEMORY) if title == UNTHROTTLED else (title, MEMORY)
-    num_stages, runs = find_live_system(system).num_stages, []
+    num_stages = find_live_system(system).num_stages
     log = folder / f"{title.replace(', ', '-')}.log"
     async with burst_cluster(system, memory, folder / "small", log) as cluster:
         for seed in seeds:
-            tries: list[Run] = []
-            while not tries or (tries[-1].foreign_ratio > MAX_FOREIGN_RATIO and len(tries) < max_tries):
+            for _ in range(max_tries):
                 await cluster.rest(num_stages)
                 await wait_idle()
-                tries.append(await _run(cluster, title, shape.draw(seed), len(tries) + 1))
-                said = f"P99 TTFT {tries[-1].ttft_p99_s:.2f} s, others {tries[-1].foreign_ratio:.0%}"
+                run = await _run(cluster, title, figures.shape.draw(seed))
+                said = f"P99 TTFT {run.ttft_p99_s:.2f} s, others {run.foreign_ratio:.0%}"
                 print(f"{title}, seed {seed}: {said}", file=sys.stderr, flush=True)
-            best = min(tries, key=lambda run: run.foreign_ratio)
-            runs.append(replace(best, num_tries=len(tries)))
-    return runs
+                figures.note(run)
+                if run.is_quiet:
+                    break
 
 
-async def _run(cluster: BurstCluster, title: str, workload: Workload, num_tries: int) -> Run:
+async def _run(cluster: BurstCluster, title: str, workload: Workload) -> Run:
     sender, watched, foreign = await cluster.send(workload)
     summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
-    lateness_s = lateness_p99_s(sender.outcomes) or 0.0
-    return Run(title, workload.seed, summary, watched, foreign, num_tries, lateness_s)
-
-
-HEAD = (
-    "system",
-    "seed",
-    "done",
-    "TTFT p50 / p99",
-    "TPOT p50 / p99",
-    "gap p99 / max",
-    "QoE mean / p10",
-    "KV use",
-    "throttled",
-    "drops",
-    "restores",
-    "others",
-)
-"""*Gap*: an answer's longest pause. *Others*: the share of the machine that others used, and tries."""
-
-
-def row(run: Run) -> tuple[str, ...]:
-    """Return the cells of one run."""
-    summary, watched = run.summary, run.watched
-    tpot, stall, qoe = summary["tpot_s"], summary["stall_s"], summary["qoe"]
-    return (
-        run.system,
-        str(run.seed),
-        f"{summary['completed']} of {summary['requests']}",
-        f"{summary['ttft_s']['p50']:.2f} / {summary['ttft_s']['p99']:.2f} s",
-        f"{1e3 * tpot['p50']:.1f} / {1e3 * tpot['p99']:.1f} ms",
-        f"{stall['p99']:.2f} / {stall['max']:.2f} s",
-        f"{qoe['mean']:.3f} / {qoe['p10']:.3f}",
-        f"{watched.mean_use_ratio:.0%}, peak {watched.demand_peak_ratio:.0%}",
-        f"{watched.num_windows} × {watched.throttled_s / max(watched.num_windows, 1):.1f} s",
-        str(watched.drops),
-        str(watched.restores),
-        f"{run.foreign_ratio:.0%} ({run.num_tries})",
-    )
-
-
-def report(runs: Sequence[Run]) -> None:
-    """Print every run, and how much sooner `kunserve` begins to answer."""
-    print_table("Every run", HEAD, [row(run) for run in runs])
-    p99_s = {(run.system, run.seed): run.ttft_p99_s for run in runs}
-    ours = "kunserve"
-    seeds = sorted({run.seed for run in runs if (ours, run.seed) in p99_s})
-    others = [name for name in dict.fromkeys(run.system for run in runs) if name != ours]
-    rows: list[Sequence[str]] = []
-    for name in others if seeds else []:
-        ratios = [p99_s[name, seed] / p99_s[ours, seed] for seed in seeds]
-        cells = [f"{ratio:.2f}" for ratio in ratios]
-        rows.append((name, *cells, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f}"))
-    title = "P99 TTFT over that of `kunserve`, by seed"
-    print_table(title, ("system", *map(str, seeds), "median", "least"), rows)
-    print(f"\n{machine()}; load average {os.getloadavg()[1]:.1f} over the last five minutes, own processes included")
+    return Run(title, workload.seed, summary, watched, foreign, lateness_p99_s(sender.outcomes) or 0.0)
 
 
 def main() -> None:
     """Measure."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no cluster is left behind
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
     parser.add_argument("--systems", type=lambda text: text.split(","), default=[*SYSTEMS, "unthrottled"])
     parser.add_argument("--stretch", type=float, default=1.0, help="times between arrivals, in multiples of their own")
     parser.add_argument("--tries", type=int, default=4, help="of a run while others use the machine [4]")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=Path, help="keeps figures; quiet runs that it has are not done again")
     parser.add_argument("--folder", type=Path, help="checkpoint and logs go here [a temporary one]")
     chosen = parser.parse_args()
-    shape = BurstShape(stretch=chosen.stretch)
+    figures = Figures(BurstShape(stretch=chosen.stretch), chosen.json)
     titles = [UNTHROTTLED if name == "unthrottled" else name for name in chosen.systems]
     with tempfile.TemporaryDirectory() as temporary:
         folder = chosen.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         make_checkpoint("small", folder / "small")
-        runs = [
-            run for title in titles for run in asyncio.run(measure(title, shape, chosen.seeds, folder, chosen.tries))
-        ]
-    report(runs)
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+        for title in titles:
+            if seeds := figures.missing(title, chosen.seeds):
+                asyncio.run(measure(title, seeds, figures, folder, chosen.tries))
+    report([run for title in titles for run in figures.of(title, chosen.seeds)])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.burst_figures import Figures, Run, report
 from benchmarks.burst_load import JOIN_S, BurstShape, BurstWatch
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
@@ -97,3 +99,30 @@ def test_windows_are_counted_as_on_a_line_of_instants(seed: int) -> None:
 def test_without_views_there_is_nothing() -> None:
     seen = BurstWatch().figures()
     assert (seen.num_windows, seen.mean_use_ratio, seen.demand_peak_ratio, seen.drops) == (0, 0.0, 0.0, 0)
+
+
+def made_run(foreign_ratio: float, *, system: str = "fcfs", seed: int = 1, p99_s: float = 2.0) -> Run:
+    spread = {"p50": p99_s / 2, "p99": p99_s}
+    summary = {"completed": 9, "requests": 9, "ttft_s": spread, "tpot_s": spread}
+    summary |= {"stall_s": {"p99": 0.1, "max": 0.2}, "qoe": {"mean": 0.9, "p10": 0.8}}
+    return Run(system, seed, summary, BurstWatch().figures(), foreign_ratio, 0.0)
+
+
+def test_of_each_run_the_least_disturbed_is_kept_in_the_file_and_only_for_the_same_load(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    figures = Figures(SHAPE, path)
+    assert figures.missing("fcfs", [1, 2]) == [1, 2]
+    for ratio, p99_s in ((0.3, 5.0), (0.04, 2.0), (0.2, 7.0)):
+        figures.note(made_run(ratio, p99_s=p99_s))
+    figures.note(made_run(0.3, seed=2))
+    again = Figures(SHAPE, path)
+    assert again.missing("fcfs", [1, 2, 3]) == [2, 3], "a disturbed run is missing still"
+    assert again.of("fcfs", [2, 1, 3]) == [made_run(0.3, seed=2), made_run(0.04)]
+    assert Figures(BurstShape(stretch=2.0), path).of("fcfs", [1]) == []
+
+
+def test_ratios_are_by_seed_over_that_of_kunserve(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [made_run(0.0, system="kunserve", seed=seed, p99_s=0.5) for seed in (1, 2, 3)]
+    runs += [made_run(0.0, seed=seed, p99_s=p99_s) for seed, p99_s in ((1, 1.0), (2, 4.0))]
+    report(runs)
+    assert "| fcfs | 2.00 | 8.00 | - | 5.00 | 2.00 |" in capsys.readouterr().out
