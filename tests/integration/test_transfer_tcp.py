@@ -145,7 +145,7 @@ async def test_a_withdrawn_zone_is_not_written_any_more() -> None:
             then = bytes(zone)
             arrival = await b.next()
             assert bytes(zone) == then
-            assert then == data or not arrival.landed, "withdrawn after the last byte, before it was checked: not landed"
+            assert then == data or not arrival.landed  # all may be there, and not have been checked yet
 
 
 async def test_activations_reach_a_thread_without_the_event_loop() -> None:
