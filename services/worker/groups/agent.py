@@ -17,9 +17,7 @@ Deviations: the protocol, epochs and the way back, of which the papers say nothi
 from __future__ import annotations
 
 import asyncio
-from asyncio import Future
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
@@ -34,6 +32,7 @@ from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPl
 from services.worker.groups.queue import WaitingQueue
 from services.worker.groups.role import Role, role_in
 from services.worker.groups.role_executor import RoleExecutor
+from services.worker.groups.turn import Outcome, Turn
 from services.worker.intake import Intake
 from services.worker.policy.parting import share_out
 from services.worker.reporter import Reporter
@@ -58,39 +57,6 @@ CLOSED = "its leader has closed the pipeline"
 _log = get_logger()
 _Message = Annotated[PreparePlan | CommitPlan | AbortPlan | ListQueued | MoveQueued, Field(discriminator="kind")]
 _MESSAGES: TypeAdapter[PreparePlan | CommitPlan | AbortPlan | ListQueued | MoveQueued] = TypeAdapter(_Message)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What became of a plan here."""
-
-    plan_id: int
-    state: PlanState
-    reason: str = ""
-    num_blocks: int = 0
-
-
-@dataclass(slots=True)
-class _Turn:
-    """A plan on its way, from its prepare to its outcome."""
-
-    ask: PreparePlan
-    until_s: float
-    is_ready: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """True once the gate is held, False if that took too long or the worker stops."""
-    decision: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Whether it is carried out."""
-    outcome: Future[_Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    @property
-    def is_to_be_done(self) -> bool:
-        """The word was to carry it out."""
-        return self.decision.done() and self.decision.result()
-
-    def decide(self, *, commit: bool) -> None:
-        """Take the first word; later ones change nothing."""
-        if not self.decision.done():
-            self.decision.set_result(commit)
 
 
 class PlanAgent:
@@ -135,8 +101,8 @@ class PlanAgent:
         self._queue = WaitingQueue(worker_id, engine, loop.flush, now)
         self._num_layers = len(device.facts.layer_bytes)
         self._newest_epoch = 0
-        self._turn: _Turn | None = None
-        self._last = _Outcome(0, PlanState.DONE)
+        self._turn: Turn | None = None
+        self._last = Outcome(0, PlanState.DONE)
         self._pipeline: int | None = None
         """Plan of the pipeline that this worker is a stage of, or is about to be."""
         self._place_now: GroupPlace | None = None
@@ -157,7 +123,7 @@ class PlanAgent:
             return encode_json(self._queue.move(moves, self._newest_epoch))
         if asked.epoch < self._newest_epoch:
             reason = f"epoch {asked.epoch} is over: a planner of epoch {self._newest_epoch} has spoken"
-            return await self._say(_Outcome(asked.plan_id, PlanState.REFUSED, reason))
+            return await self._say(Outcome(asked.plan_id, PlanState.REFUSED, reason))
         self._newest_epoch = asked.epoch
         match asked:
             case PreparePlan():
@@ -168,7 +134,7 @@ class PlanAgent:
                 outcome = await self._abort(asked)
         return await self._say(outcome)
 
-    async def _say(self, outcome: _Outcome) -> bytes:
+    async def _say(self, outcome: Outcome) -> bytes:
         """Return the answer; a refusal is an event besides."""
         if outcome.state is PlanState.REFUSED:
             await self._reporter.announce("plan_refused", f"plan {outcome.plan_id}: {outcome.reason}")
@@ -183,7 +149,7 @@ class PlanAgent:
             )
         )
 
-    async def _prepare(self, asked: PreparePlan) -> _Outcome:
+    async def _prepare(self, asked: PreparePlan) -> Outcome:
         plan_id = asked.plan_id
         while self._turn is not None and self._turn.ask.plan_id != plan_id:
             self._turn.decide(commit=False)  # its planner has gone on to another one
@@ -193,35 +159,35 @@ class PlanAgent:
                 return self._past(plan_id)
             reason = self._refusal(asked.group)
             if reason is not None:
-                return _Outcome(plan_id, PlanState.REFUSED, reason)
-            self._turn = _Turn(asked, self._now() + asked.limit_s)
+                return Outcome(plan_id, PlanState.REFUSED, reason)
+            self._turn = Turn(asked, self._now() + asked.limit_s)
             self._tasks.start(self._carry_out(self._turn), name=f"plan-{plan_id}")
         turn = self._turn
         if await asyncio.shield(turn.is_ready):
-            return _Outcome(plan_id, PlanState.PREPARED)
+            return Outcome(plan_id, PlanState.PREPARED)
         return await asyncio.shield(turn.outcome)
 
-    async def _commit(self, asked: CommitPlan) -> _Outcome:
+    async def _commit(self, asked: CommitPlan) -> Outcome:
         turn = self._turn
         if turn is None or turn.ask.plan_id != asked.plan_id:
             return self._past(asked.plan_id)
         turn.decide(commit=True)
         return await asyncio.shield(turn.outcome)
 
-    async def _abort(self, asked: AbortPlan) -> _Outcome:
+    async def _abort(self, asked: AbortPlan) -> Outcome:
         turn = self._turn
         if turn is not None and turn.ask.plan_id == asked.plan_id:
             turn.decide(commit=False)
             return await asyncio.shield(turn.outcome)
         if asked.plan_id > self._last.plan_id:  # its prepare may still be on its way
-            self._last = _Outcome(asked.plan_id, PlanState.ABORTED, "it was abandoned before it was prepared")
+            self._last = Outcome(asked.plan_id, PlanState.ABORTED, "it was abandoned before it was prepared")
         return self._past(asked.plan_id)
 
-    def _past(self, plan_id: int) -> _Outcome:
+    def _past(self, plan_id: int) -> Outcome:
         """Return what became of a plan that is not under way."""
         if plan_id == self._last.plan_id:
             return self._last
-        return _Outcome(plan_id, PlanState.REFUSED, f"plan {plan_id} is not prepared here, or no longer")
+        return Outcome(plan_id, PlanState.REFUSED, f"plan {plan_id} is not prepared here, or no longer")
 
     def _refusal(self, group: PlannedGroup) -> str | None:
         """Return why this worker cannot take the part that it has in a group."""
@@ -249,7 +215,7 @@ class PlanAgent:
 
     # Changes
 
-    async def _carry_out(self, turn: _Turn) -> None:
+    async def _carry_out(self, turn: Turn) -> None:
         """Hold the gate from prepare to the outcome."""
         plan_id, outcome = turn.ask.plan_id, None
         try:
@@ -262,18 +228,18 @@ class PlanAgent:
                     if turn.is_to_be_done:
                         outcome = await self._change(turn.ask)
         except GateClosedError:
-            outcome = _Outcome(plan_id, PlanState.REFUSED, "it is about to stop")
+            outcome = Outcome(plan_id, PlanState.REFUSED, "it is about to stop")
         except TimeoutError:
-            outcome = _Outcome(plan_id, PlanState.ABORTED, f"a step, or KV, was under way for {turn.ask.limit_s:g} s")
+            outcome = Outcome(plan_id, PlanState.ABORTED, f"a step, or KV, was under way for {turn.ask.limit_s:g} s")
         finally:
             self._settle(turn, outcome)
 
-    def _settle(self, turn: _Turn, outcome: _Outcome | None) -> None:
+    def _settle(self, turn: Turn, outcome: Outcome | None) -> None:
         if outcome is None and turn.is_to_be_done:
-            outcome = _Outcome(turn.ask.plan_id, PlanState.FAILED, "the change broke off")
+            outcome = Outcome(turn.ask.plan_id, PlanState.FAILED, "the change broke off")
         elif outcome is None:
             reason = "" if turn.decision.done() else f"nothing was heard for {turn.ask.limit_s:g} s"
-            outcome = _Outcome(turn.ask.plan_id, PlanState.ABORTED, reason)
+            outcome = Outcome(turn.ask.plan_id, PlanState.ABORTED, reason)
         self._turn, self._last = None, outcome
         if not turn.is_ready.done():
             turn.is_ready.set_result(False)
@@ -282,7 +248,7 @@ class PlanAgent:
             _log.warning("plan_not_done", plan=outcome.plan_id, state=outcome.state.value, reason=outcome.reason)
         self._loop.wake()
 
-    async def _change(self, asked: PreparePlan) -> _Outcome:
+    async def _change(self, asked: PreparePlan) -> Outcome:
         """Take the part that was prepared; the gate is held."""
         before, began_s = self.role, self._now()
         num_prefills, num_decodes = num_struck(self._engine)
@@ -295,7 +261,7 @@ class PlanAgent:
             else:
                 num_blocks = await self._join(place)
         except GroupFailedError as error:
-            return _Outcome(asked.plan_id, PlanState.FAILED, str(error), await self._stand_alone(asked.plan_id))
+            return Outcome(asked.plan_id, PlanState.FAILED, str(error), await self._stand_alone(asked.plan_id))
         _log.info(
             "role_changed",
             plan=asked.plan_id,
@@ -308,7 +274,7 @@ class PlanAgent:
             num_decodes=num_decodes,
             took_s=round(self._now() - began_s, 4),
         )
-        return _Outcome(asked.plan_id, PlanState.DONE, num_blocks=num_blocks)
+        return Outcome(asked.plan_id, PlanState.DONE, num_blocks=num_blocks)
 
     def _place(self, asked: PreparePlan) -> GroupPlace | None:
         """Return the place in the group; None: it stands alone."""
