@@ -187,7 +187,7 @@ async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_comput
             async def is_full() -> bool:
                 return bool((await reports_of(cluster))[leader]["num_used_blocks"] > room)
 
-            await until_async(is_full, "the group holds more than both have room for", 30.0)
+            await until_async(is_full, "the group holds more than both have room for", 60.0)
             answer = await change(cluster, bus, "restore")
             assert not answer["done"]
             assert "not all would surely find a place" in answer["reason"]

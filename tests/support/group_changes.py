@@ -129,6 +129,7 @@ async def change_while_readers_leave(
     Raises:
         AssertionError: the workers did not hear of it in time, or keep what nobody reads any more.
     """
+    await exchange_over(cluster)
     num_cancels, met = await num_asked(cluster, bus, "cancel"), tap.hold(HALF_BYTES)
     num_arrived = len(arrivals(cluster))
     asking = asyncio.ensure_future(change_until_done(cluster, bus, verb))
@@ -152,6 +153,18 @@ async def change_while_readers_leave(
     if verb == "drop":
         await until(lambda: len(arrivals(cluster)) > num_arrived, "the rest of the KV has come", 20.0)
         assert arrivals(cluster)[-1]["num_lost"] == 0
+
+
+async def exchange_over(cluster: Cluster) -> None:
+    """Return when KV of the last drop is on its way no more: a group to which some comes says so once, if it lives."""
+
+    def num_left() -> int:
+        events = [event for name in cluster.workers for event in cluster.events(name)]
+        formed = sum(e.get("event") == "role_changed" and bool(e["group"]) and e["stage"] == 0 for e in events)
+        return formed - sum(e.get("event") in ("kv_arrived", "kv_given_up") for e in events)
+
+    with contextlib.suppress(AssertionError):
+        await until(lambda: num_left() <= 0, "the KV of the last drop has come", 5.0)
 
 
 def arrivals(cluster: Cluster) -> list[dict[str, Any]]:
