@@ -161,7 +161,8 @@ async def exchange_over(cluster: Cluster) -> None:
     def num_left() -> int:
         events = [event for name in cluster.workers for event in cluster.events(name)]
         formed = sum(e.get("event") == "role_changed" and bool(e["group"]) and e["stage"] == 0 for e in events)
-        return formed - sum(e.get("event") in ("kv_arrived", "kv_given_up") for e in events)
+        ended = sum(e.get("event") in ("kv_arrived", "kv_given_up") for e in events)
+        return int(formed - ended)
 
     with contextlib.suppress(AssertionError):
         await until(lambda: num_left() <= 0, "the KV of the last drop has come", 5.0)
