@@ -193,7 +193,7 @@ async def test_a_static_pipeline_forms_by_itself_and_says_what_one_worker_says_a
     alone = Shape(num_workers=1, env=group_env())
     with running(tmp_path_factory.mktemp("alone"), alone) as cluster:
         expected = run_apart(undisturbed(cluster, asks))
-    flags = {"worker": (*static, "--memory", "32MiB"), "planner": static, "dispatcher": static}
+    flags = {"worker": (*static, "--memory", "28MiB"), "planner": static, "dispatcher": static}
     with running(tmp_path_factory.mktemp("cluster"), Shape(env=group_env(), flags=flags)) as cluster:
         await until_async(lambda: _is_joined(cluster), "both workers are one pipeline", 20.0)
         table = await run_status(cluster.url(), as_json=False)
