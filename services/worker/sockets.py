@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final
 
 from shared.log import get_logger
@@ -110,11 +111,13 @@ class Door:
     Args:
         sock: listening; owned.
         name: of what is let in, for log and tasks.
+        path: of the socket, if it has one; owned.
     """
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+    def __init__(self, sock: socket.socket, name: str, path: Path | None = None) -> None:
         self._sock = sock
         self._name = name
+        self._path = path
         self._tasks = TaskOwner(max_tasks=MAX_GREETINGS + 2)
         self._num_greeted = 0
         self.num_refused = 0
@@ -138,6 +141,28 @@ class Door:
             sock.close()
             raise
         return cls(sock, name)
+
+    @classmethod
+    def open_path(cls, path: Path, name: str) -> Door:
+        """Listen at a path of the file system, which only this process's user may call at; it ends with the door.
+
+        Raises:
+            OSError: something is there already, or the path is none for a socket.
+        """
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(str(path))
+            try:
+                path.chmod(0o600)  # nobody is let in before this: a socket that does not listen refuses
+                sock.listen(MAX_GREETINGS)
+                sock.settimeout(0)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        return cls(sock, name, path)
 
     def start(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
         """Let callers in from now on.
@@ -167,6 +192,8 @@ class Door:
     async def close(self) -> None:
         """Listen no more; connections that are somebody's stay. Idempotent."""
         await self._tasks.close()
+        if self._path is not None and self._sock.fileno() >= 0:  # else the path may be another's by now
+            self._path.unlink(missing_ok=True)
         self._sock.close()
 
     async def _accept(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
@@ -183,7 +210,8 @@ class Door:
                 self.num_refused += 1
                 continue
             self._num_greeted += 1
-            self._tasks.start(self._greet(greet, sock, str(address[0])), name=f"{self._name}-greeting")
+            caller = str(address[0] if isinstance(address, tuple) else self._path)
+            self._tasks.start(self._greet(greet, sock, caller), name=f"{self._name}-greeting")
 
     async def _greet(
         self, greet: Callable[[socket.socket, str], Awaitable[None]], sock: socket.socket, address: str

@@ -1,4 +1,4 @@
-"""A process at the other end of a TCP link: `python -m tests.support.link_child PORT`; for tests and benchmarks.
+"""A process at the other end of a link: `python -m tests.support.link_child ADDRESS ZONE_BYTES`; for tests.
 
 It dials, returns each activation of stream 1 from a thread, lands KV of stream 2 in one zone again and again, and tells
 of each on stream 3 of the control class.
@@ -14,9 +14,9 @@ import threading
 from services.worker.transfer.hello import Expected, Identity
 from services.worker.transfer.inbox import Inbox
 from services.worker.transfer.link import Arrival, LinkError, LinkParams, TrafficClass
-from services.worker.transfer.tcp_connect import dial
-from services.worker.transfer.tcp_link import TcpLink
+from services.worker.transfer.socket_link import SocketLink
 from shared.ids import Incarnation, WorkerId
+from tests.support.link_roads import dial
 
 TOKEN = b"a token of this cluster only"
 PARENT, CHILD = WorkerId("parent"), WorkerId("child")
@@ -32,7 +32,7 @@ def identity(worker_id: WorkerId, params: LinkParams | None = None) -> Identity:
     return Identity(worker_id, Incarnation(7), TOKEN, params or LinkParams(ping_s=0.2, dead_after_s=1.0))
 
 
-def echo(link: TcpLink, inbox: Inbox) -> None:
+def echo(link: SocketLink, inbox: Inbox) -> None:
     """Return each activation, as the thread of a stage would pass it on."""
     with contextlib.suppress(LinkError):
         while True:
@@ -44,8 +44,8 @@ def echo(link: TcpLink, inbox: Inbox) -> None:
             link.send_from_thread(TrafficClass.ACTIVATION, ECHO, arrival.number, [arrival.body])
 
 
-async def main(port: int, zone_bytes: int) -> None:
-    link = await dial("127.0.0.1", port, identity(CHILD), Expected(PARENT))
+async def main(address: str, zone_bytes: int) -> None:
+    link = await dial(address, identity(CHILD), Expected(PARENT))
     echoing = threading.Thread(target=echo, args=(link, link.inbox(ECHO)), daemon=True)
     ended = asyncio.Event()
     zone = memoryview(bytearray(zone_bytes))
@@ -65,4 +65,4 @@ async def main(port: int, zone_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

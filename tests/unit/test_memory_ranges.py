@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import fcntl
 import os
 import resource
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -147,6 +149,73 @@ def descriptors() -> list[str]:
 
 def mappings() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "sluice-memory" in line]
+
+
+def test_whoever_watches_is_told_what_was_unmapped(memory: VirtualMemory) -> None:
+    told: list[list[PageId]] = []
+    memory.watch(lambda pages: told.append(list(pages)))
+    reserved = memory.reserve(4 * PAGE)
+    reserved.map_run(0, pages(5, 2, 3))
+    with pytest.raises(MappingError):
+        reserved.unmap_run(2 * PAGE, 2)
+    assert told == []
+    reserved.unmap_run(PAGE, 2)
+    assert told == [[2, 3]]
+    memory.close()
+    assert [page for some in told for page in some] == [2, 3, 5]
+
+
+def test_a_lent_page_is_read_and_not_written() -> None:
+    """On main memory; a GPU's driver knows no descriptor for reading only."""
+    owner, reader = PosixMemory(PAGE, 4), PosixMemory(PAGE, 1)
+    here, there = owner.reserve(PAGE), reader.reserve(2 * PAGE)
+    here.map(0, PageId(2))
+    here.tensor().fill_(7)
+    for place, handle in enumerate((owner.lend(PageId(2)), owner.export(PageId(3)))):
+        there.map(place * PAGE, reader.adopt(handle))
+        os.close(handle.descriptor)
+    seen = there.tensor()
+    here.tensor()[5] = 8
+    assert seen[4:7].tolist() == [7, 8, 7]
+    assert dies_by(lambda: seen[0].fill_(1)) == signal.SIGSEGV
+    assert dies_by(lambda: seen[PAGE].fill_(1)) is None, "one that was exported is for both to write"
+    owner.close()
+    reader.close()
+
+
+def test_pages_of_one_file_are_adopted_by_one_descriptor() -> None:
+    owner, reader = PosixMemory(PAGE, 64), PosixMemory(PAGE, 1)
+    before = descriptors()
+    adopted = []
+    for page in range(64):
+        handle = owner.lend(PageId(page))
+        adopted.append(reader.adopt(handle))
+        os.close(handle.descriptor)
+    assert len(descriptors()) == len(before) + 1
+    for page in adopted:
+        reader.disown(page)
+    assert descriptors() == before
+    owner.close()
+    reader.close()
+
+
+def test_a_file_that_could_become_shorter_is_not_adopted() -> None:
+    """Whoever reads behind the end of a file is killed; a regular file cannot be sealed at all."""
+    reader = PosixMemory(PAGE, 1)
+    with tempfile.TemporaryFile() as regular:
+        regular.truncate(PAGE)
+        loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+        os.ftruncate(loose, PAGE)
+        for file in (regular.fileno(), loose):
+            with pytest.raises(MappingError, match="not sealed against shrinking"):
+                reader.adopt(PageHandle(file, 0))
+        fcntl.fcntl(loose, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        reader.adopt(PageHandle(loose, 0))
+        for offset in (PAGE, -PAGE, 4096):
+            with pytest.raises(MappingError, match="has no page"):
+                reader.adopt(PageHandle(loose, offset))
+        os.close(loose)
+    reader.close()
 
 
 def test_nothing_is_left_behind() -> None:

@@ -40,7 +40,7 @@ U32 = st.integers(0, 2**32 - 1)
 @st.composite
 def headers(draw: st.DrawFn) -> Header:
     kind = draw(st.sampled_from(FrameKind))
-    length = draw(st.integers(1, 4096)) if kind is FrameKind.DATA else 0
+    length = draw(st.integers(1, 4096)) if kind in {FrameKind.DATA, FrameKind.PLACES} else 0
     if kind is FrameKind.END:
         length = draw(st.integers(0, MAX_REASON_BYTES))
     total = draw(st.integers(length, 2**32 - 1))
@@ -75,6 +75,8 @@ def test_no_other_bytes_are_a_header(data: bytes) -> None:
         Header(FrameKind.DATA, total=10, length=0),
         Header(FrameKind.DATA, total=10, length=11),
         Header(FrameKind.CREDIT, total=10, length=1),
+        Header(FrameKind.PLACES, total=10, length=11),
+        Header(FrameKind.LEND, length=1),
         Header(FrameKind.END, total=1000, length=MAX_REASON_BYTES + 1),
         Header(FrameKind.DATA, total=2**32, length=1),
         Header(FrameKind.DATA, total=1, length=1, stream=-1),

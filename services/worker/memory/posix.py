@@ -13,7 +13,8 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -63,13 +64,17 @@ class PosixMemory:
         self._taken: set[int] = set()
         """Own pages that were mapped once."""
         self._ranges: list[_PosixRange] = []
-        self._adopted: dict[PageId, PageHandle] = {}
-        self._file = os.memfd_create("sluice-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._adopted: dict[PageId, tuple[_File, int]] = {}
+        """Where a page lies: file, and offset in it."""
+        self._files: dict[tuple[int, int, int], _File] = {}
+        """Of adopted pages, by device, inode and access: as many descriptors as there are files."""
+        descriptor = os.memfd_create("sluice-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = _File(descriptor, _READ_WRITE)
         try:
-            os.ftruncate(self._file, page_bytes * num_pages)
-            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            os.ftruncate(descriptor, page_bytes * num_pages)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
         except OSError:
-            os.close(self._file)
+            os.close(descriptor)
             raise
 
     @property
@@ -99,27 +104,50 @@ class PosixMemory:
     def export(self, page: PageId) -> PageHandle:
         """Return a new descriptor of the file that holds a page; see `VirtualMemory`."""
         self._book.check_known(page)
-        held = self._held(page)
-        return PageHandle(os.dup(held.descriptor), held.offset)
+        file, offset = self._held(page)
+        return PageHandle(os.dup(file.descriptor), offset)
+
+    def lend(self, page: PageId) -> PageHandle:
+        """Return a new descriptor of the file that holds a page, for reading only; see `VirtualMemory`."""
+        self._book.check_known(page)
+        file, offset = self._held(page)
+        return PageHandle(os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC), offset)
 
     def adopt(self, handle: PageHandle) -> PageId:
-        """Take in an exported page; see `VirtualMemory`.
+        """Take in an exported or lent page; one that was lent is mapped for reading only. See `VirtualMemory`.
 
         Raises:
-            MappingError: the file ends before the page does, or the page does not begin on a border of pages.
+            MappingError: the file ends before the page does or could become shorter (whoever reads behind its end is
+                killed), or the page does not begin on a border of pages.
         """
         self._book.check_open()
-        if handle.offset % self.page_bytes or handle.offset + self.page_bytes > os.fstat(handle.descriptor).st_size:
+        found = os.fstat(handle.descriptor)
+        if handle.offset % self.page_bytes or not 0 <= handle.offset <= found.st_size - self.page_bytes:
             raise MappingError(f"the file has no page of {self.page_bytes} bytes at {handle.offset}")
-        kept = PageHandle(os.dup(handle.descriptor), handle.offset)
+        if not _seals(handle.descriptor) & fcntl.F_SEAL_SHRINK:
+            raise MappingError("the file is not sealed against shrinking")
+        access = fcntl.fcntl(handle.descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        key = (found.st_dev, found.st_ino, access)
+        if key not in self._files:
+            protection = mmap.PROT_READ if access == os.O_RDONLY else _READ_WRITE
+            self._files[key] = _File(os.dup(handle.descriptor), protection)
         page = self._book.adopt()
-        self._adopted[page] = kept
+        self._files[key].num_pages += 1
+        self._adopted[page] = (self._files[key], handle.offset)
         return page
 
     def disown(self, page: PageId) -> None:
         """Forget an adopted page; see `VirtualMemory`."""
         self._book.disown(page)
-        os.close(self._adopted.pop(page).descriptor)
+        file, _ = self._adopted.pop(page)
+        file.num_pages -= 1
+        if not file.num_pages:
+            os.close(file.descriptor)
+            self._files = {key: kept for key, kept in self._files.items() if kept is not file}
+
+    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
+        """See `VirtualMemory`."""
+        self._book.watch(on_unmapped)
 
     def close(self) -> None:
         """Give everything back; see `VirtualMemory`."""
@@ -128,8 +156,9 @@ class PosixMemory:
         self._book.is_open = False
         for reserved in self._ranges:
             _munmap(reserved.address, reserved.num_bytes)
-        for descriptor in (self._file, *(handle.descriptor for handle in self._adopted.values())):
-            os.close(descriptor)
+        self._book.unmapped(sorted(self._book.mapped))
+        for file in (self._file, *self._files.values()):
+            os.close(file.descriptor)
 
     def put(self, address: int, pages: Sequence[PageId]) -> None:
         """Map pages that are known to be free at an address that is known to be reserved: all or none."""
@@ -154,8 +183,8 @@ class PosixMemory:
         return [(PageId(first), count) for first, count in runs(pages)]
 
     def _put_run(self, address: int, first: PageId, count: int) -> None:
-        held, num_bytes = self._held(first), count * self.page_bytes
-        _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, held.descriptor, held.offset)
+        (file, offset), num_bytes = self._held(first), count * self.page_bytes
+        _mmap(address, num_bytes, file.protection, mmap.MAP_SHARED | _MAP_FIXED, file.descriptor, offset)
         if self._huge:
             self._take_huge(address, range(first, first + count))
 
@@ -171,9 +200,21 @@ class PosixMemory:
             _libc.madvise(begin, count * self.page_bytes, _MADV_COLLAPSE)
         self._taken.update(pages)
 
-    def _held(self, page: PageId) -> PageHandle:
-        """Return where a page lies; the descriptor stays ours."""
-        return self._adopted.get(page) or PageHandle(self._file, page * self.page_bytes)
+    def _held(self, page: PageId) -> tuple[_File, int]:
+        """Return where a page lies."""
+        return self._adopted.get(page) or (self._file, page * self.page_bytes)
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    """A file that holds pages."""
+
+    descriptor: int
+    """Ours."""
+    protection: int
+    """How its pages are mapped."""
+    num_pages: int = 0
+    """That were adopted from it."""
 
 
 class _PosixRange(CheckedRange):
@@ -209,3 +250,11 @@ def _munmap(address: int, num_bytes: int) -> None:
     if num_bytes and _libc.munmap(address, num_bytes):
         number = ctypes.get_errno()
         raise OSError(number, f"munmap of {num_bytes} bytes: {os.strerror(number)}")
+
+
+def _seals(descriptor: int) -> int:
+    """Return what a file is sealed against; nothing, if it is none of memory."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0

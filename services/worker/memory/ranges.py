@@ -11,7 +11,7 @@ while it moves from place to place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol
 
 if TYPE_CHECKING:
@@ -115,12 +115,25 @@ class VirtualMemory(Protocol):
         """Return a descriptor by which another process can adopt a page. Both then see the same bytes."""
         ...
 
+    def lend(self, page: PageId) -> PageHandle:
+        """Return a descriptor as `export` does, by which a page can only be read, where the system can say so."""
+        ...
+
     def adopt(self, handle: PageHandle) -> PageId:
-        """Take in a page that another memory of the same page size exported; the descriptor may be closed then."""
+        """Take in a page that another memory of the same page size exported or lent; the descriptor may be closed then.
+
+        Raises:
+            MappingError: the descriptor has no such page, or its owner could take it away from under a reader.
+            OSError: the system refuses.
+        """
         ...
 
     def disown(self, page: PageId) -> None:
         """Forget an adopted page, which is mapped nowhere."""
+        ...
+
+    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
+        """Have it called with the pages that were unmapped, each time, in the thread that did it."""
         ...
 
     def close(self) -> None:

@@ -37,6 +37,11 @@ class FrameKind(IntEnum):
     CREDIT = 1  # `total` bytes of the class's window are free again
     PING = 2  # I am here
     END = 3  # I close the link; the payload says why
+    # between two ends on one machine (`fd_frames`)
+    PLACES = 4  # a share of a message, as DATA; behind the header stands where it lies
+    LEND = 5  # a page may be read, by the descriptor that comes along
+    REVOKE = 6  # pages may be read no more
+    TAKEN = 7  # the frame of PLACES with this sequence was copied, in `total` microseconds
 
 
 class FrameError(WireError):
@@ -98,7 +103,7 @@ def decode_header(data: Buffer, max_frame_bytes: int = MAX_FRAME_BYTES) -> Heade
 
 def _check(header: Header, max_frame_bytes: int, error: type[ValueError]) -> None:
     """Raise unless the lengths fit the kind."""
-    if header.kind is FrameKind.DATA:
+    if header.kind in {FrameKind.DATA, FrameKind.PLACES}:
         if header.length > max_frame_bytes:
             raise error(f"a frame of {header.length} bytes is over the limit of {max_frame_bytes}")
         if header.length > header.total or (header.length == 0 and header.total > 0):

@@ -13,7 +13,8 @@ credit for all of it, so that none stands half-sent and keeps others back. What 
 the buffers must not change until `Sending.done` is.
 
 Nothing is lost silently: a link carries everything in order, or it breaks, at both ends, and stays broken. Frames and
-messages carry checksums. Two implementations: `modelled_link` (simulation) and `tcp_link` (live).
+messages carry checksums. Implementations: `modelled_link` (simulation), `tcp_link` (live), `fd_link` (live, between two
+workers of one machine).
 
     LinkError
     ├── LinkClosedError       this end closed the link
@@ -29,6 +30,7 @@ Deviations: a class of its own for control, so that an acknowledgement never wai
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -248,5 +250,13 @@ def settle(done: asyncio.Future[int], outcome: int | LinkError) -> None:
     if isinstance(outcome, LinkError):
         done.set_exception(outcome)
         done.exception()  # whether anybody looks is the sender's business
+    else:
+        done.set_result(outcome)
+
+
+def settle_outside(done: concurrent.futures.Future[int], outcome: int | LinkError) -> None:
+    """As `settle`, for a thread that waits."""
+    if isinstance(outcome, LinkError):
+        done.set_exception(outcome)
     else:
         done.set_result(outcome)

@@ -75,6 +75,8 @@ class Outbox:
         self._max_queued = max_queued
         self._queues: dict[TrafficClass, deque[Outgoing]] = {traffic: deque() for traffic in TrafficClass}
         self._credit = {traffic: windows.of(traffic) for traffic in TrafficClass}
+        self.held: frozenset[TrafficClass] = frozenset()
+        """Classes of which nothing goes at present, whatever credit there is."""
         self._owed = dict.fromkeys(TrafficClass, 0)
         self._sequence = dict.fromkeys(TrafficClass, 0)
 
@@ -125,7 +127,7 @@ class Outbox:
     def pick(self) -> Outgoing | None:
         """Return the message whose frame goes next: of the highest class that has one with credit."""
         for traffic, queue in self._queues.items():
-            if not queue:
+            if not queue or traffic in self.held:
                 continue
             message = queue[0]
             if message.begun:

@@ -1,0 +1,41 @@
+"""Copies of KV blocks as bytes: written back to the bit, and nowhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.memory.block_copies import copy_blocks, write_block_bytes
+from services.worker.memory.kv_cache import KVCache
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_are_written_back_to_the_bit_and_nowhere_else(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(5)
+    pools = [torch.empty((9, 4, 2, 3), dtype=dtype) for _ in range(6)]
+    for pool in pools:
+        flat = pool.view(-1).view(torch.uint8)
+        flat.copy_(torch.from_numpy(rng.integers(0, 256, flat.numel(), dtype=np.uint8)))
+    cache = KVCache.over(pools[:3], pools[3:], 9)
+    cache.resize(8, (1, 2))
+    before = [pool.view(torch.uint8).clone() for pool in pools]
+    copies = copy_blocks(cache, np.array([7, 2, 5], np.int32))
+    assert copies.num_bytes == 2 * 2 * 3 * 4 * 2 * 3 * dtype.itemsize
+    write_block_bytes(cache, 1, 1, 0, copies.bytes_of(1, 1, 1, 3))
+    write_block_bytes(cache, 2, 0, 6, copies.bytes_of(2, 0, 0, 2))
+    write_block_bytes(cache, 2, 0, 8, copies.bytes_of(2, 0, 1, 1))
+    before[4][0], before[4][1] = before[4][2].clone(), before[4][5].clone()
+    before[2][6], before[2][7] = before[2][7].clone(), before[2][2].clone()
+    assert all(torch.equal(pool.view(torch.uint8), old) for pool, old in zip(pools, before, strict=True))
+
+
+def test_blocks_that_are_not_there_are_refused() -> None:
+    pools = [torch.zeros((4, 2, 1, 2)) for _ in range(2)]
+    cache = KVCache.over(pools[:1], pools[1:], 4)
+    for ids in ([4], [-1, 2]):
+        with pytest.raises(ValueError, match="are not all among 4"):
+            copy_blocks(cache, np.array(ids, np.int32))
+    for first, size in ((3, 32), (-1, 16), (0, 15)):
+        with pytest.raises(ValueError, match="bytes are not blocks"):
+            write_block_bytes(cache, 0, 0, first, memoryview(bytearray(size)))
