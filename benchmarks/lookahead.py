@@ -3,8 +3,7 @@
 Qwen2.5-14B on A800s by its cost profile, equal stages, steps of 2 048 tokens; no hardware is needed.
 
 - Bursts: prompts that all wait at once beside 64 decodes. Time and idle share from the first begin to the last end
-  ("inner": without filling and draining the pipeline). Halving has no lanes, chunks of one prompt may be neighbours,
-  and there are no decodes, so only its idle share compares.
+  ("inner": without filling and draining the pipeline). Halving has no decodes, so only its idle share compares.
 - Overload: requests come faster than they can be computed; a real engine and its scheduler, idle share meanwhile.
 - Time of one call of the scheduler, with a new arrival before each, so that the shares are taken anew each time.
 
@@ -24,6 +23,7 @@ import numpy as np
 from benchmarks.harness import machine, percentiles, print_table
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.policy.chunked import ChunkedScheduler
 from services.worker.policy.formations import by_halving, by_tokens
 from services.worker.policy.lookahead import LookaheadScheduler
 from services.worker.policy.microbatch import Microbatch, Waiting, form_ahead
@@ -34,7 +34,7 @@ from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams
 from sim.workload.lengths import find_lengths
-from tests.support.toy_pipeline import TokenCount, ToyPipeline
+from tests.support.toy_pipeline import ToyPipeline
 
 COST: Final = load_profile("qwen2.5-14b-tp1-a800").cost
 LENGTHS: Final = ("burstgpt", "sharegpt", "longbench")
@@ -68,7 +68,7 @@ class Timed:
 
 def schedulers() -> dict[str, Scheduler]:
     """Return the two that are compared, fresh."""
-    return {"token count": TokenCount(), "ahead": LookaheadScheduler(Work.of(COST, MAX_TOKENS))}
+    return {"token count": ChunkedScheduler(), "ahead": LookaheadScheduler(Work.of(COST, MAX_TOKENS))}
 
 
 def engine_of(scheduler: Scheduler, num_stages: int) -> Engine:

@@ -124,6 +124,7 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
         counts["tokens"] += chaos.harness.engine.stats.num_generated_tokens
         counts["found"] += chaos.harness.engine.stats.num_prefix_cache_hits
         counts["copies"] += chaos.harness.num_copies
+        counts["moved"] += chaos.harness.num_moved
     wanted = {
         "fork",
         "fork waits",
@@ -135,12 +136,17 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
         "shrink free",
         "pin",
         "preempted",
+        "limit refused",
+        "limit lifted",
+        "limit in flight",
+        "limit held",
     }
     assert wanted | {"STOP", "LENGTH", "CANCELLED", "ERROR"} <= set(counts)
     assert counts["preempted"] > 100
     assert counts["tokens"] > 1000
     assert counts["found"] > 300
     assert counts["copies"] > 8
+    assert counts["moved"] > 30
 
 
 def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_them() -> None:
@@ -149,9 +155,13 @@ def test_the_random_operations_let_stages_run_apart_and_steps_fail_on_all_of_the
         chaos, unruly = chaotic_run("chunked", 3, seed, num_stages=3, num_lanes=3)
         live_through(chaos, unruly)
         counts.update(chaos.counts)
+        counts["extended"] += chaos.harness.num_extended
+        counts["stale"] += chaos.harness.num_stale
     assert counts["stages apart"] > 40
+    assert counts["extended"] > 40
+    assert counts["stale"] > 5
     assert counts["guilty"] + counts["bad luck"] > 20
-    assert {"cancel in flight", "fork", "shrink held", "pin"} <= set(counts)
+    assert {"cancel in flight", "fork", "shrink held", "pin", "limit in flight", "limit held"} <= set(counts)
 
 
 def test_the_random_operations_reach_every_kind_of_copy() -> None:

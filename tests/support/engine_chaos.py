@@ -40,7 +40,7 @@ class UnrulyScheduler:
         free -= sum(-(-int(columns.host_tokens[row]) // view.block_size) for row in resume)
         rows: list[int] = []
         num_tokens: list[int] = []
-        for row in random.permutation(np.concatenate([others, view.preempted, view.waiting])).tolist():
+        for row in random.permutation(np.concatenate([others, view.extensible, view.preempted, view.waiting])).tolist():
             computed, held = self._begin(view, row, counts_shared=victims.size == 0)
             remaining = int(columns.num_prompt[row] + columns.num_output[row]) - computed
             chunk = min(int(random.integers(1, remaining + 1)), left, (held + free) * view.block_size - computed)
@@ -72,6 +72,9 @@ class UnrulyScheduler:
         """Return the row's computed tokens and the blocks that it has; it does not mind computing what is coming."""
         if row in view.running:
             return int(view.columns.num_computed[row]), int(view.columns.held_blocks[row])
+        if row in view.extensible:
+            begin = int(view.extensible_begins[view.extensible == row][0])
+            return begin, int(view.columns.held_blocks[row])
         cached = view.blocks.cached(row)
         return cached.num_tokens, cached.num_shared_blocks if counts_shared else 0
 
@@ -93,6 +96,8 @@ class Chaos:
         weights = np.array([20, 30, 30, 4, 1, 3, 4, 3], dtype=float)
         if self.harness.engine.swapping is not None:
             operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
+        else:
+            operations, weights = [*operations, self.limit], np.append(weights, 6)
         if self.harness.num_stages > 1:
             operations, weights = [*operations, self.advance], np.append(weights, 30)
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
@@ -236,6 +241,8 @@ class Chaos:
         candidates = np.flatnonzero(blocks.usable & (blocks.pins == 0)).astype(np.int32)
         if self.harness.flights or self.harness.host_copies or candidates.size == 0:
             return
+        if not self.harness.engine.is_within_limit:
+            return
         ids = self.random.choice(candidates, size=self.random.integers(1, max(2, candidates.size // 2)), replace=False)
         self.count("shrink held" if blocks.refcount[ids].any() else "shrink free")
         self.harness.engine.set_backed(ids, backed=False)
@@ -247,6 +254,23 @@ class Chaos:
             self.harness.engine.set_backed(self.unbacked, backed=True)
             self.unbacked = self.unbacked[:0]
             self.harness.settle()
+
+    def limit(self) -> None:
+        """Limit the block ids to about what is in use, or to less, which is refused; or lift the limit."""
+        engine, blocks = self.harness.engine, self.harness.engine.blocks
+        is_lifted = bool(self.random.random() < 0.3)
+        num_blocks = None if is_lifted else max(blocks.num_used + int(self.random.integers(-2, 12)), 1)
+        before = (blocks.num_usable, blocks.num_free, engine.is_within_limit)
+        try:
+            engine.limit_blocks(num_blocks)
+        except ValueError:
+            self.count("limit refused")
+            assert (blocks.num_usable, blocks.num_free, engine.is_within_limit) == before
+        else:
+            self.count("limit lifted" if is_lifted else "limit" if engine.is_within_limit else "limit held")
+            if not is_lifted and self.harness.flights:
+                self.count("limit in flight")
+        self.harness.settle()
 
     def pin(self) -> None:
         running = self.harness.engine.table.running.view

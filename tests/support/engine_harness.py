@@ -50,6 +50,13 @@ class EngineHarness:
     contents: dict[int, bytes] = field(default_factory=dict)
     """By block that a row has been seen to fill: everything that its KV depends on."""
     num_copies: int = 0
+    """Blocks that were copied because a row may not write into another's."""
+    num_moved: int = 0
+    """Blocks that were copied to get below a limit."""
+    num_extended: int = 0
+    """Chunks that were launched behind another one of the same prompt."""
+    num_stale: int = 0
+    """Chunks that came back after the one before had failed."""
     host_copies: list[HostCopy] = field(default_factory=list)
     """Under way, in the order in which they began."""
 
@@ -84,15 +91,19 @@ class EngineHarness:
             self.kv.begin_copy(copy)
             self.host_copies.append(copy)
         if batch is not None:
+            self.num_extended += sum(int(np.isin(batch.rows, other.rows).sum()) for other in self.flights)
             self.flights.append(batch)
             self.kv.submit(batch)
-            self.num_copies += int(batch.copies.source.size)
+            moved = int((self.engine.blocks.refcount[batch.copies.source] == 0).sum())
+            self.num_moved += moved
+            self.num_copies += int(batch.copies.source.size) - moved
         self.settle()
         return batch
 
     def land(self, cause: str | None = None, blamed: tuple[int, ...] = ()) -> StepEvents:
         """Answer the oldest batch in flight: run it, or let it fail."""
         batch = self.flights.popleft()
+        self.num_stale += int((self.engine.table.num_computed[batch.rows] != batch.start).sum())
         self.now_s += STEP_S
         said = self.kv.finish(batch, cause)
         if isinstance(said, StepDone):
@@ -183,9 +194,11 @@ class EngineHarness:
             story.finish = FinishReason(finish)
 
     def pin_full_blocks(self, owner: str, row: int) -> None:
-        """Pin the blocks of a row that no step writes any more, and remember what is in them."""
+        """Pin the blocks of a row that no step writes or copies any more, and remember what is in them."""
         full = int(self.engine.table.num_computed[row]) // self.engine.config.block_size
         ids = self.engine.blocks.block_table[row, :full].copy()
+        for batch in self.flights:
+            ids = ids[~np.isin(ids, batch.copies.target)]
         self.engine.pin(ids, owner)
         self.pinned[owner] = (ids, self.kv.slots(ids))
 

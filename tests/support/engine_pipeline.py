@@ -44,6 +44,8 @@ class LivePipeline:
     ends: dict[int, FinishReason] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     """Those that succeeded."""
+    num_moved: int = 0
+    """Blocks that such batches have copied from beyond a limit."""
     task: asyncio.Task[None] | None = None
 
     def add(self, new: NewSequence) -> None:
@@ -65,6 +67,7 @@ class LivePipeline:
     def note(self, batch: Batch, _output: BatchOutput) -> None:
         self.engine.check_invariants()
         self.batches.append(batch)
+        self.num_moved += int((batch.copies.source >= self.engine.capacity_blocks).sum())
 
     def undisturbed(self, new: NewSequence) -> list[int]:
         prompt, sampling = new.prompt.astype(np.int32), new.sampling

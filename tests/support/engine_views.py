@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -125,6 +125,59 @@ def make_view(
     )
 
 
+def in_lanes(
+    view: SchedulerView,
+    num_lanes: int,
+    *in_flight: list[int],
+    last_step: list[int] | None = None,
+    ends: I32 | None = None,
+) -> SchedulerView:
+    """Return the view with some of its running rows in flight, batch by batch, and when each row ran last.
+
+    Args:
+        view: with nothing in flight.
+        num_lanes: of the pipeline.
+        in_flight: rows of each batch, the oldest first; a row may be in several.
+        last_step: by row; 0 for all if left out.
+        ends: by row, tokens whose KV exists when all is back; left out: all that are known. A row that falls short of
+            these may be in the next step too.
+    """
+    flights = tuple(np.array(rows, dtype=np.int32) for rows in in_flight if rows)
+    away = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *flights]))
+    columns, steps = view.columns, np.array(last_step or [0] * view.columns.order.size, dtype=np.int64)
+    known: I32 = columns.num_prompt + columns.num_output
+    ends = known if ends is None else ends
+    extensible = away[ends[away] < known[away]] if num_lanes > 1 else away[:0]
+    return replace(
+        view,
+        running=view.running[~np.isin(view.running, away)],
+        flights=flights,
+        num_in_flight=int(away.size),
+        in_flight=away,
+        in_flight_ends=ends[away],
+        extensible=extensible,
+        extensible_begins=ends[extensible],
+        limits=replace(view.limits, num_lanes=num_lanes),
+        columns=replace(columns, last_step=steps),
+    )
+
+
+def random_flights(view: SchedulerView, num_lanes: int, random: np.random.Generator) -> SchedulerView:
+    """Put some of the running rows into a batch or two; prompts among them may have part of their tokens there."""
+    columns = view.columns
+    away = view.running[random.random(view.running.size) < random.choice([0.0, 0.3, 0.6])]
+    ends: I32 = (columns.num_prompt + columns.num_output).astype(np.int32)
+    for row in away.tolist():
+        if random.random() < 0.7:
+            ends[row] = random.integers(columns.num_computed[row] + 1, ends[row] + 1)
+    held = np.maximum(columns.held_blocks, -(-ends // view.block_size))
+    held = np.where(np.isin(np.arange(held.size), away), held, columns.held_blocks).astype(np.int32)
+    view = replace(view, columns=replace(columns, held_blocks=held))
+    twice = away[(ends[away] < (columns.num_prompt + columns.num_output)[away]) & (random.random(away.size) < 0.5)]
+    last_step = random.integers(0, 5, columns.order.size).tolist()
+    return in_lanes(view, num_lanes, away.tolist(), twice.tolist(), last_step=last_step, ends=ends)
+
+
 def random_cached(num_known: int, random: np.random.Generator) -> CachedPrefix:
     """Some full blocks, part of them in use; with a follower that few names stand for, now and then on its way."""
     num_blocks = int(random.integers(0, (num_known - 1) // 4 + 1))
@@ -186,7 +239,9 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     swaps = output.preempt_how == PreemptHow.SWAP
     dropped, swapped = output.preempt[~swaps], output.preempt[swaps]
     known = columns.num_prompt + columns.num_output
-    listed = np.concatenate([view.running, view.preempted, view.waiting])
+    listed = np.concatenate([view.running, view.extensible, view.preempted, view.waiting])
+    computed = columns.num_computed.copy()
+    computed[view.extensible] = view.extensible_begins
     assert len(set(rows.tolist())) == rows.size == output.num_tokens.size, "each row once"
     assert set(rows.tolist()) <= set(listed.tolist())
     assert rows.size <= view.limits.max_batch_rows
@@ -194,7 +249,7 @@ def check_contract(view: SchedulerView, output: SchedulerOutput) -> None:
     assert (output.num_tokens >= 1).all()
     parked_rows = np.isin(rows, np.concatenate([view.preempted, view.waiting]))
     found = [view.blocks.cached(row) if parks else None for row, parks in zip(rows.tolist(), parked_rows, strict=True)]
-    begin = np.where(parked_rows, [hit.num_tokens if hit else 0 for hit in found], columns.num_computed[rows])
+    begin = np.where(parked_rows, [hit.num_tokens if hit else 0 for hit in found], computed[rows])
     held = np.where(parked_rows, [hit.num_shared_blocks if hit else 0 for hit in found], columns.held_blocks[rows])
     assert (begin + output.num_tokens <= known[rows]).all()
     assert set(output.preempt.tolist()) <= set(view.running.tolist()) - set(rows.tolist())

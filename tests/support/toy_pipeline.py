@@ -16,28 +16,10 @@ from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import Batch, BatchOutput
 from services.worker.executor.modelled import step_s
-from services.worker.policy.blocks_math import ceil_div, num_known
-from services.worker.policy.plan import StepPlan
-from services.worker.policy.view import SchedulerOutput, SchedulerView
 from shared.cost import CostModel
 
 TOKEN = 7
 """What is sampled, always."""
-
-
-class TokenCount:
-    """The baseline in an engine: `chunked`, with the decodes split evenly over the lanes (as Sarathi-Serve would)."""
-
-    def schedule(self, view: SchedulerView) -> SchedulerOutput:
-        free = num_known(view.columns, view.running) - view.columns.num_computed[view.running] == 1
-        landing = num_known(view.columns, view.in_flight) - view.in_flight_ends <= 1
-        plan = StepPlan(view)
-        plan.decode(ceil_div(int(free.sum() + landing.sum()), view.limits.num_lanes))
-        plan.continue_prefills()
-        plan.rescue()
-        if not plan.preempts:
-            plan.admit(whole=False)
-        return plan.output()
 
 
 @dataclass

@@ -271,6 +271,17 @@ def test_blocks_are_in_use_while_a_row_holds_them_or_somebody_pins_them() -> Non
     assert blocks.in_use(ids(0, 1, 2, 3)) == 0
 
 
+def test_a_block_that_one_owner_pins_twice_is_free_once() -> None:
+    blocks = manager()
+    held = extend(blocks, 0, 8)
+    for block in (*held, held[0]):
+        blocks.pin(ids(block), "owner")
+    blocks.release(0)
+    blocks.unpin("owner")
+    assert blocks.num_free == 8
+    blocks.check_invariants(ids())
+
+
 def test_blocks_that_lose_their_memory_are_announced() -> None:
     blocks, lost = manager(), list[int]()
     blocks.on_lost = lambda gone: lost.extend(gone.tolist())

@@ -210,6 +210,29 @@ def test_stats_tell_who_waits_for_memory_and_who_for_a_place(max_rows: int, num_
     assert (done.num_head_blocks, done.num_queued_for_memory) == (0, 0)
 
 
+def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() -> None:
+    """Steps of 32 tokens, blocks of 4, chunked: 70 tokens are 18 blocks, of which steps leave 10, 2 and none.
+
+    The second prompt of 6 tokens, 2 blocks, waits behind it for two steps and goes along with the third one.
+    """
+    harness = EngineHarness(make_engine("chunked"))
+    harness.add(new_sequence(0, num_prompt=70, max_tokens=9))
+    harness.add(new_sequence(1, num_prompt=6, max_tokens=9))
+    seen = [harness.engine.stats]
+    for _ in range(3):
+        harness.step()
+        seen.append(harness.engine.stats)
+    assert [(stats.num_used_blocks, stats.num_uncomputed_blocks) for stats in seen] == [
+        (0, 20),
+        (8, 12),
+        (16, 4),
+        (20, 0),
+    ]
+    while harness.engine.has_work:
+        assert harness.engine.stats.num_uncomputed_blocks == 0, "nothing is left of a prompt, only the newest token"
+        harness.step()
+
+
 def test_stats_count_what_happened() -> None:
     harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
     for name in range(3):

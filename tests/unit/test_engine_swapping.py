@@ -64,7 +64,10 @@ def test_blocks_are_free_only_when_the_copy_is_done() -> None:
     assert harness.engine.stats.num_used_host_blocks == copy.host.size
     harness.land_copy()
     assert blocks.num_free == free + copy.device.size
-    assert harness.engine.stats.num_used_host_blocks == copy.host.size, "the row keeps them"
+    stats = harness.engine.stats
+    assert stats.num_used_host_blocks == copy.host.size, "the row keeps them"
+    assert stats.num_demanded_blocks == copy.host.size, "it needs them again on the device"
+    assert stats.num_uncomputed_blocks == 0, "but nothing of them is computed again"
 
 
 def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:

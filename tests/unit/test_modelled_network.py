@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.support.group_room import NUM_LAYERS, elastic_facts
 LATENCY_S = 0.1
 BLOCK_BYTES = 10
 NAMES = tuple(WorkerId(f"w{i}") for i in range(3))
+PROCESS: ContextVar[int] = ContextVar("process", default=-1)
+"""Of which device; -1: of the test."""
 
 
 class Party:
@@ -39,6 +42,8 @@ class Party:
         params = ModelledDeviceParams(elastic_facts(), cost, 16, draw)
         self.devices = [ModelledGroupDevice(params, self.network, lambda kv: ModelledExecutor(cost, kv)) for _ in NAMES]
         self.heard: dict[int, tuple[str | None, float]] = {}
+        self.heard_in: dict[int, int] = {}
+        """By device: in whose process it was told."""
 
     def place(self, index: int, plan_id: int) -> GroupPlace:
         stages = [StagePlace(name, "", part) for name, part in zip(NAMES, even_split(NUM_LAYERS, 3), strict=True)]
@@ -50,10 +55,13 @@ class Party:
         def on_end(reason: str | None) -> None:
             assert index not in self.heard, "told twice"
             self.heard[index] = reason, asyncio.get_running_loop().time()
+            self.heard_in[index] = PROCESS.get()
 
         device, place = self.devices[index], self.place(index, plan_id)
         coming = device.join(place, on_end, NOTHING_KEPT) if index else device.lead(place, on_end, NOTHING_KEPT)
-        return asyncio.ensure_future(coming)
+        process = copy_context()
+        process.run(PROCESS.set, index)
+        return process.run(asyncio.ensure_future, coming)
 
     async def gather(self, plan_id: int = 1) -> list[object]:
         """All form a group; return what each says."""
@@ -95,6 +103,22 @@ def test_the_others_hear_that_a_worker_is_lost(index: int) -> None:
         await party.gather()
         party.network.lose(NAMES[index])
         await party.check_heard(index, NAMES[index])
+
+    at_party(main)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_everybody_is_told_in_his_own_process(is_lost: bool) -> None:
+    """What a worker does when it hears of the end must go on if the leader's process ends a moment later."""
+
+    async def main(party: Party) -> None:
+        await party.gather()
+        if is_lost:
+            party.network.lose(NAMES[0])
+        else:
+            await party.devices[0].pipelines[0].close()
+        await asyncio.sleep(3 * LATENCY_S)
+        assert {1: 1, 2: 2}.items() <= party.heard_in.items()
 
     at_party(main)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -27,7 +27,7 @@ from shared.layers import LayerRange, even_split
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence
 from tests.support.runner_driver import Driver
-from tests.support.runners import open_runner
+from tests.support.runners import KERNELS, open_runner
 from tests.support.thread_pipeline import wire_up
 
 pytestmark = pytest.mark.kernels
@@ -39,6 +39,8 @@ SHAPES = {
         family="opt", num_layers=3, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
     ),
 }
+MOST_BLOCKS = -(-(65 + 12 - 1) // 16)
+"""That the longest request takes."""
 SPLITS = {
     ("llama", (1, 3), "float32", "auto"),
     ("llama", (2, 1, 1), "bfloat16", "auto"),
@@ -151,7 +153,11 @@ def new_engine(num_lanes: int) -> Engine:
     return Engine(config, make_scheduler("chunked"), 24)
 
 
-async def texts_of(engine: Engine, executor: PipelineExecutor | ThreadExecutor) -> dict[int, list[int]]:
+async def texts_of(
+    engine: Engine,
+    executor: PipelineExecutor | ThreadExecutor,
+    on_step: Callable[[Batch, BatchOutput], None] = lambda _batch, _output: None,
+) -> dict[int, list[int]]:
     """Serve six requests, two of which share a prompt and some of which sample, and return their texts."""
     texts: dict[int, list[int]] = {}
 
@@ -161,7 +167,7 @@ async def texts_of(engine: Engine, executor: PipelineExecutor | ThreadExecutor) 
                 texts.setdefault(stream, []).append(token)
 
     now = asyncio.get_running_loop().time
-    loop = StepLoop(engine, executor, say, now, StepGate())
+    loop = StepLoop(engine, executor, say, now, StepGate(), on_step=on_step)
     for name in range(6):
         new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=12, seed=name)
         if name % 2:
@@ -191,3 +197,40 @@ async def test_a_pipeline_of_threads_over_sockets_says_what_the_whole_model_says
     assert all(0 <= ratio < 1 for ratio in executor.stats.idle_ratios)
     pipeline.join()
     assert [server.reason for server in pipeline.servers] == [None] * (num_stages - 1)
+
+
+class Limits:
+    """Limits an engine to about what it holds; once that is kept, lifts the limit; and so on.
+
+    The upper half of the blocks is handed out first, so that the first limit has something to move.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        upper = np.arange(12, 24, dtype=np.int32)
+        engine.set_backed(upper, backed=False)
+        engine.set_backed(upper, backed=True)
+        self.num_moved = 0
+        self._is_limited = False
+
+    def note(self, batch: Batch, _output: BatchOutput) -> None:
+        self.num_moved += batch.copies.source.size
+        self.engine.check_invariants()
+        if not self._is_limited:
+            self.engine.limit_blocks(max(self.engine.blocks.num_used, MOST_BLOCKS))
+            self._is_limited = True
+        elif self.engine.is_within_limit:
+            self.engine.limit_blocks(None)
+            self._is_limited = False
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+async def test_moved_blocks_do_not_change_the_text(num_stages: int) -> None:
+    loop = asyncio.get_running_loop()
+    runner = open_runner(SHAPES["llama"], deterministic=True)
+    expected = await texts_of(new_engine(1), ThreadExecutor(runner, loop))
+    pipeline = wire_up(stages_of("llama", even_split(4, num_stages), "float32", KERNELS), loop)
+    limits = Limits(new_engine(num_stages))
+    assert await texts_of(limits.engine, pipeline.executor, limits.note) == expected
+    assert limits.num_moved > 0
+    pipeline.join()

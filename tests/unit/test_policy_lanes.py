@@ -10,31 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.policy.registry import SCHEDULERS, make_scheduler
-from services.worker.policy.view import EMPTY_ROWS, SchedulerOutput, SchedulerView
-from tests.support.engine_views import check_contract, decoding, make_view, parked, prefilling, random_view
+from services.worker.policy.view import SchedulerOutput, SchedulerView
+from tests.support.engine_views import (
+    check_contract,
+    decoding,
+    in_lanes,
+    make_view,
+    parked,
+    prefilling,
+    random_flights,
+    random_view,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 PLAIN = sorted(set(SCHEDULERS) - {"lookahead"})
 """Those that share decodes evenly; `lookahead` forms microbatches by cost."""
-
-
-def in_lanes(
-    view: SchedulerView, num_lanes: int, *in_flight: list[int], last_step: list[int] | None = None
-) -> SchedulerView:
-    """Return the view with some of its running rows in flight, batch by batch, and when each row ran last."""
-    flights = tuple(np.array(rows, dtype=np.int32) for rows in in_flight if rows)
-    away = np.concatenate([EMPTY_ROWS, *flights])
-    steps = np.array(last_step or [0] * view.columns.order.size, dtype=np.int64)
-    return replace(
-        view,
-        running=view.running[~np.isin(view.running, away)],
-        flights=flights,
-        num_in_flight=int(away.size),
-        limits=replace(view.limits, num_lanes=num_lanes),
-        columns=replace(view.columns, last_step=steps),
-    )
 
 
 def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
@@ -48,11 +40,10 @@ def decide(scheduler: str, view: SchedulerView) -> SchedulerOutput:
 def test_every_answer_keeps_the_contract_and_its_share(scheduler: str, seed: int, num_lanes: int, swaps: bool) -> None:
     random = np.random.default_rng(seed)
     view = random_view(random, swaps=swaps)
-    away = view.running[random.random(view.running.size) < random.choice([0.0, 0.3, 0.6])].tolist()
-    view = in_lanes(view, num_lanes, away, last_step=random.integers(0, 5, view.columns.order.size).tolist())
+    view = random_flights(view, num_lanes, random)
     output, columns = decide(scheduler, view), view.columns
     decodes = view.running[(columns.num_prompt + columns.num_output - columns.num_computed)[view.running] == 1]
-    share = -(-(decodes.size + len(away)) // num_lanes)
+    share = -(-(decodes.size + view.num_in_flight) // num_lanes)
     num_short = int(np.isin(decodes, output.rows).sum())
     lacks = -(-(columns.num_computed[decodes] + 1) // view.block_size) > columns.held_blocks[decodes]
     assert num_short <= max(share, int((~lacks).sum())), "more than its share goes on only if the share lacks blocks"
@@ -130,3 +121,13 @@ def test_all_lanes_together_take_as_many_rows_as_their_steps_hold(scheduler: str
     view = in_lanes(view, 2, [0, 1, 2])
     come = decide(scheduler, view).rows
     assert np.isin(come, view.waiting).sum() == 1
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "fcfs"])
+def test_a_chunk_behind_one_in_flight_takes_the_blocks_that_its_prompt_was_promised(scheduler: str) -> None:
+    """A prompt of 16 has 8 tokens in two batches in flight, and their 2 blocks: the rest takes 2, and 1 is in reserve.
+    A prompt of 15 and its next token need 4 blocks, so 7 free blocks let it in, 6 do not."""
+    view = make_view(running=[prefilling(16, 0, held=2)], waiting=[parked(15)], free_blocks=7)
+    ends = np.array([8, 0], dtype=np.int32)
+    assert decide(scheduler, in_lanes(view, 3, [0], [0], ends=ends)).rows.tolist() == [0, 1]
+    assert decide(scheduler, in_lanes(replace(view, free_blocks=6), 3, [0], [0], ends=ends)).rows.tolist() == [0]

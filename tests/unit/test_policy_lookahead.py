@@ -11,28 +11,33 @@ from hypothesis import strategies as st
 
 from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.policy.chunked import ChunkedScheduler
 from services.worker.policy.lookahead import LookaheadScheduler
 from services.worker.policy.microbatch import Waiting, form_ahead
 from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.policy.view import Limits, Scheduler, SchedulerOutput
 from services.worker.policy.work import Work
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_chaos import Chaos, UnrulyScheduler
 from tests.support.engine_harness import EngineHarness
-from tests.support.engine_views import check_contract, decoding, make_view, parked, prefilling, random_view
-from tests.support.toy_pipeline import TokenCount, ToyPipeline
+from tests.support.engine_views import (
+    check_contract,
+    decoding,
+    in_lanes,
+    make_view,
+    parked,
+    prefilling,
+    random_flights,
+    random_view,
+)
+from tests.support.toy_pipeline import ToyPipeline
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
 WORK = Work.of(COST, 2048)
 EVEN = Work(1.0, 0.0)
 """Only tokens count."""
-
-
-def with_lanes(view: SchedulerView, num_lanes: int) -> SchedulerView:
-    columns = replace(view.columns, last_step=np.full(view.columns.order.size, -1, dtype=np.int64))
-    return replace(view, columns=columns, limits=replace(view.limits, num_lanes=num_lanes))
 
 
 def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
@@ -60,7 +65,8 @@ def test_with_several_lanes_every_answer_keeps_the_contract(
     num_lanes: int,
     swaps: bool,
 ) -> None:
-    view = with_lanes(random_view(np.random.default_rng(seed), swaps=swaps), num_lanes)
+    random = np.random.default_rng(seed)
+    view = random_flights(random_view(random, swaps=swaps), num_lanes, random)
     output = LookaheadScheduler(WORK).schedule(view)
     check_contract(view, output)
     assert same(output, LookaheadScheduler(WORK).schedule(view)), "the same again"
@@ -68,36 +74,65 @@ def test_with_several_lanes_every_answer_keeps_the_contract(
 
 def test_without_anything_to_balance_by_several_lanes_are_refused() -> None:
     with pytest.raises(ValueError, match="needs to know what prefill costs"):
-        make_scheduler("lookahead").schedule(with_lanes(make_view(waiting=[parked(3)]), 2))
-    make_scheduler("lookahead", WORK).schedule(with_lanes(make_view(waiting=[parked(3)]), 2))
+        make_scheduler("lookahead").schedule(in_lanes(make_view(waiting=[parked(3)]), 2))
+    make_scheduler("lookahead", WORK).schedule(in_lanes(make_view(waiting=[parked(3)]), 2))
 
 
 def test_decodes_are_split_evenly_while_nothing_is_queued() -> None:
     """Five decodes over two lanes: three, then the other two."""
-    view = with_lanes(make_view(running=[decoding(5)] * 5), 2)
+    view = make_view(running=[decoding(5)] * 5)
     scheduler = LookaheadScheduler(EVEN)
-    assert chosen(scheduler.schedule(view)) == [(0, 1), (1, 1), (2, 1)]
-    rest, known = np.arange(3, 5, dtype=np.int32), np.full(3, 6, dtype=np.int32)
-    flying = np.arange(3, dtype=np.int32)
-    later = replace(view, running=rest, num_in_flight=3, flights=(flying,), in_flight_ends=known)
-    assert chosen(scheduler.schedule(later)) == [(3, 1), (4, 1)]
+    assert chosen(scheduler.schedule(in_lanes(view, 2))) == [(0, 1), (1, 1), (2, 1)]
+    assert chosen(scheduler.schedule(in_lanes(view, 2, [0, 1, 2]))) == [(3, 1), (4, 1)]
 
 
-def test_a_turn_holds_its_decodes_and_its_lanes_share() -> None:
-    """Work 40 + 16 + 12 + 12, dealt 40 | 16 + 12 + 12; 32 tokens hold a decode and 29 for sure: two rounds of 20."""
-    view = with_lanes(make_view(running=[decoding(5)] * 2, waiting=[parked(16), parked(12), parked(40), parked(12)]), 2)
-    assert chosen(LookaheadScheduler(EVEN).schedule(view)) == [(0, 1), (4, 20)]
+def test_a_step_holds_its_decodes_and_a_piece_of_the_line() -> None:
+    """80 tokens, of which 32 - 1 decode - 2 to spare fit a step for sure: three of 27, 27 and 26."""
+    view = make_view(running=[decoding(5)] * 2, waiting=[parked(16), parked(12), parked(40), parked(12)])
+    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2))) == [(0, 1), (2, 16), (3, 10)]
 
 
-def test_a_prompt_goes_on_in_its_lane_and_the_other_lane_waits_for_its_turn() -> None:
-    """Lane 0 has begun row 0 and lane 1 row 1, which is in flight: lane 0 goes on, and leaves row 2 to lane 1."""
+def test_the_next_chunk_of_a_prompt_follows_while_the_one_before_is_in_flight() -> None:
+    """150 tokens at 20 a step, 2 of them to spare: nine pieces of 16.7, at 16, 33, 50, ..."""
     scheduler = LookaheadScheduler(EVEN)
-    view = with_lanes(make_view(waiting=[parked(60), parked(40), parked(20)], max_batch_tokens=20), 2)
-    assert chosen(scheduler.schedule(view)) == [(0, 15)]
-    begun = make_view(running=[prefilling(60, 15), prefilling(40, 0)], waiting=[parked(20)], max_batch_tokens=20)
-    flying = with_lanes(replace(begun, running=begun.running[1:], waiting=begun.waiting, num_in_flight=1), 2)
-    flying = replace(flying, flights=(begun.running[:1],), in_flight_ends=np.array([15], dtype=np.int32))
-    assert chosen(scheduler.schedule(flying)) == [(1, 15)]
+    view = make_view(waiting=[parked(90), parked(60)], max_batch_tokens=20)
+    assert chosen(scheduler.schedule(in_lanes(view, 2))) == [(0, 16)]
+    begun = make_view(running=[prefilling(90, 0, held=4)], waiting=[parked(60)], max_batch_tokens=20)
+    flying = in_lanes(begun, 2, [0], ends=np.array([16, 60], dtype=np.int32))
+    assert chosen(scheduler.schedule(flying)) == [(0, 17)]
+    for end in (33, 50, 66):
+        flying = in_lanes(begun, 2, [0], [0], ends=np.array([end, 60], dtype=np.int32))
+        output = scheduler.schedule(flying)
+    flying = in_lanes(begun, 2, [0], [0], ends=np.array([83, 60], dtype=np.int32))
+    assert chosen(output) == [(0, 17)]
+    assert chosen(scheduler.schedule(flying)) == [(0, 7), (1, 10)], "and the next prompt fills its last piece up"
+
+
+def test_a_prompt_alone_is_in_all_stages_at_once() -> None:
+    """Nobody decodes: one piece per lane, of at least 256 tokens; 600 tokens are two of 300."""
+    view = make_view(waiting=[parked(600)], max_batch_tokens=2048, free_blocks=1000)
+    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2))) == [(0, 300)]
+    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 4))) == [(0, 300)]
+    view = make_view(running=[decoding(5)], waiting=[parked(600)], max_batch_tokens=2048, free_blocks=1000)
+    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2))) == [(0, 1), (1, 100)], "six beside decodes"
+    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2, [0]))) == [(1, 100)], "also if they are away"
+
+
+def test_nobody_overtakes_a_prompt_of_which_not_even_a_token_fits_the_rest_of_a_piece() -> None:
+    """Pieces of 30: the last token of row 0 is worth 12, one of row 1 is worth 52, one of row 2 would be worth 2."""
+    view = make_view(running=[prefilling(11, 0, held=3), prefilling(60, 50)], waiting=[parked(9)])
+    flying = in_lanes(view, 2, [0], ends=np.array([10, 60, 9], dtype=np.int32))
+    assert chosen(LookaheadScheduler(Work(1.0, 1.0)).schedule(flying)) == [(0, 1)]
+
+
+def test_lanes_share_decodes_by_what_they_read() -> None:
+    """Reading costs a tenth of a token per token of KV: 1 + 10 of 2 + 2 + 11 are the first half, of 4 the rest."""
+    view = make_view(running=[decoding(100), decoding(10), decoding(10)], free_blocks=100)
+    scheduler = LookaheadScheduler(Work(1.0, 0.0, 0.1))
+    assert chosen(scheduler.schedule(in_lanes(view, 2))) == [(0, 1)]
+    assert chosen(scheduler.schedule(in_lanes(view, 2, [0]))) == [(1, 1), (2, 1)]
+    view = in_lanes(make_view(running=[decoding(5)] * 4), 2, last_step=[9, 7, 8, 6])
+    assert chosen(scheduler.schedule(view)) == [(1, 1), (3, 1)], "first who has waited longest"
 
 
 def engine_of(
@@ -152,7 +187,7 @@ def bubbles(scheduler: Scheduler, num_lanes: int, lengths: str, rate_per_s: floa
 def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes: int, rate_per_s: float) -> None:
     """Long documents: by token count several times as much, and so fewer tokens."""
     idle, tokens = bubbles(LookaheadScheduler(WORK), num_lanes, "longbench", rate_per_s)
-    idle_by_count, tokens_by_count = bubbles(TokenCount(), num_lanes, "longbench", rate_per_s)
+    idle_by_count, tokens_by_count = bubbles(ChunkedScheduler(), num_lanes, "longbench", rate_per_s)
     assert idle < 0.02
     assert idle_by_count > 3 * idle
     assert tokens > tokens_by_count

@@ -21,14 +21,19 @@ from services.worker.engine.types import (
     CopyFailedError,
     HostCopy,
     HostMemory,
+    RowInit,
+    TableDelta,
 )
-from services.worker.executor.channel import ChannelLostError, SocketChannel
+from services.worker.executor.channel import ChannelLostError, ModelledLink, SocketChannel
 from services.worker.executor.modelled import FailureInjector
+from services.worker.executor.modelled_pipeline import ModelledStages
 from services.worker.executor.modelled_stage import ModelledStage
+from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.executor.stage_messages import Activation, Close, StageMessage
+from services.worker.executor.stage_messages import Activation, Close, Hidden, StageMessage
 from shared.cost import StageCost
 from shared.layers import even_split
+from shared.types import SamplingParams
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.staged_kv import NO_COST
 from tests.support.thread_pipeline import WiredPipeline, wire_up
@@ -66,6 +71,21 @@ def devices(num_stages: int, failure: FailureInjector | None = None) -> list[Mod
         )
         for layers in even_split(6, num_stages)
     ]
+
+
+class NotingDevice(ModelledStage):
+    """Notes in which order it is asked for steps, and for the end of writes beside them."""
+
+    def __init__(self, stage: ModelledStage) -> None:
+        super().__init__(stage._cost, stage.kv, host=stage._host)
+        self.notes: list[int | str] = []
+
+    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+        self.notes.append(batch.step_id)
+        return super().run(batch, hidden)
+
+    def end_writes(self) -> None:
+        self.notes.append("writes ended")
 
 
 class Served:
@@ -171,6 +191,31 @@ async def test_closing_an_idle_pipeline_ends_every_stage_in_order() -> None:
     await pipeline.executor.close()
     pipeline.join()
     assert [server.reason for server in pipeline.servers] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["threads", "modelled"])
+async def test_every_stage_ends_late_writes_before_the_steps_that_are_submitted_afterwards(kind: str) -> None:
+    loop, stages = asyncio.get_running_loop(), [NotingDevice(stage) for stage in devices(3)]
+    wired = wire_up(stages, loop) if kind == "threads" else None
+    executor = (
+        PipelineExecutor(ModelledStages(stages, [ModelledLink()] * 2), loop.time) if wired is None else wired.executor
+    )
+    row = np.array([1], dtype=np.int32)
+    admits = (RowInit(1, SamplingParams(max_tokens=2)),)
+    batches = [
+        Batch(0, row, row, row * 0, row, row == 0, TableDelta(row, row * 0, row), admits=admits),
+        Batch(1, row, row, row, row, row == 1),
+    ]
+    first = executor.submit(batches[0])
+    executor.end_writes()
+    await executor.submit(batches[1])
+    await first
+    for stage in stages:
+        assert sorted(map(str, stage.notes)) == ["0", "1", "writes ended"]
+        assert stage.notes[-1] == 1
+    await executor.close()
+    if wired is not None:
+        wired.join()
 
 
 def test_a_channel_carries_large_activations_whole_and_in_order() -> None:

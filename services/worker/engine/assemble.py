@@ -22,23 +22,24 @@ def decodes_first(rows: Rows, num_tokens: I32, remaining: I32) -> tuple[Rows, I3
     return rows[order], num_tokens[order]
 
 
-def input_tokens(table: SequenceTable, log: TokenLog, rows: Rows, num_tokens: I32) -> I32:
+def input_tokens(table: SequenceTable, log: TokenLog, rows: Rows, start: I32, num_tokens: I32) -> I32:
     """Return the input ids of a batch, row after row.
 
     Args:
         table: the sequence table.
         log: the output tokens of its rows.
         rows: [n], those with one token left to compute first.
+        start: [n] position of the first token that each computes.
         num_tokens: [n] tokens that each computes.
     """
     last = table.last_token[rows]
-    chunks = (table.num_known[rows] - table.num_computed[rows] > _ONE).nonzero()[0]
+    chunks = (table.num_known[rows] - start > _ONE).nonzero()[0]
     if not chunks.size:
         return last
     parts = [last[: chunks[0]]]
     for i in chunks.tolist():
         row = int(rows[i])
-        parts.append(known_tokens(table, log, row, int(table.num_computed[row]), int(num_tokens[i])))
+        parts.append(known_tokens(table, log, row, int(start[i]), int(num_tokens[i])))
     return np.concatenate(parts)
 
 

@@ -2,13 +2,13 @@
 
 One step is `next_batch` (the scheduler chooses, blocks are given, a batch is made) and, once the executor has run it,
 `absorb` (or `roll_back` if it failed). Batches come back in the order in which they were made. A row that is in a batch
-in flight is never touched by anybody else: a cancel only marks it. Copies to host memory and back run beside the steps:
-`take_copies` hands them out, `copied` takes in their end.
+in flight is never touched by anybody else: a cancel only marks it. With several lanes the next chunk of its prompt may
+be in the next batch (`flights.py`). Copies to host memory and back run beside the steps: `take_copies` hands them out,
+`copied` takes in their end.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from services.worker.engine import qoe_columns
 from services.worker.engine.assemble import decodes_first, input_tokens
 from services.worker.engine.blocks import BlockManager
+from services.worker.engine.compaction import with_moves
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
+from services.worker.engine.flights import Flights
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.residents import Residents
@@ -38,6 +40,7 @@ from services.worker.engine.types import (
     Batch,
     BatchFailedError,
     BatchOutput,
+    Bool,
     Flight,
     HostCopy,
     HostMemory,
@@ -51,7 +54,6 @@ from shared.types import FinishReason
 Rows = NDArray[np.intp]
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar
 _RUNNING = np.array(Status.RUNNING, dtype=np.uint8)
-_LANDED = np.array(~Hold.IN_FLIGHT, dtype=np.uint8)
 _ONE = np.array(1, dtype=np.int32)
 
 
@@ -79,7 +81,7 @@ class Engine:
         self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
         self.log = TokenLog(config.max_sequences, config.max_model_len)
         self.logprobs = LogprobLog()
-        self.flights: deque[Flight] = deque()
+        self.flights = Flights(self.table)
         self.retry = RetryQueue()
         self.totals = Totals()
         self.swapping = None if host is None else Swapping(self.table, self.blocks, self.totals, *host)
@@ -163,7 +165,7 @@ class Engine:
         if self.retry:
             return self._launch_again(self.retry.pop())
         view = view_of(self, now_s)
-        if not (view.running.size or view.waiting.size or view.preempted.size):
+        if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
             return None
         output = self._scheduler.schedule(view)
         rows, num_tokens = self._commit(output)
@@ -177,13 +179,18 @@ class Engine:
         """
         assert output.step_id == batch.step_id, f"output of step {output.step_id} for step {batch.step_id}"
         self._note(now_s)
-        flight = self._land(batch)
+        flight, sound = self._land(batch)
         self.totals.busy_s += output.duration_s
-        self.table.num_computed[flight.rows] = flight.end
-        self.sharing.landed()
-        self.retry.succeeded(batch.rows)
         rows, tokens = flight.rows, output.tokens
         wanted = batch.sample
+        if np.count_nonzero(sound) == sound.size:
+            self.table.num_computed[rows] = flight.end
+            self.retry.succeeded(batch.rows)
+        else:
+            self.table.num_computed[rows[sound]] = flight.end[sound]
+            self.retry.succeeded(batch.rows[sound])
+            wanted = wanted & sound
+        self.sharing.landed()
         if self.residents.num_cancelled:
             wanted = wanted & ((self.table.hold[rows] & Hold.CANCELLED) == 0)
         extras = self.logprobs.take_in(self.table, rows, wanted, output.logprobs) if output.logprobs else ()
@@ -197,12 +204,14 @@ class Engine:
         """Undo the oldest batch in flight, which failed, and arrange for its rows to be tried again in halves.
 
         Nobody was advanced, so there is nothing to restore. A row that failed twice in a step of its own ends with
-        `FinishReason.ERROR`; the others never notice. If the executor is lost, nobody is suspected.
+        `FinishReason.ERROR`; the others never notice. A row whose chunk before has failed is tried again with that one.
+        If the executor is lost, nobody is suspected.
         """
         del now_s  # a part of the step's interface; nothing here depends on the time
-        flight = self._land(batch)
+        flight, sound = self._land(batch)
         self.totals.num_failed_steps += 1
-        going_on = (self.table.hold[flight.rows] & Hold.CANCELLED) == 0
+        self.flights.fail(flight.rows)
+        going_on = ((self.table.hold[flight.rows] & Hold.CANCELLED) == 0) & sound
         group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
         events = self.residents.end_cancelled(flight.rows)
         if not group.rows.size or error.is_lost:
@@ -222,6 +231,19 @@ class Engine:
     def grow(self, first: int, end: int) -> None:
         """Make the blocks from `first` to `end` - 1 usable, in addition to those that are."""
         self._room.grow(first, end)
+
+    def limit_blocks(self, num_blocks: int | None) -> None:
+        """Hand out only blocks with ids below `num_blocks` from now on; None: all. The caller wakes the step loop.
+
+        The schedulers count only these at once. What is held beyond moves with the next batches (`compaction.py`); free
+        blocks there lose their contents. `leave_executor` forgets the limit.
+
+        Raises:
+            ValueError: what is held now, or a sequence that is here at its full length, would not fit; nothing has
+                changed.
+        """
+        assert self.swapping is None, "copies to the host, beside the steps, would not see what a batch has yet to move"
+        self._room.limit(num_blocks)
 
     def arrived(self, blocks: KeptKv) -> None:
         """Take note of KV that was coming and is here; the caller wakes the step loop."""
@@ -253,6 +275,7 @@ class Engine:
         assert not self.flights, "the executor changes only while nothing is in flight"
         assert self.swapping is None, "KV on the host would belong to another executor"
         self.sharing.expect_no_more()
+        self.blocks.limit(None)  # what has not moved yet goes along like the rest
         self._transitions.forget_executor()
         rows = self.table.preempted.view
         return self.sharing.kept(rows[np.argsort(qoe_columns.slack_s(self.table, rows, now_s), kind="stable")].tolist())
@@ -279,7 +302,10 @@ class Engine:
         self.residents.release(rows, moved_to)
 
     def pin(self, ids: I32, owner: Hashable) -> None:
-        """Keep blocks from being reused until their owner unpins them."""
+        """Keep blocks from being reused or moved until their owner unpins them.
+
+        KV that a batch in flight copies to one of them is there when that batch is back.
+        """
         self.blocks.pin(ids, owner)
 
     def unpin(self, owner: Hashable) -> None:
@@ -299,13 +325,18 @@ class Engine:
         return self.table.num_live > 0
 
     @property
+    def is_within_limit(self) -> bool:
+        """Nothing beyond the limit is held, pinned or named, and no batch in flight moves it; True without a limit."""
+        return self.blocks.is_within_limit
+
+    @property
     def is_copying(self) -> bool:
         """A copy between device and host is under way."""
         return self.swapping is not None and self.swapping.is_copying
 
     @property
     def capacity_blocks(self) -> int:
-        """Usable blocks that the device has."""
+        """Usable blocks that the device has, below the limit."""
         return self.blocks.num_usable
 
     @property
@@ -348,7 +379,7 @@ class Engine:
         """Admit, preempt and bring back as the scheduler chose."""
         table = self.table
         rows = output.rows.astype(np.intp)
-        assert not np.count_nonzero(table.hold[rows]), "the scheduler chose a row that is held"
+        assert not np.count_nonzero(table.hold[rows] & ~Hold.IN_FLIGHT), "the scheduler chose a row that is held"
         assert rows.size <= self.limits.max_batch_rows, "the scheduler chose too many rows"
         parked = table.status[rows] != _RUNNING
         if np.count_nonzero(parked):
@@ -361,50 +392,47 @@ class Engine:
                 self._transitions.preempt(row, how)
         for row in output.resume.tolist() if output.resume.size else ():
             self._transitions.bring_back(row)
-        remaining = table.num_known[rows] - table.num_computed[rows]
+        remaining = table.num_known[rows] - self.flights.begins(rows)
         impossible = (output.num_tokens < _ONE) | (output.num_tokens > remaining)
         assert not np.count_nonzero(impossible), "a row computes at least one token, and none that is not known"
         return decodes_first(rows, output.num_tokens, remaining)
 
-    def _launch(self, rows: Rows, num_tokens: I32) -> Batch:
+    def _launch(self, rows: Rows, num_tokens: I32, *, is_retry: bool = False) -> Batch:
         table = self.table
-        start = table.num_computed[rows]
+        start = table.num_computed[rows] if is_retry else self.flights.begins(rows)
         end = start + num_tokens
-        table.hold[rows] = Hold.IN_FLIGHT
         if self.limits.num_lanes > 1:
             table.last_step[rows] = self._next_step_id
         admits, drops = self._transitions.take_news()
+        delta, copies = self.blocks.extend(rows, end), self.blocks.take_copies()
+        owner = ("copies", self._next_step_id)
+        delta, copies = with_moves(self.blocks, table.running.view, owner, delta, copies)
         batch = Batch(
             step_id=self._next_step_id,
             rows=rows.astype(np.int32),
             num_tokens=num_tokens,
             start=start,
-            tokens=input_tokens(table, self.log, rows, num_tokens),
+            tokens=input_tokens(table, self.log, rows, start, num_tokens),
             sample=end == table.num_known[rows],
-            table_delta=self.blocks.extend(rows, end),
-            copies=self.blocks.take_copies(),
+            table_delta=delta,
+            copies=copies,
             admits=admits,
             drops=drops,
         )
         self._next_step_id += 1
-        self.flights.append(Flight(batch, rows, end))
+        self.flights.launch(batch, rows, end, is_retry=is_retry)
         return batch
 
     def _launch_again(self, group: RetryGroup) -> Batch:
-        held = self.table.hold[group.rows] & ~Hold.RETRY  # a channel may have been paused meanwhile
-        batch = self._launch(group.rows, group.num_tokens)
-        self.table.hold[group.rows] |= held
-        return batch
+        self.table.hold[group.rows] &= ~Hold.RETRY  # other bits stay: a channel may have been paused meanwhile
+        return self._launch(group.rows, group.num_tokens, is_retry=True)
 
-    def _land(self, batch: Batch) -> Flight:
-        flight = self.flights.popleft()
-        assert flight.batch is batch, "batches come back in the order in which they were made"
-        hold = self.table.hold
-        hold[flight.rows] = hold[flight.rows] & _LANDED
+    def _land(self, batch: Batch) -> tuple[Flight, Bool]:
+        flight, sound = self.flights.land(batch)
         if batch.copies.source.size:
             self.blocks.unpin(("copies", batch.step_id))
         self.totals.num_steps += 1
-        return flight
+        return flight, sound
 
     def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table

@@ -81,6 +81,15 @@ class PrefixIndex:
             del self._block_of[self._name_of.pop(block)]
         self.is_named[ids] = False
 
+    def move(self, source: I32, target: I32) -> None:
+        """Let the names of blocks [n], as far as they have any, be those of blocks [n] that have none."""
+        assert not self.is_named[target].any(), "a block has one name"
+        named = self.is_named[source]
+        for old, new in zip(source[named].tolist(), target[named].tolist(), strict=True):
+            self._name_of[new] = name = self._name_of.pop(old)
+            self._block_of[name] = new
+        self.is_named[target], self.is_named[source] = named, False
+
     def check_invariants(self) -> None:
         """Check that names and blocks are in one-to-one correspondence."""
         assert {block: name for name, block in self._block_of.items()} == self._name_of, "names and blocks differ"

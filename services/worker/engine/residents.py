@@ -34,7 +34,7 @@ class Residents:
         self.next_expiry_s = float("inf")
         """Nobody expires before."""
         self.num_cancelled = 0
-        """Rows in flight that end when their batch comes back."""
+        """Rows in flight that end when their last batch comes back."""
         self.on_end: Callable[[int], None] = lambda row: None
         """Called with each row that ends, just before it is free."""
         self._config = config
@@ -142,10 +142,10 @@ class Residents:
         self.next_expiry_s = float(expires_s.min())
 
     def end_cancelled(self, rows: Rows) -> StepEvents:
-        """End those rows of a landed batch that were cancelled meanwhile."""
+        """End those rows of a landed batch that were cancelled meanwhile and are in no other one."""
         if not self.num_cancelled:
             return NO_EVENTS
-        cancelled = rows[(self._table.hold[rows] & Hold.CANCELLED) != 0].tolist()
+        cancelled = rows[(self._table.hold[rows] & (Hold.CANCELLED | Hold.IN_FLIGHT)) == Hold.CANCELLED].tolist()
         self.num_cancelled -= len(cancelled)
         return self.end(cancelled, FinishReason.CANCELLED)
 

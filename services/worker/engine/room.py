@@ -8,7 +8,7 @@ from services.worker.engine.blocks import BlockManager
 from services.worker.engine.sharing import Sharing
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.transitions import Transitions
-from services.worker.engine.types import I32, KeptKv
+from services.worker.engine.types import I32, Bool, KeptKv
 
 
 class Room:
@@ -28,9 +28,24 @@ class Room:
     def set_backed(self, ids: I32, *, backed: bool) -> None:
         """Add memory behind some known blocks, or take it away from blocks that are not pinned."""
         if not backed:
+            assert self._blocks.is_within_limit, "memory goes when what lies beyond the limit has moved"
             for row in self._blocks.holders(ids, self._table.running.view):
                 self._transitions.preempt(row)
         self._blocks.set_usable(ids, usable=backed)
+        self._review()
+
+    def limit(self, num_blocks: int | None) -> None:
+        """Hand out only ids below `num_blocks` from now on; None: all.
+
+        Raises:
+            ValueError: what is in use, or a sequence that is here at its full length, would not fit; nothing has
+                changed.
+        """
+        num_usable = int(np.count_nonzero(self._blocks.usable[:num_blocks]))
+        has_room = (self._table.hold & Hold.NO_ROOM) == 0
+        if (self._do_not_fit(num_usable) & has_room).any():
+            raise ValueError(f"a sequence that is here at its full length does not fit {num_usable} blocks")
+        self._blocks.limit(num_blocks)
         self._review()
 
     def furnish(self, num_blocks: int, kept: KeptKv, coming: KeptKv) -> None:
@@ -47,12 +62,17 @@ class Room:
 
     def _review(self) -> None:
         """Hold the sequences that the whole KV memory cannot fit, and only those."""
-        table = self._table
-        longest = table.num_prompt + table.max_output - 1
-        too_long = (table.status != Status.FREE) & (-(-longest // self._blocks.block_size) > self._blocks.num_usable)
+        table, too_long = self._table, self._do_not_fit(self._blocks.num_usable)
         for row in np.flatnonzero(too_long & (table.status == Status.RUNNING)).tolist():
             self._transitions.preempt(row)
         for row in np.flatnonzero(too_long).tolist():
             self._sharing.forks.let_go(row)
         table.hold[too_long] |= Hold.NO_ROOM
         table.hold[~too_long] &= ~Hold.NO_ROOM
+
+    def _do_not_fit(self, num_blocks: int) -> Bool:
+        """Return [num_rows]: whether a row's sequence, at its full length, takes more than so many blocks."""
+        table = self._table
+        longest = table.num_prompt + table.max_output - 1
+        too_long: Bool = (table.status != Status.FREE) & (-(-longest // self._blocks.block_size) > num_blocks)
+        return too_long

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from shared.hot import hot_dataclass
 
 if TYPE_CHECKING:
     from services.worker.engine.engine import Engine
+    from services.worker.engine.types import I32
 
 
 @dataclass(slots=True)
@@ -66,6 +69,9 @@ class EngineStats:
     num_demanded_blocks: int
     """Blocks that waiting and preempted sequences need for the tokens known so far, as if nothing were cached, beyond
     those in use."""
+    num_uncomputed_blocks: int
+    """Blocks of KV that is still to be computed for the tokens known so far, as if nothing were cached: of sequences
+    that run what they do not hold yet, of the others all that does not lie on the host and is not on its way."""
     num_head_blocks: int
     """Of these, the blocks that the next one in line needs."""
     num_queued_for_memory: int
@@ -108,6 +114,7 @@ def take_stats(engine: Engine) -> EngineStats:
         num_blocks=engine.capacity_blocks,
         num_used_blocks=used,
         num_demanded_blocks=engine.num_demanded_blocks + engine.blocks.num_used - used,
+        num_uncomputed_blocks=_num_uncomputed_blocks(engine),
         num_head_blocks=_num_head_blocks(engine),
         num_queued_for_memory=count_queued_for_memory(engine),
         num_coming_blocks=engine.sharing.num_coming,
@@ -124,6 +131,20 @@ def count_queued_for_memory(engine: Engine) -> int:
     if not num_parked or _num_head_blocks(engine) + num_running <= engine.blocks.num_free:
         return 0
     return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
+
+
+def _num_uncomputed_blocks(engine: Engine) -> int:
+    """Return `EngineStats.num_uncomputed_blocks`. The newest token of a row that decodes counts for nothing."""
+    table, block_size = engine.table, engine.config.block_size
+    rows, parked = table.running.view, table.preempted.view
+    unheld = _ceil_div(table.num_known[rows] - 1, block_size) - table.held_blocks[rows]
+    at_host = int(_ceil_div(table.host_tokens[parked], block_size).sum())
+    waiting = table.num_parked_blocks - at_host - engine.sharing.num_kept_blocks
+    return max(waiting, 0) + int(np.maximum(unheld, 0).sum())
+
+
+def _ceil_div(counts: I32, size: int) -> I32:
+    return -(-counts // size)
 
 
 def _num_head_blocks(engine: Engine) -> int:

@@ -71,7 +71,7 @@ class Batch:
     """One step's work. Row i of the batch computes `num_tokens[i]` tokens from position `start[i]` on.
 
     Decodes (one token) come first, prefill chunks after them; within both the scheduler's order. A row is at most once
-    in a batch, and in at most one batch in flight.
+    in a batch; chunks of its prompt may be in several batches in flight, one behind the other.
     """
 
     step_id: int

@@ -20,19 +20,24 @@ def view_of(engine: Engine, now_s: float) -> SchedulerView:
     if np.count_nonzero(table.hold):
         free = table.hold == 0
         waiting, running, preempted = waiting[free[waiting]], running[free[running]], preempted[free[preempted]]
-    ends = np.concatenate([flight.end for flight in engine.flights]) if engine.flights else EMPTY_I32
+    flights = engine.flights
+    in_flight = flights.rows
+    extensible = flights.extensible if engine.limits.num_lanes > 1 else EMPTY_I32
     return SchedulerView(
         now_s=now_s,
         columns=table.columns,
         waiting=waiting,
         running=running,
         preempted=preempted,
-        num_in_flight=ends.size,
+        num_in_flight=in_flight.size,
         free_blocks=engine.blocks.num_free,
         block_size=engine.config.block_size,
         limits=engine.limits,
         blocks=engine.sharing,
         host=None if engine.swapping is None else engine.swapping.view(),
-        flights=tuple(flight.batch.rows for flight in engine.flights),
-        in_flight_ends=ends,
+        flights=tuple(flight.batch.rows for flight in flights),
+        in_flight=in_flight,
+        in_flight_ends=flights.ends(in_flight),
+        extensible=extensible,
+        extensible_begins=flights.ends(extensible),
     )

@@ -18,7 +18,7 @@ from services.worker.executor.channel import ChannelLostError, MemoryChannel, Mo
 from services.worker.executor.modelled import FailureInjector
 from services.worker.executor.modelled_stage import ModelledStage, ModelledStageServer
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
-from services.worker.executor.stage_messages import Close, StageMessage
+from services.worker.executor.stage_messages import Close, KvOver, StageMessage
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, check_tiling
 
@@ -57,6 +57,7 @@ class ModelledStages:
         self.activations: list[MemoryChannel] = []
         """From each stage to the next."""
         self.servers: list[ModelledStageServer] = []
+        self._contexts = [owner.context for owner in owners]
         self._on_message: Callable[[StageMessage], None] = lambda _: None
         self._on_lost: Callable[[str], None] = lambda _: None
         following: MemoryChannel | None = None
@@ -85,7 +86,7 @@ class ModelledStages:
         """Name who hears the stages; see `StageGroup`."""
         self._on_message, self._on_lost = on_message, on_lost
 
-    def post(self, message: Batch | HostCopy) -> None:
+    def post(self, message: Batch | HostCopy | KvOver) -> None:
         """Send to every stage."""
         for channel in self.from_leader:
             try:
@@ -94,10 +95,13 @@ class ModelledStages:
                 asyncio.get_running_loop().call_soon(self._on_lost, str(error))
 
     async def close(self) -> None:
-        """End all stages."""
-        for server, channel in zip(self.servers, self.from_leader, strict=True):
+        """End all stages, each in the context of its owner: what its owner does then must outlive the leader."""
+        for server, channel, context in zip(self.servers, self.from_leader, self._contexts, strict=True):
             channel.close()
-            server.receive(Close())
+            if context is None:
+                server.receive(Close())
+            else:
+                context.run(server.receive, Close())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from services.worker.executor.stage_messages import (
     Close,
     CopyEnded,
     Hidden,
+    KvOver,
     StageMessage,
     StepFailed,
 )
@@ -98,6 +99,9 @@ class ModelledStage:
         """End a copy that `kv.begin_copy` has begun."""
         self.kv.end_copy(copy)
 
+    def end_writes(self) -> None:
+        """Nothing comes late: KV is written on all stages when the leader hears of it (`modelled_exchange.py`)."""
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -143,6 +147,8 @@ class ModelledStageServer:
                     self.die(str(error))
             case HostCopy():
                 self._begin_copy(message)
+            case KvOver():
+                self.stage.end_writes()
             case Close():
                 self._is_dead = True
                 self._on_end(None)

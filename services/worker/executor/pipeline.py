@@ -29,7 +29,7 @@ from services.worker.engine.types import (
     HostCopy,
     KvCapacity,
 )
-from services.worker.executor.stage_messages import CopyEnded, Durations, StageMessage, StepDone, StepFailed
+from services.worker.executor.stage_messages import CopyEnded, Durations, KvOver, StageMessage, StepDone, StepFailed
 
 
 class StageGroup(Protocol):
@@ -49,7 +49,7 @@ class StageGroup(Protocol):
         """Name who hears what stages say, and once, with the reason, that the pipeline is broken; both on the loop."""
         ...
 
-    def post(self, message: Batch | HostCopy) -> None:
+    def post(self, message: Batch | HostCopy | KvOver) -> None:
         """Send to every stage, behind what was sent before. Does not block, and raises nothing."""
         ...
 
@@ -148,6 +148,11 @@ class PipelineExecutor:
         self._copies[copy.copy_id] = _Copying(future, self._stages.num_stages)
         self._stages.post(copy)
         return future
+
+    def end_writes(self) -> None:
+        """Let no stage write KV that comes late: steps that are submitted from now on may use its blocks."""
+        if self._lost is None:
+            self._stages.post(KvOver())
 
     async def close(self) -> None:
         """Finish what is queued and end the stages. Idempotent."""

@@ -6,6 +6,8 @@ bits as the same layers of the whole model would, so the text is the same howeve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -20,10 +22,12 @@ class RunnerStage:
 
     Args:
         runner: loaded; owned and closed at the end.
+        end_writes: ends what else writes to the runner's KV, and waits for it; in the stage's thread.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, end_writes: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
+        self._end_writes = end_writes
         cache = runner.cache
         self._dtype, self._device = cache.keys[0].dtype, cache.keys[0].device
 
@@ -56,6 +60,10 @@ class RunnerStage:
     def copy(self, copy: HostCopy) -> None:
         """Copy these layers of some blocks between device and host."""
         self._runner.copy(copy)
+
+    def end_writes(self) -> None:
+        """End what else writes to these layers' KV; see `StageDevice`."""
+        self._end_writes()
 
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""

@@ -77,6 +77,10 @@ class StageDevice(Protocol):
         """
         ...
 
+    def end_writes(self) -> None:
+        """Let nothing but steps and copies write KV from now on; return when nothing else does. Idempotent."""
+        ...
+
     def close(self) -> None:
         """Give back memory. Idempotent."""
         ...

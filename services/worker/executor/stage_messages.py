@@ -1,7 +1,7 @@
 """What the stages of a pipeline say to each other, and how it is framed as bytes. Pure.
 
-    leader ──Batch, HostCopy, Close──► every stage        stage ──Activation or StepFailed──► the next one
-    last stage ──StepDone or StepFailed──► leader         every stage ──CopyEnded──► leader
+    leader ──Batch, HostCopy, KvOver, Close──► every stage    stage ──Activation or StepFailed──► the next one
+    last stage ──StepDone or StepFailed──► leader             every stage ──CopyEnded──► leader
 
 Frames, little-endian: magic b"SLPS" · version u8 · kind u8 · 2 zero bytes · payload bytes u64 · payload. An
 activation's numbers follow its header as they lie in memory, so that they are sent and received without a copy.
@@ -78,11 +78,16 @@ class CopyEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class KvOver:
+    """The leader expects no more KV that was on its way when the group formed. The batches behind it use its blocks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Nothing more comes from the leader."""
 
 
-StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | Close
+StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | KvOver | Close
 
 
 class _Kind(IntEnum):
@@ -93,6 +98,7 @@ class _Kind(IntEnum):
     DONE = 5
     COPY_ENDED = 6
     CLOSE = 7
+    KV_OVER = 8
 
 
 FRAME: Final = struct.Struct("<4sBB2xQ")
@@ -145,7 +151,8 @@ def unpack(kind: int, payload: Buffer) -> StageMessage:
         _Kind.FAILED: _unpack_failed,
         _Kind.DONE: _unpack_done,
         _Kind.COPY_ENDED: _unpack_copy_ended,
-        _Kind.CLOSE: _unpack_close,
+        _Kind.CLOSE: lambda payload: _unpack_nothing(payload, Close()),
+        _Kind.KV_OVER: lambda payload: _unpack_nothing(payload, KvOver()),
     }
     try:
         return unpackers[_Kind(kind)](payload)
@@ -171,6 +178,8 @@ def _pack(message: StageMessage) -> tuple[_Kind, list[Buffer]]:
             return _Kind.COPY_ENDED, [_COPY_ENDED.pack(message.copy_id, message.cause is None) + cause]
         case Close():
             return _Kind.CLOSE, []
+        case KvOver():
+            return _Kind.KV_OVER, []
 
 
 def _pack_activation(message: Activation) -> list[Buffer]:
@@ -223,10 +232,10 @@ def _unpack_copy_ended(payload: Buffer) -> CopyEnded:
     return CopyEnded(copy_id, None if done else cause)
 
 
-def _unpack_close(payload: Buffer) -> Close:
+def _unpack_nothing(payload: Buffer, message: Close | KvOver) -> Close | KvOver:
     if len(payload):
-        raise WireError("close: it says nothing else")
-    return Close()
+        raise WireError(f"{type(message).__name__}: it says nothing else")
+    return message
 
 
 def _pack_durations(durations_s: Durations) -> bytes:

@@ -25,7 +25,14 @@ from typing import Any
 from services.worker.engine.types import Batch, CopyFailedError, HostCopy, KvCapacity
 from services.worker.executor.channel import ChannelLostError, SocketChannel, StageSender, receive_all
 from services.worker.executor.stage import StageDevice, StageInbox, StageOrderError, outcome, run_step
-from services.worker.executor.stage_messages import Activation, Close, CopyEnded, StageMessage, StepFailed
+from services.worker.executor.stage_messages import (
+    Activation,
+    Close,
+    CopyEnded,
+    KvOver,
+    StageMessage,
+    StepFailed,
+)
 
 
 class StageThread:
@@ -93,6 +100,9 @@ class StageThread:
             case HostCopy():
                 self._pass_on(message)
                 self._to_leader.send(self._copy(message))
+            case KvOver():
+                self._pass_on(message)
+                self._device.end_writes()
             case _:
                 raise StageOrderError(f"a stage was sent a {type(message).__name__}")
         while (work := self._inbox.pop()) is not None:
@@ -211,7 +221,7 @@ class ThreadStages:
         """Name who hears the stages; see `StageGroup`."""
         self._on_message, self._on_lost = on_message, on_lost
 
-    def post(self, message: Batch | HostCopy) -> None:
+    def post(self, message: Batch | HostCopy | KvOver) -> None:
         """Queue a message for every stage."""
         self._stage.receive(message)
 

@@ -1,7 +1,7 @@
 """Two other ways to form microbatches from a queue, to compare with: by token count, and by halving.
 
 `by_tokens` is Sarathi-Serve (Agrawal et al., 2024), section 4, as KunServe describes its baseline: steps are filled to
-a budget of tokens one after the other. Deviation: a prompt that is in flight is passed over, as in an engine.
+a budget of tokens one after the other; neighbours may hold chunks of one prompt. Deviations: none.
 
 `by_halving` is KunServe, version 2, section 4.3, to the letter: one line of all prompts is cut in two of equal cost,
 and those again, until one would fall under MIN tokens. Deviations: γ counts once per microbatch; decodes are left out.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from services.worker.policy.microbatch import Chunk, Microbatch, Waiting, check_queue, microbatch_s
-from services.worker.policy.rounds import spread
+from services.worker.policy.shares import spread
 from services.worker.policy.view import Limits
 from shared.cost import CostModel, prefill_pairs
 
@@ -24,8 +24,6 @@ def by_tokens(
     decode_kv_tokens: Sequence[int],
     cost: CostModel,
     limits: Limits,
-    *,
-    apart: int | None = None,
 ) -> list[Microbatch]:
     """Return microbatches of `max_batch_tokens`, first come first; number i is of lane i mod `num_lanes`.
 
@@ -34,32 +32,25 @@ def by_tokens(
         decode_kv_tokens: tokens of KV that each running decode reads; each takes part once in every round.
         cost: of a step.
         limits: of a step.
-        apart: how many microbatches on a prompt may go on, at least 1; None: `num_lanes`, so that none is in two in
-            flight.
 
     Raises:
         ValueError: a prompt has no tokens to compute, or the decodes leave no place for prompts.
     """
     check_queue(queue, decode_kv_tokens, limits)
     decodes = spread(decode_kv_tokens, limits.num_lanes)
-    prompts = [(0, index, *waiting) for index, waiting in enumerate(queue)]
+    prompts = [(index, *waiting) for index, waiting in reversed(list(enumerate(queue)))]
     formed: list[Microbatch] = []
     while prompts:
-        turn, own = len(formed), decodes[len(formed) % limits.num_lanes]
+        own = decodes[len(formed) % limits.num_lanes]
         tokens, rows = limits.max_batch_tokens - len(own), limits.max_batch_rows - len(own)
         chunks: list[Chunk] = []
-        kept: list[tuple[int, int, int, int]] = []
-        for place, (free_at, index, prefix, left) in enumerate(prompts):
-            if not tokens or not rows:
-                kept += prompts[place:]
-                break
-            size = min(left, tokens) if free_at <= turn else 0
-            if size:
-                chunks.append(Chunk(index, prefix, size))
-                tokens, rows, free_at = tokens - size, rows - 1, turn + (apart or limits.num_lanes)
+        while prompts and tokens and len(chunks) < rows:
+            index, prefix, left = prompts.pop()
+            size = min(left, tokens)
+            chunks.append(Chunk(index, prefix, size))
+            tokens -= size
             if size < left:
-                kept.append((free_at, index, prefix + size, left - size))
-        prompts = kept
+                prompts.append((index, prefix + size, left - size))
         cost_s = microbatch_s(cost, chunks, [decode_kv_tokens[i] for i in own])
         formed.append(Microbatch(tuple(chunks), tuple(own), cost_s))
     return formed

@@ -1,28 +1,23 @@
 """Microbatches of equal cost, formed ahead from everything that is queued: a pipeline idles where neighbours differ.
 
-    lane 0   | R0 ........... | .. R0 | R3 .. | R3 ......... |     each lane is cut into pieces of equal cost, not of
-    lane 1   | R1 .. | R2 ... | ... R2 ...... | R2 | R4 .... |     equal length: a later chunk attends to more tokens
-             |    round 0     |    round 1    |   round 2    |     pipeline: lane 0, lane 1, lane 0, lane 1, ...
+    | R0 ........... | R0 . R1 ...... | R2 R3 ... R4 ..... | R4 ....... |     one line, cut into pieces of equal cost,
+    |    lane 0      |    lane 1      |       lane 0       |   lane 1   |     not of equal length: a later chunk attends
+                                                                             to more tokens
 
 A chunk of c tokens behind a prefix of p costs α·(p·c + (c² + c)/2) + β·c: its `Work`. A microbatch costs the work of
 its chunks, what its decodes cost, and γ: together `CostModel.step_s`, where α = a, β = b1 and γ = g1 beyond some
 hundred tokens. Cutting a prompt neither adds to its work nor saves any, so queues have a work too.
-
-A sequence is in at most one batch in flight. So each prompt is given to one lane (a lane has one batch in flight), and
-all lanes cut their prompts, first come first, into pieces of the same work.
 
 Source: KunServe, version 2, section 4.3, figures 10 and 11, and appendix. Deviations:
 
 - Equation (3) sums γ over the chunks, though the text says that a batch amortises it; here it counts once.
 - The paper has no term for decodes; here each adds its token and the reading of its KV. They are spread evenly, so what
   is cut is the prompts' work alone.
-- The paper cuts one line of all prompts, and neighbours may hold chunks of the same one. That needs a sequence to be in
-  two batches in flight. Lanes do not, and are as even as whole prompts can be dealt out.
 - The paper halves until a microbatch would fall under MIN tokens (`formations.py`). Tokens and cost are not
   proportional, so this ends at different depths in different places, and neighbours differ twofold. Here the number m
-  of microbatches is chosen first and each gets the m-th part, the cost_upper = cost / m of the appendix; for m = 2, 4,
-  8 these are the halves. And m is not ⌈tokens / MIN⌉ but as small as the limits of a step allow: more would only pay γ
-  more often.
+  of microbatches is chosen first (`shares.py`) and each gets the m-th part, the cost_upper = cost / m of the appendix;
+  for m = 2, 4, 8 these are the halves. And m is not ⌈tokens / MIN⌉: in a long line it is as small as the limits of a
+  step allow, since more would only pay γ more often.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from services.worker.policy.rounds import Room, Rounds, deal, spread
+from services.worker.policy.shares import Line, Room, Shares, spread
 from services.worker.policy.view import Limits
 from services.worker.policy.work import Work
 from shared.cost import CostModel, prefill_pairs
@@ -87,18 +82,18 @@ def microbatch_s(cost: CostModel, chunks: Sequence[Chunk], decode_kv_tokens: Seq
     return cost.step_s(num_tokens, sum(decode_kv_tokens), pairs)
 
 
-class _Lane:
-    """The prompts of one lane, and what is left of them."""
+class _Cutter:
+    """The line of prompts, and what is left of them."""
 
-    def __init__(self, work: Work, prompts: Sequence[tuple[int, Waiting]]) -> None:
+    def __init__(self, work: Work, queue: Sequence[Waiting]) -> None:
         self._work = work
-        self._prompts = [(index, *waiting) for index, waiting in reversed(prompts)]
-        self.work_s = sum(work.chunk_s(*waiting) for _, waiting in prompts)
+        self._prompts = [(index, *waiting) for index, waiting in reversed(list(enumerate(queue)))]
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts that are not done."""
-        return len(self._prompts)
+    def line(self) -> Line:
+        """What is left."""
+        works = sum(self._work.chunk_s(prefix, left) for _, prefix, left in self._prompts)
+        return Line(works, sum(left for *_, left in self._prompts), len(self._prompts))
 
     def cut(self, share_s: float, room: Room) -> list[Chunk]:
         """Return the next chunks: of as much work as is due, within the room; at least a token."""
@@ -114,7 +109,6 @@ class _Lane:
             if size < num_tokens:
                 self._prompts.append((index, prefix + size, num_tokens - size))
                 break
-        self.work_s = self.work_s - share_s + left_s if self._prompts else 0.0
         return chunks
 
 
@@ -136,21 +130,13 @@ def form_ahead(
     decodes = spread(decode_kv_tokens, limits.num_lanes)
     work = Work.of(cost, limits.max_batch_tokens)
     room = Room.beside(max(map(len, decodes)), limits, work)
-    dealt = deal([work.chunk_s(*waiting) for waiting in queue], [0.0] * limits.num_lanes)
-    lanes = [
-        _Lane(work, [(index, queue[index]) for index, chosen in enumerate(dealt) if chosen == lane])
-        for lane in range(limits.num_lanes)
-    ]
-    rounds = Rounds(limits.num_lanes)
+    cutter, shares = _Cutter(work, queue), Shares(limits.num_lanes)
     formed: list[Microbatch] = []
-    while any(lane.num_prompts for lane in lanes):
-        number = len(formed) % limits.num_lanes
-        works, counts = [lane.work_s for lane in lanes], [lane.num_prompts for lane in lanes]
-        if not formed:
-            rounds.begin(works, counts, room)
-        chunks = lanes[number].cut(rounds.share_s(number, works, counts, room), room)
-        cost_s = microbatch_s(cost, chunks, [decode_kv_tokens[i] for i in decodes[number]])
-        formed.append(Microbatch(tuple(chunks), tuple(decodes[number]), cost_s))
+    while (line := cutter.line).num_prompts:
+        own = decodes[len(formed) % limits.num_lanes]
+        chunks = cutter.cut(shares.next_s(line, room, is_alone=not decode_kv_tokens), room)
+        cost_s = microbatch_s(cost, chunks, [decode_kv_tokens[i] for i in own])
+        formed.append(Microbatch(tuple(chunks), tuple(own), cost_s))
     return formed
 
 

@@ -14,7 +14,8 @@ Rules that all parts keep:
   ends with its prefill.
 - *Every lane gets its part.* With several lanes the decodes are spread evenly over them: a step takes at most its share
   of those that decode or are in flight, first who has waited longest since its last step. Prefills are cut by the token
-  budget of a step alone, as in Sarathi-Serve, so lanes with prefills may differ in time.
+  budget of a step alone, as in Sarathi-Serve, so lanes with prefills may differ in time. The chunks of one prompt may
+  be in several lanes, one behind the other.
 - *Somebody finishes.* The first running row (of those in no batch in flight: the others cannot be preempted at all) is
   never preempted for want of blocks, so the first of all ends, and then the next one.
   If it lacks blocks that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and
@@ -28,9 +29,10 @@ from itertools import chain
 import numpy as np
 
 from services.worker.policy.blocks_math import ceil_div, missing_blocks, num_known
-from services.worker.policy.lanes import Places, lane_share
+from services.worker.policy.lanes import Places, lane_share, lane_share_by_cost
 from services.worker.policy.making_room import Running
 from services.worker.policy.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
+from services.worker.policy.work import Work
 
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
@@ -45,6 +47,7 @@ class StepPlan:
         self._arriving = EMPTY_ROWS if view.host is None else view.host.arriving
         self._decodes: I32 = EMPTY_ROWS
         self._chunk_rows: list[int] = []
+        self._chunk_begins: list[int] = []
         self._chunk_tokens: list[int] = []
         self._resume: list[int] = []
         self._num_come = 0  # parked rows among those chosen
@@ -71,18 +74,18 @@ class StepPlan:
         """Somebody waits, or has been preempted."""
         return bool(self._view.preempted.size or self._view.waiting.size)
 
-    def decode(self, at_most: int | None = None) -> None:
-        """Choose the running rows with one token to compute, as many as the limits allow, and make room for them.
+    def decode(self, work: Work | None = None) -> None:
+        """Choose this lane's share of the running rows with one token to compute, and make room for them.
 
         Args:
-            at_most: rows; None: this lane's even share.
+            work: what they cost, to share them by; None: lanes have equal numbers.
         """
         running = self._running
         decodes = (running.remaining == 1).nonzero()[0]
-        if at_most is not None:
-            self._decode(decodes[:at_most])
-            return
-        share = lane_share(self._view, running.rows, decodes)
+        if work is None:
+            share = lane_share(self._view, running.rows, decodes)
+        else:
+            share = lane_share_by_cost(self._view, running.rows, decodes, work)
         self._decode(share)
         if not self._decodes.size and share.size < decodes.size:  # they lack blocks; others may go on without any
             self._decode((running.remaining == 1).nonzero()[0])
@@ -113,11 +116,18 @@ class StepPlan:
         self._rows_left -= int(decodes.size)
 
     def continue_prefills(self) -> None:
-        """Choose the running rows with more than one token to compute, each with what the limits and blocks allow."""
-        for i in (self._running.remaining > 1).nonzero()[0].tolist():
+        """Choose the rows that have begun a prompt, each with what the limits and blocks allow.
+
+        First those with a chunk in flight, then the running ones with more than one token to compute.
+        """
+        view, running = self._view, self._running
+        begun = [*zip(view.extensible.tolist(), view.extensible_begins.tolist(), strict=True)]
+        for i in (running.remaining > 1).nonzero()[0].tolist():
+            begun.append((int(running.rows[i]), int(running.computed[i])))
+        for row, computed in begun:
             if self._tokens_left == 0 or self._rows_left == 0:
                 return
-            self._continue_prefill(i)
+            self._continue_prefill(row, computed)
 
     def rescue(self) -> None:
         """Make room for the first running row's next chunk if nobody has been chosen for lack of blocks."""
@@ -132,7 +142,7 @@ class StepPlan:
         freeable = int(running.freeable()[1:].sum())
         needs[0] = min(missing, running.free_blocks + freeable)  # less than all is progress too
         running.make_room(needs, needs)
-        self._continue_prefill(0)
+        self._continue_prefill(int(running.rows[0]), int(running.computed[0]))
 
     def admit(self, *, whole: bool) -> None:
         """Choose preempted rows, then waiting ones, until one of them does not fit.
@@ -252,12 +262,11 @@ class StepPlan:
         is_alone = self._num_running() == 0 and self._view.num_in_flight == 0
         return ceil_div(known if is_alone else known + 1, self._view.block_size)
 
-    def _continue_prefill(self, i: int) -> None:
-        running = self._running
-        row, computed = int(running.rows[i]), int(running.computed[i])
-        held = int(self._view.columns.held_blocks[row])
-        slots = (held + running.free_blocks) * self._view.block_size - computed
-        chunk = min(self._cut(row, computed, int(running.remaining[i])), slots)
+    def _continue_prefill(self, row: int, computed: int) -> None:
+        columns = self._view.columns
+        held, known = int(columns.held_blocks[row]), int(columns.num_prompt[row]) + int(columns.num_output[row])
+        slots = (held + self._running.free_blocks) * self._view.block_size - computed
+        chunk = min(self._cut(row, computed, known - computed), slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
 
@@ -268,6 +277,7 @@ class StepPlan:
 
     def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
         self._chunk_rows.append(row)
+        self._chunk_begins.append(computed)
         self._chunk_tokens.append(num_tokens)
         self._running.free_blocks -= max(ceil_div(computed + num_tokens, self._view.block_size) - held, 0)
         self._tokens_left -= num_tokens
@@ -281,14 +291,12 @@ class StepPlan:
         view, running = self._view, self._running
         prefills = (running.remaining > 1).nonzero()[0]
         promised = int(running.rows.size)
-        for others in (self._arriving, *view.flights):
+        for others in (self._arriving, view.in_flight):
             if others.size:
                 promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
-        if not prefills.size:
-            return promised
-        rows, ends = running.rows[prefills], (running.computed + running.remaining)[prefills]
-        promised += int(missing_blocks(view, rows, ends).sum())
-        for row, chunk in zip(self._chunk_rows, self._chunk_tokens, strict=True):
-            end = int(view.columns.num_computed[row]) + chunk
-            promised -= max(ceil_div(end, view.block_size) - int(view.columns.held_blocks[row]), 0)
+        if prefills.size:
+            rows, ends = running.rows[prefills], (running.computed + running.remaining)[prefills]
+            promised += int(missing_blocks(view, rows, ends).sum())
+        for row, begin, chunk in zip(self._chunk_rows, self._chunk_begins, self._chunk_tokens, strict=True):
+            promised -= max(ceil_div(begin + chunk, view.block_size) - int(view.columns.held_blocks[row]), 0)
         return promised

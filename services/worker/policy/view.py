@@ -74,8 +74,8 @@ class Limits:
     max_batch_rows: int
     """Most sequences in one step."""
     num_lanes: int = 1
-    """Steps that are to be in flight together, each with other sequences: one per stage of a pipeline. A row is in at
-    most one of them."""
+    """Steps that are to be in flight together: one per stage of a pipeline. A sequence that decodes is in at most one
+    of them, chunks of a prompt may be in several."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class HostView:
 
 @hot_dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """One moment of the engine. Every row listed here may run now (nothing holds it, it is in no batch in flight)."""
+    """One moment of the engine. Every row of the queues may run now (nothing holds it, it is in no batch in flight)."""
 
     now_s: float
     columns: Columns
@@ -156,7 +156,7 @@ class SchedulerView:
     preempted: I32
     """Rows that ran and gave up their KV, in order of arrival; they come before `waiting`."""
     num_in_flight: int
-    """Rows that a batch in flight holds (not listed above)."""
+    """Rows that batches in flight hold (not listed above), each counted once."""
     free_blocks: int
     block_size: int
     limits: Limits
@@ -166,15 +166,15 @@ class SchedulerView:
     flights: tuple[I32, ...] = ()
     """The rows of each batch in flight, the oldest batch first: their columns are as if it had not been made, but for
     the blocks that they hold."""
+    in_flight: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """[num_in_flight] rows of those batches, each once: they keep their blocks, and are back when their last one is."""
     in_flight_ends: I32 = field(default_factory=lambda: EMPTY_ROWS)
-    """[num_in_flight] tokens of each row of `in_flight` whose KV exists when its batch is back."""
-
-    @property
-    def in_flight(self) -> I32:
-        """Rows that batches in flight hold; they keep their blocks and are back when their batch is."""
-        if len(self.flights) <= 1:
-            return self.flights[0] if self.flights else EMPTY_ROWS
-        return np.concatenate(self.flights)
+    """[num_in_flight] tokens of each row of `in_flight` whose KV exists when all its batches are back."""
+    extensible: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """[e] those of `in_flight` that may be in this step too, in order of admission: more of their known tokens are to
+    be computed. None with one lane."""
+    extensible_begins: I32 = field(default_factory=lambda: EMPTY_ROWS)
+    """[e] where the next chunk of each begins."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class SchedulerOutput:
     rows: I32
     """[n] who runs in the next step; decodes first."""
     num_tokens: I32
-    """[n] tokens to compute for each: at least 1, at most what is still to compute (and not cached)."""
+    """[n] tokens to compute for each: at least 1, at most what is still to compute (not cached, not in flight)."""
     preempt: I32
     """Running rows that give up their KV before the step; disjoint from `rows`."""
     preempt_how: U8
@@ -202,10 +202,11 @@ class Scheduler(Protocol):
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step.
 
-        The answer must fit: the blocks that `rows` need beyond those they hold, and `resume` for its tokens in host
-        memory, less those that `preempt` frees, are at most `view.free_blocks`. Preemption by SWAP frees nothing yet
-        and takes as many of `view.host.free_blocks`. A row that is admitted begins behind what `view.blocks.cached`
-        finds. If any running row fits, or can be made to by preemption, `rows` is not empty, unless copies are under
-        way or begin that will make room, or, with several lanes, batches are in flight.
+        Rows come from the queues and from `view.extensible`. The answer must fit: the blocks that `rows` need beyond
+        those they hold, and `resume` for its tokens in host memory, less those that `preempt` frees, are at most
+        `view.free_blocks`. Preemption by SWAP frees nothing yet and takes as many of `view.host.free_blocks`. A row
+        that is admitted begins behind what `view.blocks.cached` finds. If any running row fits, or can be made to by
+        preemption, `rows` is not empty, unless copies are under way or begin that will make room, or, with several
+        lanes, batches are in flight.
         """
         ...

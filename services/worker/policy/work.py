@@ -16,22 +16,27 @@ from shared.cost import CostModel, KunServeCost, prefill_pairs
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What prefill adds to the cost of a step, by tokens and by query-key pairs; all in seconds."""
+    """What prefill adds to the cost of a step, by tokens and by query-key pairs, and what decodes read; in seconds."""
 
     beta_s: float
     """Per token, above 0."""
     alpha_s: float
     """Per pair of a token and one at or before it, at least 0."""
+    read_s: float = 0.0
+    """Per token of KV that a decode reads, at least 0."""
 
     def __post_init__(self) -> None:
-        if not (self.beta_s > 0 and self.alpha_s >= 0):
-            raise ValueError(f"{self.beta_s} s per token and {self.alpha_s} s per pair: there is nothing to balance by")
+        if not (self.beta_s > 0 and self.alpha_s >= 0 and self.read_s >= 0):
+            raise ValueError(
+                f"{self.beta_s} s per token, {self.alpha_s} s per pair and {self.read_s} s per token of KV: "
+                "there is nothing to balance by"
+            )
 
     @classmethod
     def of(cls, cost: CostModel, num_tokens: int) -> Work:
         """Return what prefill adds to steps of about this many tokens."""
         first = cost.g0_s + cost.b0_s * num_tokens >= cost.g1_s + cost.b1_s * num_tokens
-        return cls(cost.b0_s if first else cost.b1_s, cost.a_s)
+        return cls(cost.b0_s if first else cost.b1_s, cost.a_s, cost.d_s)
 
     def chunk_s(self, prefix: int, num_tokens: int) -> float:
         """Return the work of a chunk."""

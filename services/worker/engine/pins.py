@@ -1,0 +1,51 @@
+"""Which blocks must stay as they are, and at whose wish."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from services.worker.engine.types import EMPTY_I32, I32
+
+
+class Pins:
+    """Pins by block, and the blocks of each owner. A block may be pinned several times."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.counts: I32 = np.zeros(num_blocks, dtype=np.int32)
+        """[num_blocks]"""
+        self._owned: dict[Hashable, list[I32]] = {}
+
+    def __len__(self) -> int:
+        """Return how many owners there are."""
+        return len(self._owned)
+
+    def of(self, owner: Hashable) -> list[I32]:
+        """Return what an owner has pinned, call by call."""
+        return self._owned.get(owner, [])
+
+    def add(self, ids: I32, owner: Hashable) -> None:
+        """Pin blocks, once for each time that one is named."""
+        ids = np.array(ids, dtype=np.int32)
+        np.add.at(self.counts, ids, 1)
+        self._owned.setdefault(owner, []).append(ids)
+
+    def drop(self, owner: Hashable) -> I32:
+        """Drop all pins of an owner; return the blocks, each once."""
+        if owner not in self._owned:
+            return EMPTY_I32
+        dropped = np.concatenate(self._owned.pop(owner))
+        np.subtract.at(self.counts, dropped, 1)
+        ids: I32 = np.unique(dropped)
+        return ids
+
+    def grow(self, num_blocks: int) -> None:
+        """Take note of ids up to num_blocks - 1."""
+        self.counts = np.concatenate([self.counts, np.zeros(num_blocks - self.counts.size, dtype=np.int32)])
+
+    def check_invariants(self) -> None:
+        """Check that every pin is an owner's."""
+        pinned = [ids for owned in self._owned.values() for ids in owned]
+        counts = np.bincount(np.concatenate(pinned), minlength=self.counts.size) if pinned else 0 * self.counts
+        assert (counts == self.counts).all(), "pins differ from what their owners hold"
