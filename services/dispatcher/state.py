@@ -14,6 +14,9 @@ from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 
 _MAX_RECENT = 4096
+UNNAMED_LIMIT_S = 10.0
+"""A worker that views have stopped naming, though none has shown its end, still counts for so long after its last
+report: several times what a monitor that has just started needs to hear everybody."""
 _RUNS_NOTHING = (WorkerPhase.LOADING, WorkerPhase.STOPPED)
 """What was placed on a worker that loads was placed on the process before this one."""
 
@@ -113,7 +116,8 @@ class ClusterState:
     def apply(self, view: ClusterView, now_s: float) -> list[WorkerId]:
         """Take a new view and return the workers whose requests are lost, sorted: dead, stopped, started anew, stuck.
 
-        A worker that is merely missing from the view is not lost: a monitor that has just started knows nobody.
+        A worker that is merely missing from the view is not lost: a monitor that has just started knows nobody. It
+        counts as it was last seen, for `UNNAMED_LIMIT_S`.
         """
         self.view, self.viewed_s = view, now_s
         self.restarted = []
@@ -131,6 +135,12 @@ class ClusterState:
             if report.num_steps != worker.num_steps or not report.num_running:
                 worker.num_steps, worker.stepped_s = report.num_steps, now_s
             known[report.worker_id] = worker
+        named = {status.report.worker_id for status in view.workers}
+        known |= {
+            worker_id: worker
+            for worker_id, worker in self._workers.items()
+            if worker_id not in named and not self._is_lost(worker) and now_s - worker.reported_s < UNNAMED_LIMIT_S
+        }
         self._workers = dict(sorted(known.items()))
         for worker in known.values():
             worker.load = _load(worker.status, ready=self._is_ready(worker))
@@ -195,11 +205,14 @@ class ClusterState:
         return [worker.status for worker in self._workers.values()]
 
     def max_request_tokens(self, default: int) -> int:
-        """Return how many tokens of prompt and output every ready worker takes; the default while none is ready."""
+        """Return how many tokens of prompt and output every ready worker takes; the default while none is ready.
+
+        A member of a group, which takes nothing now, counts with its context: answers may go on there afterwards.
+        """
         ready = [
-            worker.load.max_request_tokens
+            worker.status.report.max_model_len if worker.status.report.stage else worker.load.max_request_tokens
             for worker in self._workers.values()
-            if worker.status.report.phase is WorkerPhase.READY and not worker.status.report.stage
+            if worker.status.report.phase is WorkerPhase.READY
         ]
         return min([limit for limit in ready if limit], default=default)
 
@@ -212,8 +225,8 @@ def _load(status: WorkerStatus, *, ready: bool) -> WorkerLoad:
         ready=ready,
         num_sequences=report.num_running + report.num_waiting + report.num_preempted,
         max_sequences=report.max_sequences,
-        num_demanded_blocks=report.num_used_blocks + report.num_demanded_blocks,
-        waiting_s=report.num_demanded_blocks * report.block_size * _token_s(report),
+        num_demanded_blocks=report.num_used_blocks + max(report.num_demanded_blocks, report.num_uncomputed_blocks),
+        waiting_s=report.num_uncomputed_blocks * report.block_size * _token_s(report),
         num_blocks=report.num_blocks,
         max_request_tokens=_max_request_tokens(status),
     )
@@ -234,7 +247,7 @@ def _load_now(worker: _Known) -> WorkerLoad:
 
 def _token_s(report: WorkerReport) -> float:
     """Return the seconds in which a worker, with its group, computes a token of a prompt; 0 if it does not say."""
-    return 0.0 if report.elastic is None else report.elastic.token_s / max(report.num_stages, 1)
+    return report.token_s / max(report.num_stages, 1)
 
 
 def _max_request_tokens(status: WorkerStatus) -> int:

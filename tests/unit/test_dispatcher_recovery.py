@@ -443,3 +443,18 @@ def test_late_tokens_of_an_attempt_that_was_given_up_do_not_count_though_the_sam
             assert session.tokens == ANSWER
 
     go(main())
+
+
+def test_a_worker_that_a_new_monitor_has_not_heard_yet_is_still_there() -> None:
+    """Its first view names only whom it has heard; if it dies too, that was the last view."""
+
+    async def main() -> None:
+        async with two_workers() as (made, first, second):
+            await made.view(make_status("a"))
+            session, taker = await run_on(made, "a")
+            await first.stop()
+            assert await finish(made, session) is None
+            assert taker.tokens == ANSWER
+            assert [submit.request_id for submit in second.submits] == ["r"]
+
+    go(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
-from services.dispatcher.state import ClusterState
+from services.dispatcher.state import UNNAMED_LIMIT_S, ClusterState
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 from tests.support.fake_worker import make_status
@@ -69,6 +69,22 @@ def test_output_from_before_an_attempt_is_there_from_its_beginning() -> None:
     assert load_of(state) == (1, 4)
 
 
+def test_computing_that_waits_is_what_the_report_leaves_and_what_was_sent_since() -> None:
+    """5 blocks of 16 tokens at 10 ms, then 33 tokens more; a group of two computes in half the time."""
+    for num_stages, expected_s in ((1, 1.13), (2, 0.565)):
+        state = make_state(make_status(num_uncomputed_blocks=5, token_s=0.01, num_stages=num_stages))
+        state.submitted(W0, 33, 0, 1.0)
+        (load,) = state.loads()
+        assert load.waiting_s == pytest.approx(expected_s)
+
+
+def test_memory_is_asked_for_by_prompts_under_way_and_by_kv_on_the_host_or_beyond_the_memory() -> None:
+    """Demanded are only prompts that wait; uncomputed is neither KV on the host nor what the memory has no room for."""
+    for demanded, uncomputed in ((3, 8), (8, 3)):
+        status = make_status(num_used_blocks=20, num_demanded_blocks=demanded, num_uncomputed_blocks=uncomputed)
+        assert load_of(make_state(status)) == (0, 28)
+
+
 def test_a_worker_that_is_not_known_is_not_counted() -> None:
     state = make_state(make_status(num_running=1, num_used_blocks=4))
     state.ended(state.submitted(WorkerId("nobody"), 32, 0, 1.0), 9, 2.0)
@@ -101,6 +117,8 @@ def test_the_largest_request_is_what_every_ready_worker_holds() -> None:
     assert make_state(small, make_status("b")).max_request_tokens(4096) == 160
     assert make_state(make_status("b")).max_request_tokens(4096) == 512
     assert make_state(make_status("b"), make_status("c", stage=1, num_blocks=5)).max_request_tokens(4096) == 512
+    shorter = make_status("c", stage=1, num_blocks=0, max_model_len=300)
+    assert make_state(make_status("b"), shorter).max_request_tokens(4096) == 300, "answers may go on there"
     assert make_state().max_request_tokens(4096) == 4096
 
 
@@ -124,3 +142,16 @@ def test_gaps_are_counted_in_the_bucket_whose_border_they_do_not_exceed() -> Non
     assert number == 10
     assert total_s == pytest.approx(0.001 + 2 * 0.0011 + 3 * 0.05 + 4 * 99.0)
     assert gaps.snapshot()[1] == 10
+
+
+def test_a_worker_that_views_do_not_name_counts_for_a_while_unless_its_end_was_shown() -> None:
+    """A new monitor names nobody at first. Reports are made when their view comes, here: last at 1.0."""
+    ended = [make_status("b", liveness=Liveness.DEAD), make_status("c", phase=WorkerPhase.STOPPED)]
+    state = make_state(make_status("a"), *ended, make_status("d"), now_s=1.0)
+    state.submitted(WorkerId("a"), 16, 0, 2.0)
+    other = make_status("d", model="another")
+    for now_s, names in ((3.0, ["a"]), (1.0 + UNNAMED_LIMIT_S - 0.1, ["a"]), (1.0 + UNNAMED_LIMIT_S, [])):
+        assert not state.apply(view(other), now_s)
+        assert [load.worker_id for load in state.loads()] == names
+        assert state.num_ready == len(names)
+        assert [load.num_sequences for load in state.loads()] == [1] * len(names)

@@ -80,15 +80,29 @@ def test_a_full_worker_is_not_absurd() -> None:
         ({"num_used_blocks": 11}, "num_used_blocks is 11, of 10"),
         ({"tokens_per_s": 1e12}, "tokens_per_s"),
         ({"step_time_s": -0.1}, "step_time_s"),
+        ({"token_s": -0.1}, "token_s is -0.1"),
+        ({"token_s": 1e9}, "token_s is 1000000000.0"),
+        ({"num_uncomputed_blocks": -1}, "num_uncomputed_blocks is -1"),
         ({"memory_bytes": 2**60}, "memory_bytes"),
         ({"sequence_number": 2**60}, "sequence_number"),
         ({"progress_text": "x" * 513}, "progress_text has more than 512"),
+        ({"num_layers": 8, "layers": (2, 4), "resident": (3, 8)}, "resident is (3, 8), beside layers (2, 4) of 8"),
+        ({"num_layers": 8, "layers": (2, 4), "resident": (0, 3)}, "resident is (0, 3), beside layers (2, 4) of 8"),
+        ({"num_layers": 8, "layers": (2, 4), "resident": (0, 9)}, "resident is (0, 9), beside layers (2, 4) of 8"),
+        ({"num_layers": 8, "layers": (2, 4), "resident": (-1, 8)}, "resident is (-1, 8)"),
+        ({"resident": (0, 513)}, "resident is (0, 513)"),
+        ({"layers": (3, 3), "resident": (3, 3)}, "resident is (3, 3)"),
     ],
 )
 def test_absurd_numbers_are_named(fields: dict[str, object], named: str) -> None:
     absurdity = find_absurdity(make_report(**fields))
     assert absurdity is not None
     assert absurdity.startswith(named)
+
+
+@pytest.mark.parametrize("resident", [(0, 0), (2, 4), (0, 8), (1, 4)])
+def test_layers_that_are_resident_contain_those_that_are_computed(resident: tuple[int, int]) -> None:
+    assert find_absurdity(make_report(num_layers=8, layers=(2, 4), resident=resident)) is None
 
 
 SOUND = ElasticFacts(

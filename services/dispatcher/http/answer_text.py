@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from json.encoder import encode_basestring
+from typing import Final
 
 from services.dispatcher.session.stop_strings import StopMatcher
 from services.dispatcher.text.detokenizer import Detokenizer
 from shared.types import FinishReason
+
+MAX_LOGPROB_TOKENS: Final = 32
+"""Tokens with log-probabilities in one event: with 20 alternatives each takes some 2 kB, and readers have limits."""
 
 
 class AnswerText:
@@ -61,9 +65,15 @@ class AnswerText:
         """Return the tokens whose text has become visible since the last call: (index in the answer, offset).
 
         A token comes with the first text of which it is a part, one without text (half a character, a control token)
-        with what follows. The offset is where its text begins, in characters of the answer.
+        with what follows, or when `MAX_LOGPROB_TOKENS` wait. The offset is where its text begins, in characters of the
+        answer.
         """
         return self._ledger.take() if self._ledger is not None else []
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens not yet due for `take_shown`: fewer than `MAX_LOGPROB_TOKENS`, or a stop string may have begun."""
+        return self._ledger.num_waiting if self._ledger is not None else 0
 
     def _push_one_by_one(
         self, stops: StopMatcher, token_ids: Sequence[int], num_hidden: int, finish: FinishReason
@@ -98,6 +108,10 @@ class _TokenLedger:
         self._waiting: deque[tuple[int, int]] = deque()
         self._shown: list[tuple[int, int]] = []
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def add(self, num_chars: int) -> None:
         """Take the next token, which completes so many characters."""
         self._waiting.append((self._num_tokens, self._num_chars))
@@ -108,8 +122,13 @@ class _TokenLedger:
         """So many characters more are visible; at the end nothing follows that a token could wait for."""
         self._num_shown += num_chars
         waiting = self._waiting
-        while waiting and (is_end or waiting[0][1] < self._num_shown):
+        while waiting and (is_end or waiting[0][1] < self._num_shown or self._is_too_long()):
             self._shown.append(waiting.popleft())
+
+    def _is_too_long(self) -> bool:
+        """The queue is, and its head waits only because it has no text of its own: none that may yet be cut."""
+        waiting = self._waiting
+        return len(waiting) >= MAX_LOGPROB_TOKENS and waiting[0][1] == waiting[1][1] == self._num_shown
 
     def take(self) -> list[tuple[int, int]]:
         shown, self._shown = self._shown, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.dispatcher.http.answer_text import json_text
+from services.dispatcher.http.answer_text import MAX_LOGPROB_TOKENS, json_text
 from services.dispatcher.http.call import Choice
 from services.dispatcher.http.logprobs import LogprobWriter, Row
 from services.dispatcher.http.shapes import FINISH_NAMES, NO_LOGPROBS, ChoiceShape, Shape
@@ -42,10 +42,9 @@ class Streamer:
 
     def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
         """Take the next tokens (the session's `Reader`)."""
-        text = self._push(token_ids, finish)
         if self._logprobs is not None:
-            self._write_with_logprobs(self._logprobs, text, now_s)
-        elif text:
+            self._write_with_logprobs(self._logprobs, token_ids, finish, now_s)
+        elif text := self._push(token_ids, finish):
             self._send(self._shape.chunk(json_text(text), self._num_pending), now_s)
             self._num_pending = 0
         return not self._text.was_cut
@@ -60,13 +59,21 @@ class Streamer:
     def _send(self, data: bytes, now_s: float) -> None:
         self._stream.write(data, now_s)
 
-    def _write_with_logprobs(self, writer: LogprobWriter, text: str, now_s: float) -> None:
-        shown = self._text.take_shown()
-        if not text and not shown:
-            return
-        logprobs = writer.join(writer.rows(self._choice, shown))
-        self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
-        self._num_pending = 0
+    def _write_with_logprobs(
+        self, writer: LogprobWriter, token_ids: Sequence[int], finish: FinishReason, now_s: float
+    ) -> None:
+        """Write tokens in events that stay short, however many come at once, as if they had come in as many parts."""
+        is_over = False
+        while not is_over:
+            size = max(MAX_LOGPROB_TOKENS - self._text.num_waiting, 1)
+            part, token_ids = token_ids[:size], token_ids[size:]
+            text = self._push(part, FinishReason.NONE if token_ids else finish)
+            shown = self._text.take_shown()
+            if text or shown:
+                logprobs = writer.join(writer.rows(self._choice, shown))
+                self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
+                self._num_pending = 0
+            is_over = not token_ids or self._text.was_cut
 
     def end(self, estimate: dict[str, Any], now_s: float) -> None:
         """Write the finish reason of a choice that has one."""

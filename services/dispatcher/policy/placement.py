@@ -3,8 +3,9 @@
     load = KV that is held or asked for / KV memory  +  weight · seconds of computing that wait there
 
 Memory alone would send everything to a worker that has just got more of it, a new group, until prompts queue there for
-their computing. A group computes with all of its stages. The second term needs to know what a token costs, which
-workers say whose parameters can be dropped; the others are compared by memory.
+their computing; and where all have the same memory, to one whose sequences are few and long, whatever waits there. A
+group computes with all of its stages. Every worker says what a token costs it, whatever its system, so that systems
+differ in what they do and not in how they are placed; who does not say it is compared by memory.
 
 Pure: a snapshot in, a choice with its reason out. Source: the project's own design; KunServe v1 (section 4.3) has the
 dispatcher look at how many requests a group runs well.
@@ -35,7 +36,7 @@ class WorkerLoad:
     max_sequences: int
     """Sequences that it takes; 0 if unknown."""
     num_demanded_blocks: int
-    """KV blocks that are held or asked for."""
+    """KV blocks that are held or asked for: also by prompts under way, for what they have yet to compute."""
     waiting_s: float
     """Seconds of computing that wait there, or were sent since; 0 if unknown."""
     num_blocks: int

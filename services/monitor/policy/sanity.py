@@ -26,6 +26,7 @@ _COUNTS = (
     "num_blocks",
     "num_used_blocks",
     "num_demanded_blocks",
+    "num_uncomputed_blocks",
     "num_head_blocks",
     "num_queued_for_memory",
     "num_coming_blocks",
@@ -50,7 +51,7 @@ _TOTALS = (
     "num_prefix_cache_queries_total",
     "num_prefix_cache_hits_total",
 )
-_RATES = {"step_time_s": MAX_STEP_TIME_S, "tokens_per_s": MAX_TOKENS_PER_S}
+_RATES = {"token_s": MAX_STEP_TIME_S, "step_time_s": MAX_STEP_TIME_S, "tokens_per_s": MAX_TOKENS_PER_S}
 _TEXTS = ("host", "model", "device", "system", "progress_text", "group", "stage_address")
 _ELASTIC_BYTES = ("outer_bytes", "first_stage_end", "last_stage_begin", "block_bytes", "page_bytes")
 _LIMITS: dict[str, float] = (
@@ -69,7 +70,21 @@ def find_absurdity(report: WorkerReport) -> str | None:
             return f"{name} has more than {MAX_TEXT_CHARS} characters"
     if report.num_used_blocks > report.num_blocks:
         return f"num_used_blocks is {report.num_used_blocks}, of {report.num_blocks} in all"
-    return None if report.elastic is None else _find_absurd_memory(report.elastic)
+    absurdity = _find_absurd_residence(report)
+    if absurdity is not None or report.elastic is None:
+        return absurdity
+    return _find_absurd_memory(report.elastic)
+
+
+def _find_absurd_residence(report: WorkerReport) -> str | None:
+    """Return why the layers whose parameters have memory cannot be so: the own ones are among them."""
+    (first, end), (own_first, own_end) = report.resident, report.layers
+    if report.resident == (0, 0):
+        return None
+    num_layers = report.num_layers or MAX_LAYERS
+    if first >= end or not 0 <= first <= own_first <= own_end <= end <= num_layers:
+        return f"resident is {report.resident}, beside layers {report.layers} of {report.num_layers}"
+    return None
 
 
 def _find_absurd_memory(elastic: ElasticFacts) -> str | None:

@@ -1,0 +1,87 @@
+"""Placement in simulated clusters: every system is placed by the same rule, from the same facts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.messages.report import WorkerReport
+from shared.systems import SYSTEMS
+from sim.cluster import SimCluster
+from sim.experiment.run import run_system
+from sim.experiment.setup import build_cluster
+from sim.requests import SimRequest
+from sim.scenarios.scenario import validated
+from sim.virtual_time import run
+from tests.support.workloads import plain_workload
+
+AMPLE: dict[str, Any] = {
+    "name": "ample",
+    "model": "qwen2.5-14b",
+    "gpu": "a800",
+    "instances": 4,
+    "lengths": "burstgpt-conversation",
+    "duration_s": 20.0,
+    "arrivals": {"kind": "poisson", "rate_per_s": 20.0},
+}
+"""Memory for more than three times what there is."""
+
+
+@pytest.mark.parametrize("system", sorted(SYSTEMS))
+def test_every_worker_says_what_a_token_costs(system: str) -> None:
+    """A static pipeline computes two steps at a time, so that a token of it takes half as long."""
+    scenario = validated(AMPLE, "ample")
+    workload = plain_workload([0.0], 100, 2)
+
+    async def reports() -> list[WorkerReport]:
+        async with SimCluster(build_cluster(scenario, system, workload).params) as cluster:
+            now_s = asyncio.get_running_loop().time()
+            return [worker.reporter.make_report(now_s) for worker in cluster.workers]
+
+    num_stages = SYSTEMS[system].num_stages
+    assert [report.token_s for report in run(reports())] == [scenario.instance().cost.b1_s / num_stages] * (
+        4 // num_stages
+    )
+
+
+def test_systems_that_schedule_alike_are_as_fast_where_memory_suffices() -> None:
+    """Equal schedulers, equal requests: only where they were placed could make a difference."""
+    scenario = validated(AMPLE, "ample")
+    results = {name: run_system(scenario, name, 0) for name in ("fcfs-chunked", "swap", "kunserve", "oracle")}
+    plain = results["fcfs-chunked"]
+    assert plain.facts.demand_over_capacity_peak is not None
+    assert plain.facts.demand_over_capacity_peak < 0.9
+    for name, result in results.items():
+        assert np.array_equal(result.records.ttft_s, plain.records.ttft_s), name
+        assert np.array_equal(result.records.token_s, plain.records.token_s), name
+
+
+def test_what_is_left_of_prompts_is_reported_and_memory_that_is_overrun_is_no_part_of_it() -> None:
+    """Two prompts of 600 tokens, 38 blocks, in memory of 1 000. The first step takes 32 of them: 6 and 38 are left.
+
+    After two seconds both decode: nothing is left to compute, however much they hold.
+    """
+    scenario = validated({**AMPLE, "instances": 1, "kv_tokens": 1_000, "max_batch_tokens": 512}, "overrun")
+    built = build_cluster(scenario, "oracle", plain_workload([0.0], 600, 100))
+
+    async def reports() -> list[WorkerReport]:
+        async with SimCluster(built.params) as cluster:
+            prompts = [np.arange(300, 900) + i for i in range(2)]
+            asked = [
+                asyncio.create_task(cluster.ask(SimRequest(f"r{i}", prompt, 100))) for i, prompt in enumerate(prompts)
+            ]
+            seen = []
+            for pause_s in (0.01, 1.99):
+                await asyncio.sleep(pause_s)
+                seen.append(cluster.workers[0].reporter.make_report(asyncio.get_running_loop().time()))
+            await asyncio.gather(*asked)
+            return seen
+
+    first, then = run(reports())
+    assert (first.num_running, first.num_waiting, first.num_uncomputed_blocks) == (1, 1, 44)
+    assert then.num_running == 2
+    assert then.num_used_blocks + then.num_demanded_blocks > then.num_blocks
+    assert then.num_uncomputed_blocks == 0
