@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import ask, check_url
@@ -81,13 +82,25 @@ def _row(status: WorkerStatus) -> tuple[str, ...]:
 
 def _group_cells(report: WorkerReport) -> tuple[str, ...]:
     """Return group, place in its pipeline, layers held, and the last plan that was carried out there."""
-    first, end = report.layers
     return (
         report.group or "-",
         f"{report.stage + 1} of {report.num_stages}" if report.group else "-",
-        f"{first} to {end - 1} of {report.num_layers}" if end > first else "-",
+        _layers(report),
         str(report.plan_id) if report.plan_id else "-",
     )
+
+
+def _layers(report: WorkerReport) -> str:
+    """Return the layers that are computed there, and how far others are that are loaded beside."""
+    first, end = report.layers
+    if end <= first:
+        return "-"
+    computed = f"{first} to {end - 1} of {report.num_layers}"
+    if report.resident in ((0, 0), report.layers):
+        return computed
+    if report.loaded_ratio < 1:
+        return f"{computed}, loading {math.floor(100 * report.loaded_ratio)}%"
+    return f"{computed}, all loaded"
 
 
 def _throttled(view: ClusterView) -> list[str]:

@@ -53,6 +53,8 @@ class ModelFacts:
     """Seconds that one more token of prefill adds to a step: what computing lost KV again costs."""
     pair_s: float = 0.0
     """The same, per pair of a token and one at or before it."""
+    read_s: float = 0.0
+    """Seconds that a decode adds per token of KV that it reads."""
     kernels: str = "modelled"
 
 
@@ -97,7 +99,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         make_engine: makes another engine than the usual one; for simulated devices.
         device: of the executor, if its layers can be dropped; the worker closes it when it stops.
     """
-    facts = _facts(settings, executor.capacity, model, device)
+    facts = _facts(settings, executor, model, device)
     engine_executor = RoleExecutor(executor)
     parts = _Parts(
         worker_id=WorkerId(settings.instance_id),
@@ -209,9 +211,8 @@ def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:
     return min(capacity.num_blocks, settings.max_blocks or capacity.num_blocks)
 
 
-def _facts(
-    settings: WorkerSettings, capacity: KvCapacity, model: ModelFacts, device: GroupDevice | None
-) -> WorkerFacts:
+def _facts(settings: WorkerSettings, executor: Executor, model: ModelFacts, device: GroupDevice | None) -> WorkerFacts:
+    capacity = executor.capacity
     return WorkerFacts(
         model=settings.model_name(),
         device=settings.device,
@@ -224,9 +225,10 @@ def _facts(
         kv_bytes=model.kv_bytes,
         reserve_bytes=model.reserve_bytes,
         memory_bytes=settings.memory,
+        token_s=model.token_s / executor.depth,
         num_layers=0 if device is None else len(device.facts.layer_bytes),
         stage_address="" if device is None else device.address,
-        elastic=None if device is None else device.facts.model_copy(update={"token_s": model.token_s}),
+        elastic=None if device is None else device.facts,
     )
 
 
@@ -250,7 +252,7 @@ def _engine(
         num_lanes=executor.depth,
     )
     system = find_system(settings.system)
-    work = Work(model.token_s, model.pair_s) if model.token_s else None
+    work = Work(model.token_s, model.pair_s, model.read_s) if model.token_s else None
     scheduler, num_blocks = make_scheduler(system.scheduler, work), _num_blocks(settings, capacity)
     if make_engine is not None:
         return make_engine(config, scheduler, num_blocks)

@@ -93,6 +93,7 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
         kv_bytes=num_blocks * block_bytes,
         token_s=cost.b1_s,
         pair_s=cost.a_s,
+        read_s=cost.d_s,
     )
     return Loaded(ModelledExecutor(cost, kv, host=host), facts)
 
@@ -145,7 +146,6 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         exchange_bytes=settings.exchange_memory,
         exchange_limit_s=settings.exchange_limit_s,
         exchange_bytes_per_s=settings.exchange_gb_per_s * 1e9,
-        token_s=facts.token_s,
     )
     return Loaded((await device.alone()).executor, facts, device)
 

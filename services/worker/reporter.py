@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from services.worker.engine.stats import EngineStats
 from services.worker.groups.role import Role
 from shared.bus import Bus, BusError
 from shared.ids import Incarnation, WorkerId
+from shared.layers import LayerRange
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
@@ -44,6 +46,7 @@ class WorkerFacts:
     kv_bytes: int = 0
     reserve_bytes: int = 0
     memory_bytes: int = 0
+    token_s: float = 0.0
     num_layers: int = 0
     stage_address: str = ""
     elastic: ElasticFacts | None = None
@@ -80,6 +83,7 @@ class Reporter:
         self._source: StatsSource | None = None
         self._rates = _Rates()
         self._role: Role | None = None
+        self._parameters: Callable[[], tuple[LayerRange, float]] | None = None
         self._is_short = False
         self._short_again_s = 0.0
 
@@ -108,6 +112,10 @@ class Reporter:
         """The worker holds other layers, or is in another group: report at once."""
         self._role = role
         self._wake.set()
+
+    def watch_parameters(self, look: Callable[[], tuple[LayerRange, float]]) -> None:
+        """Say with each report which layers' parameters are here, and the share of their bytes that is loaded."""
+        self._parameters = look
 
     def look(self, *, is_short: bool) -> None:
         """Take whether requests are queued for KV memory; when it begins, report at once (KunServe v2, section 4.1).
@@ -175,6 +183,7 @@ class Reporter:
             "num_blocks": stats.num_blocks,
             "num_used_blocks": stats.num_used_blocks,
             "num_demanded_blocks": stats.num_demanded_blocks,
+            "num_uncomputed_blocks": stats.num_uncomputed_blocks,
             "num_head_blocks": stats.num_head_blocks,
             "num_queued_for_memory": stats.num_queued_for_memory,
             "num_coming_blocks": stats.num_coming_blocks,
@@ -192,7 +201,13 @@ class Reporter:
             "tokens_per_s": self._rates.tokens_per_s,
         }
         facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
-        return base.model_copy(update={**facts, **numbers, **_place(self._role)})
+        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._resident()})
+
+    def _resident(self) -> dict[str, Any]:
+        if self._parameters is None:
+            return {}
+        layers, ratio = self._parameters()
+        return {"resident": (layers.first, layers.end), "loaded_ratio": ratio}
 
 
 def _place(role: Role | None) -> dict[str, Any]:

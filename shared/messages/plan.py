@@ -11,14 +11,21 @@
 
 A worker that was prepared and hears nothing for `limit_s` goes on as it was. One whose group does not come about, or
 breaks, loads what it lacks and is a whole instance again by itself: no group outlives one of its members.
+
+A *residence plan* (`PlannedGroup.is_residence`) changes the memory of a group that stands, and not who computes what:
+its members make room for parameters beside those that they compute with, or give that room back to KV. The leader may
+use only blocks that every stage has, so it goes first where blocks go, and last where blocks come:
+
+    load     CommitPlan to the leader; once it is done, to the members; else AbortPlan to them
+    unload   CommitPlan to the members; once all are done, to the leader; else AbortPlan to it
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
@@ -44,6 +51,16 @@ class PlannedStage(MessagePart):
     """Layers that it held when the plan was made: first, and one past the last."""
     layers: _Layers
     """Layers that it holds and computes afterwards: a part of those held, or all layers where it stands alone."""
+    resident: _Layers | None = None
+    """Layers whose parameters it has afterwards, or loads beside serving: `layers` and more. None: just `layers`."""
+
+    @model_validator(mode="after")
+    def _check_resident(self) -> Self:
+        if self.resident is None:
+            return self
+        if not self.resident[0] <= self.layers[0] < self.layers[1] <= self.resident[1]:
+            raise ValueError("the layers that are resident do not contain those that are computed")
+        return self
 
 
 class PlannedGroup(MessagePart):
@@ -52,7 +69,21 @@ class PlannedGroup(MessagePart):
     stages: Annotated[tuple[PlannedStage, ...], Field(min_length=1, max_length=MAX_STAGES)]
     """In the order of the pipeline; the first one leads."""
     num_blocks: Annotated[int, Field(ge=0)] = 0
-    """KV blocks that every stage will have, as the plan claims; 0: it claims nothing."""
+    """KV blocks that every stage will have, as the plan claims; 0: it claims nothing. Of a residence plan it is above
+    0, and the leader uses no others."""
+
+    @property
+    def is_residence(self) -> bool:
+        """Whether it changes memory only: every stage computes what it computed before.
+
+        Only a group that stands has such stages: where one forms, somebody drops layers.
+        """
+        return len(self.stages) > 1 and all(stage.held == stage.layers for stage in self.stages)
+
+    @property
+    def loads_beside(self) -> bool:
+        """Whether it is a residence plan by which parameters come, and KV blocks go."""
+        return self.is_residence and any(stage.resident is not None for stage in self.stages)
 
 
 class PlanPhase(StrEnum):

@@ -38,8 +38,6 @@ class ElasticFacts(MessagePart):
     """Budget of parameters and KV together."""
     max_blocks: int
     """Block ids are below this."""
-    token_s: float = 0.0
-    """Seconds that computing the KV of one token again takes; 0 if unknown."""
     link_bytes_per_s: float = 0.0
     """At which KV is exchanged with other workers, each way; 0: it does not go along, and is computed again."""
     has_host_copy: bool = False
@@ -80,6 +78,9 @@ class WorkerReport(ControlMessage):
     """KV blocks that sequences hold now."""
     num_demanded_blocks: int = 0
     """Blocks that waiting and preempted sequences need before they can run."""
+    num_uncomputed_blocks: int = 0
+    """Blocks of KV that is still to be computed: what is left of prompts, of those that run and of those that wait. No
+    memory is held for it yet."""
     num_head_blocks: int = 0
     """Of these, the blocks that the next one in line needs."""
     num_queued_for_memory: int = 0
@@ -91,6 +92,11 @@ class WorkerReport(ControlMessage):
     """Of the whole model; 0 if the worker does not say."""
     layers: tuple[int, int] = (0, 0)
     """First layer that is held and computed here, and one past the last."""
+    resident: tuple[int, int] = (0, 0)
+    """Layers whose parameters have memory here, computed or not: first, and one past the last; they contain `layers`.
+    (0, 0): those of `layers`, and it cannot load others beside serving."""
+    loaded_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the bytes of these parameters that are loaded."""
     group: str = ""
     """Id of the worker that leads its pipeline group; empty while it is alone. A leader reports for its whole group: KV
     blocks that every stage has, and all sequences. The other members have none, and nothing is placed on them."""
@@ -110,6 +116,9 @@ class WorkerReport(ControlMessage):
     """Sequences that the worker takes at most, running and waiting."""
     num_steps: int = 0
     """Steps done since the start; a number that stands still while sequences run means a hang."""
+    token_s: float = 0.0
+    """Seconds that computing one more token of a prompt takes here, as the worker was when it started: alone. A leader
+    computes with all stages of its group. 0 if unknown."""
     step_time_s: float = 0.0
     """Moving average of a step's duration on the device, seconds."""
     tokens_per_s: float = 0.0

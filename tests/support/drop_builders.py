@@ -134,9 +134,15 @@ def pages_of(model: ModelFacts, layers: LayerRange) -> int:
     return len(outer) + sum(len(pages) for pages in own)
 
 
-def literal_blocks(model: ModelFacts, layers: LayerRange, num_pages: int, max_blocks: int | None) -> int:
+def literal_blocks(
+    model: ModelFacts,
+    layers: LayerRange,
+    num_pages: int,
+    max_blocks: int | None,
+    resident: LayerRange | None = None,
+) -> int:
     """Map pages one by one to the keys and values of each layer, and count the blocks that lie wholly in them."""
-    free = num_pages - pages_of(model, layers)
+    free = num_pages - pages_of(model, resident or layers)
     sides = [0] * (2 * len(layers))
     while free >= len(sides):  # a page more for some of the sides only backs no block
         sides = [pages + 1 for pages in sides]

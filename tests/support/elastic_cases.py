@@ -63,6 +63,12 @@ class FaultyMemory:
     def export(self, page: PageId) -> PageHandle:
         return self._memory.export(page)
 
+    def lend(self, page: PageId) -> PageHandle:
+        return self._memory.lend(page)
+
+    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
+        self._memory.watch(on_unmapped)
+
     def adopt(self, handle: PageHandle) -> PageId:
         return self._memory.adopt(handle)
 
@@ -139,7 +145,7 @@ def open_elastic(
 
 
 class Contents:
-    """What is written in a memory and must stay: parameters of layers that are held, KV of usable and leaving blocks.
+    """What is written in a memory and must stay: parameters of resident layers, KV of usable and leaving blocks.
 
     Knows nothing of pages, except where it measures which blocks are really backed.
     """
@@ -214,14 +220,20 @@ class Contents:
     def restore(self, layers: Sequence[int], outer: Spans) -> None:
         for layer in layers:
             self.kv[layer] = self.leaving.pop(layer, {})
-        self.load(layers)
+        self.load([layer for layer in layers if layer not in self.parameters])
+        self.load_outer(outer)
+
+    def reside(self, beside: Sequence[int], outer: Spans) -> None:
+        resident = {*self.memory.held_layers, *beside}
+        self.load([layer for layer in beside if layer not in self.parameters])
+        self.parameters = {layer: given for layer, given in self.parameters.items() if layer in resident}
         self.load_outer(outer)
 
     def check(self) -> None:
         """Check that everything that should be there is, where it was."""
         memory, facts = self.memory, self.facts
         memory.check_invariants()
-        assert sorted(self.parameters) == list(memory.held_layers)
+        assert sorted(self.parameters) == list(memory.resident_layers)
         for layer, expected in self.parameters.items():
             assert torch.equal(memory.parameters(layer, facts.layer_bytes[layer]).cpu(), expected)
         outer = memory.parameters(None, facts.outer_bytes)
@@ -238,11 +250,11 @@ class Contents:
         assert list(memory.usable) == self.measured()
 
     def needed_outer(self) -> list[tuple[int, int]]:
-        held, facts = self.memory.held_layers, self.facts
+        resident, facts = self.memory.resident_layers, self.facts
         parts = []
-        if 0 in held:
+        if 0 in resident:
             parts.append((0, facts.first_stage_end))
-        if facts.num_layers - 1 in held:
+        if facts.num_layers - 1 in resident:
             parts.append((facts.last_stage_begin, facts.outer_bytes))
         return parts
 

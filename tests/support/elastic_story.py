@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ class Story:
         return Spans.of((ends[0], ends[1]), (ends[2], ends[3]))
 
     def step(self) -> str:
-        names = ["drop", "release", "grow", "back", "shrink", "restore", "rebase"]
+        names = ["drop", "release", "grow", "back", "shrink", "restore", "reside", "rebase"]
         name = names[self.rng.integers(len(names))]
         getattr(self, name)()
         self.contents.fill()
@@ -149,6 +150,24 @@ class Story:
         assert isinstance(outer, Spans)
         self.contents.restore(layers, outer)
         assert set(usable.head(fitting)) <= set(memory.usable) <= set(usable)
+
+    def reside(self) -> None:
+        memory, usable = self.memory, self.memory.usable
+        others = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.held_layers)
+        beside = self.some(others) if others and self.rng.random() < 0.7 else []
+        with pytest.raises(ValueError, match="cannot lie beside"):
+            memory.reside([*beside, memory.held_layers[0]], 0)
+        try:
+            outer = self.change(lambda: memory.reside(beside, usable.total))
+            assert memory.usable == usable
+        except NotEnoughPagesError:
+            if memory.layout.num_pages(replace(memory.holding, kv=Spans(), beside=tuple(beside))) > memory._pool.budget:
+                return
+            outer = self.change(lambda: memory.reside(beside, 0))
+            assert memory.usable == usable.head(memory.usable.total)
+            self.check_full()
+        assert isinstance(outer, Spans)
+        self.contents.reside(beside, outer)
 
     def rebase(self) -> None:
         memory, layout = self.memory, self.memory.layout

@@ -15,6 +15,8 @@ from tests.support.fault_streams import Ask, Reader, answers, reading
 
 CALM_LIMIT_S: Final = 20.0
 """Longest time until all is as before: renewals, cancellations and reports have to come by."""
+TAIL: Final = 60
+"""How much of two answers is shown from where on they differ."""
 _HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_drops")
 _HELD_BY_WORKER: Final = ("num_used_blocks", "num_running", "num_waiting", "num_preempted")
 
@@ -128,6 +130,41 @@ def assert_no_errors(cluster: Cluster, names: Sequence[str] | None = None) -> No
         assert not errors, f"{name} logged {errors}"
 
 
+def assert_same(name: str, found: Mapping[str, Any], expected: Mapping[str, Any], broken_by: str = "") -> None:
+    """Check that an answer is that of a run without a fault.
+
+    Raises:
+        AssertionError: it is not; the message says in what, and from where on.
+    """
+    if found != expected:
+        told = f"; the connection ended by {broken_by}" if broken_by else ""
+        finish = f"it ended {_end_of(found)}, without a fault {_end_of(expected)}{told}"
+        raise AssertionError(
+            "\n".join([f"the answer to {name!r} is another: {finish}", *_differences(found, expected)])
+        )
+
+
+def _end_of(answer: Mapping[str, Any]) -> str:
+    return f"{'whole' if answer['is_whole'] else 'early'} with {dict(answer['finish'])}"
+
+
+def _differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Return a line for each part that differs; `Ellipsis` stands for none."""
+    if found == expected:
+        return []
+    if isinstance(found, Mapping) and isinstance(expected, Mapping):
+        keys = [*found, *(key for key in expected if key not in found)]
+        parts = [(found.get(key, ...), expected.get(key, ...), f"{path}[{key!r}]") for key in keys]
+        return [line for part in parts for line in _differences(*part)]
+    if type(found) is type(expected) and isinstance(found, str | list):
+        sizes = f"{len(found)} long, without a fault {len(expected)}"
+        alike = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
+        size = min(len(found), len(expected)) if alike is None else alike
+        tails = f"{found[size : size + TAIL]!r} instead of {expected[size : size + TAIL]!r}"
+        return [f"{path}: {sizes}; {size} alike, then {tails}"]
+    return [f"{path}: {found!r} instead of {expected!r}"]
+
+
 @asynccontextmanager
 async def unchanged(
     cluster: Cluster, asks: Sequence[Ask], expected: Mapping[str, Any], before: Footprint
@@ -144,5 +181,5 @@ async def unchanged(
             broken = {r.asked.name: r.told.broken_by for r in readers if r.told.broken_by}
             await cluster.restore()
         for asked in asks:
-            assert found[asked.name] == expected[asked.name], (asked.name, broken.get(asked.name))
+            assert_same(asked.name, found[asked.name], expected[asked.name], broken.get(asked.name, ""))
     await assert_nothing_left(cluster, before)

@@ -43,3 +43,7 @@ class FaultSeeds:
         missing = [path for path in required if not total[path]]
         assert not missing, f"never reached: {missing}"
         return total
+
+    def num_seeds_with(self, *paths: str) -> int:
+        """Return how many seeds reach one of some paths at least."""
+        return sum(any(self.report_of(seed).coverage[path] for path in paths) for seed in range(NUM_SEEDS))

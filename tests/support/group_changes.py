@@ -24,10 +24,19 @@ ENV: Final = {
     "SLUICE_WORKER_MAX_BATCH_TOKENS": "48",
     "SLUICE_WORKER_MAX_BATCH_ROWS": "32",
     "SLUICE_PLANNER_COOLDOWN_S": "0.1",
+    "SLUICE_PLANNER_DROP_WAIT_S": "0",
     "SLUICE_PLANNER_RESTORE_RATIO": "0",
 }
-"""Restored by hand only. Memory is so small that a drop gains a quarter, whatever a worker sets aside as it starts."""
+"""Dropped and restored by hand only: a drop that the planner thinks of itself is never worth its price. Memory
+is so small that a drop gains a quarter, whatever a worker sets aside as it starts."""
 SYSTEM: Final = ("--system", "kunserve")
+BY_ITSELF: Final = {
+    **ENV,
+    "SLUICE_PLANNER_RESTORE_RATIO": "0.95",
+    "SLUICE_PLANNER_RESTORE_HOLD_S": "0.1",
+    "SLUICE_PLANNER_COOLDOWN_S": "3600",
+}
+"""Dropped by hand only, and restored by the planner as soon as it can be."""
 FLAGS: Final = {"worker": (*SYSTEM, "--memory", "28MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
 ANSWER_S: Final = 30.0
 VIEW_S: Final = 1.5

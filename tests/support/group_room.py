@@ -35,8 +35,10 @@ def elastic_facts(num_pages: int = 500) -> ElasticFacts:
     )
 
 
-def group_params(num_workers: int = 2, system: str = "fcfs-chunked", num_pages: int = 500) -> ClusterParams:
-    """Workers of that many pages each, named w0 and following."""
+def group_params(
+    num_workers: int = 2, system: str = "fcfs-chunked", num_pages: int = 500, load_bytes_per_s: float = 25e9
+) -> ClusterParams:
+    """Workers of that many pages each, named w0 and following; parameters come back at that rate."""
     cost = load_profile("llama-3-8b-tp1-a100").cost
     workers = [
         SimWorkerParams(
@@ -47,6 +49,7 @@ def group_params(num_workers: int = 2, system: str = "fcfs-chunked", num_pages: 
             max_model_len=320,
             max_batch_tokens=256,
             elastic=elastic_facts(num_pages),
+            host_link_bytes_per_s=load_bytes_per_s,
         )
         for i in range(num_workers)
     ]

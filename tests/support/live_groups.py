@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from services.worker.engine.config import EngineConfig
@@ -21,6 +22,7 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
+from services.worker.executor import opening
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.groups.arrivals import Arrivals
@@ -45,9 +47,17 @@ SHAPES = {
     ),
 }
 PAGE = 4096
+WORKSPACE_BYTES = MIB
+"""Less than the least reserve, as is measured in a process that does nothing else."""
 _plan_ids = count(1)
 
 Texts = dict[int, list[int]]
+
+
+def stated_peak(_device: torch.device, action: Callable[[], None]) -> int:
+    """Stand in for `peak_bytes`: what it measures is the whole process's, which is that of several workers here."""
+    action()
+    return WORKSPACE_BYTES
 
 
 def open_elastic_model(shape: CheckpointShape, folder: Path | None = None, **changes: object) -> ElasticModel:
@@ -55,7 +65,9 @@ def open_elastic_model(shape: CheckpointShape, folder: Path | None = None, **cha
     _freeze()
     settings = {"page_bytes": PAGE, "memory_bytes": 8 * MIB, "deterministic": True, **changes}
     where = stored_checkpoint(shape)[0] if folder is None else folder
-    return load_elastic_model(runner_settings(where, **settings), lambda _done, _what: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "peak_bytes", stated_peak)
+        return load_elastic_model(runner_settings(where, **settings), lambda _done, _what: None)
 
 
 def spoil(model: ElasticModel) -> None:
@@ -147,15 +159,18 @@ def new_engine(num_lanes: int, num_blocks: int) -> Engine:
     return Engine(config, make_scheduler("chunked"), num_blocks)
 
 
-async def texts_of(executor: Executor, *, num_tokens: int = 8, steps_until: int = 10**9, then: object = None) -> Texts:
+async def texts_of(
+    executor: Executor, *, num_tokens: int = 8, steps_until: int = 10**9, then: object = None, num_blocks: int = 0
+) -> Texts:
     """Serve six requests, two of which share a prompt and some of which sample, and return their texts.
 
     Args:
         executor: not closed.
         num_tokens: of each answer.
         steps_until: after so many steps `then` is called.
+        num_blocks: that may be used; 0: as many as the executor began with.
     """
-    engine, num_steps = new_engine(executor.depth, executor.capacity.num_blocks), count(1)
+    engine, num_steps = new_engine(executor.depth, num_blocks or executor.capacity.num_blocks), count(1)
     texts: Texts = {}
 
     def say(events: StepEvents) -> None:
@@ -251,4 +266,4 @@ def check(devices: Sequence[TorchGroupDevice]) -> None:
             told.max_blocks,
             told.layer_bytes,
         )
-        assert device.layers == device._model.layers
+        assert (device.layers, device.resident) == (device._model.layers, device._model.resident)

@@ -34,7 +34,7 @@ def mapped_pages(page_bytes: int, *, process: int | str = "self", inode: int | N
 
 def rule_of(facts: ElasticFacts, block_size: int) -> CapacityRule:
     """Return what a planner knows of a worker's memory."""
-    other = {"num_pages", "max_blocks", "token_s", "link_bytes_per_s", "has_host_copy"}
+    other = {"num_pages", "max_blocks", "link_bytes_per_s", "has_host_copy"}
     return CapacityRule(ModelFacts(**facts.model_dump(exclude=other), block_size=block_size))
 
 

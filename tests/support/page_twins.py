@@ -10,6 +10,7 @@ counts parameters + KV + free = budget at every call.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from shared.layers import check_tiling
 from shared.messages.report import ElasticFacts
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
+from sim.worker import SimWorker
 from tests.support.elastic_cases import CPU
 
 _FLOATS = 4
@@ -33,7 +35,7 @@ def open_twin(facts: ElasticFacts) -> ElasticMemory:
 
     Its blocks are of one token; for pages only their size counts.
     """
-    sizes = facts.model_dump(exclude={"token_s", "link_bytes_per_s", "has_host_copy"})
+    sizes = facts.model_dump(exclude={"link_bytes_per_s", "has_host_copy"})
     kv = KvShape(1, 1, facts.block_bytes // _FLOATS, torch.float32)
     memory = ElasticMemory(MemoryFacts(**sizes), kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
     memory.open_kv(0, 0)
@@ -46,7 +48,7 @@ class PageTwin:
 
     def __init__(self, device: ModelledGroupDevice) -> None:
         self.device = device
-        self.layers = device.layers
+        self.layers = self.resident = device.layers
         self._whole = device.layers
         self.memory = open_twin(device.facts)
         self._num_whole_blocks = self.memory.num_blocks
@@ -56,14 +58,27 @@ class PageTwin:
         """Hold what the worker holds now; return how it came to that, empty if nothing has changed."""
         layers = self.device.layers
         if layers == self.layers:
-            return ""
+            return self._follow_beside()
         if layers == self._whole:
             self._restore()
         else:
             assert self.layers.covers(layers), f"{self.layers} became {layers}: layers from nowhere"
+            self.memory.reside([], 0)
             self.memory.drop([layer for layer in self.layers if layer not in layers], in_use=Spans())
         how = "restored" if layers == self._whole else "dropped" if self.layers == self._whole else "dropped more"
-        self.layers = layers
+        self.layers = self.resident = layers
+        self.check_pages()
+        assert self.device.resident == layers, "a worker that changes its layers has none beside"
+        return how
+
+    def _follow_beside(self) -> str:
+        resident = self.device.resident
+        if resident == self.resident:
+            return ""
+        self.memory.reside([layer for layer in resident if layer not in self.layers], 0)
+        self.memory.grow()
+        how = "loads beside" if len(resident) > len(self.resident) else "gave up"
+        self.resident = resident
         self.check_pages()
         return how
 
@@ -84,7 +99,8 @@ class PageTwin:
 
     def check_blocks(self) -> None:
         """Check that the worker believes in the blocks that are there."""
-        believed = self.device._kv.num_blocks
+        device = self.device
+        believed = min(device._kv.num_blocks, device.blocks_beside(device.resident))
         assert believed == self.memory.num_blocks, f"{self.layers}: {believed} blocks are believed in"
 
 
@@ -126,12 +142,25 @@ class PageWatch:
             if node is None or node.worker is None or node.worker.service.agent is None:
                 continue
             agent = node.worker.service.agent
-            role = agent.role
-            if role.plan_id == plan_id and role.is_leader:
-                room = min(stage.kv.num_blocks for stage in parts)
-                has = node.worker.service.engine.capacity_blocks
-                assert has == room or (agent._arriving.is_under_way and has < room), f"{node.name} has other room"
-                self.done["led"] += 1
+            if agent._pipeline == plan_id and agent.role.is_leader:
+                self._look_at_leader(node.worker, [stage.kv.num_blocks for stage in parts])
+
+    def _look_at_leader(self, leader: SimWorker, rooms: Sequence[int]) -> None:
+        """Check that a leader has the room of the least of its stages, and uses no block that one of them lacks."""
+        engine, agent, device = leader.service.engine, leader.service.agent, leader.groups
+        assert agent is not None
+        assert device is not None
+        place = device._place
+        stages = [] if place is None else [self._seen[stage.worker_id].device for stage in place.stages]
+        backed = min((stage.blocks_beside(stage.resident) for stage in stages if stage._place), default=min(rooms))
+        blocks = engine.blocks
+        beyond = (blocks.refcount[backed:] > 0) | (blocks.pins[backed:] > 0)
+        assert not beyond.any(), f"{leader.params.worker_id} uses blocks without memory"
+        assert engine.capacity_blocks <= backed <= min(rooms), f"{leader.params.worker_id} believes in more room"
+        is_changing = agent._turn is not None or agent._arriving.is_under_way or agent._limit._kept is not None
+        assert engine.capacity_blocks == backed or is_changing, f"{leader.params.worker_id} has other room"
+        self.done["serves with less"] += backed < min(rooms)
+        self.done["led"] += 1
 
     def _look(self, node: WorkerNode) -> None:
         assert node.worker is not None

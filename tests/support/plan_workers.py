@@ -99,11 +99,25 @@ class PlanWorker:
     """Fewer than anybody would expect."""
     change_s: float = 0.005
     """Until its memory has changed."""
+    load_s: float = 3.0
+    """Until parameters are loaded beside serving."""
+    stalls_at: float = 1.0
+    """Share of them at which it comes to a halt."""
+    breaks: bool = False
+    """It fails at what it has to change beside serving, and leaves its group."""
+    loads_beside: bool = False
+    """It can load parameters while it serves."""
     model: ModelFacts = MODEL
     is_elastic: bool = True
     is_alive: bool = True
     layers: LayerRange = MODEL.all_layers
     group: tuple[WorkerId, ...] = ()
+    resident: LayerRange | None = None
+    """Layers whose parameters it has, or loads; None: those that it computes with."""
+    began_s: float = 0.0
+    """When it began to load them."""
+    limit: int | None = None
+    """Leader: blocks that it uses at most, for what its members have beside."""
     plan_id: int = 0
     newest_epoch: int = 0
     prepared: _Prepared | None = None
@@ -131,11 +145,32 @@ class PlanWorker:
     def become_whole(self) -> None:
         """The group is no more."""
         self.group, self.layers = (), MODEL.all_layers
+        self.resident = self.limit = None
 
     @property
     def num_blocks(self) -> int:
         """KV blocks that there is memory for beside the layers that it holds."""
-        return max(CapacityRule(self.model).blocks(self.layers, NUM_PAGES) - self.lacks_blocks, 0)
+        return self._num_blocks(self.resident)
+
+    def _num_blocks(self, resident: LayerRange | None) -> int:
+        blocks = CapacityRule(self.model).blocks(self.layers, NUM_PAGES, resident=resident)
+        return max(blocks - self.lacks_blocks, 0)
+
+    @property
+    def usable_blocks(self) -> int:
+        """KV blocks that the leader of its group uses: what it knows of, not what there is."""
+        members = [self.cluster.workers[name] for name in self.group] or [self]
+        blocks = min(member._num_blocks(None) for member in members)
+        return blocks if self.limit is None else min(blocks, self.limit)
+
+    @property
+    def loaded_ratio(self) -> float:
+        """Share of the resident parameters that is loaded."""
+        if self.resident is None:
+            return 1.0
+        own = len(self.layers) / len(self.resident)
+        share = min((_now_s() - self.began_s) / self.load_s, self.stalls_at)
+        return min(own + (1 - own) * share, 1.0)
 
     async def report(self) -> None:
         """Say how things are."""
@@ -152,7 +187,10 @@ class PlanWorker:
         leads = not self.group or self.group[0] == self.worker_id
         members = [self.cluster.workers[name] for name in self.group] or [self]
         loads = [member.load for member in members] if leads else []
-        num_blocks = min(member.num_blocks for member in members) if leads else 0
+        num_blocks = self.usable_blocks if leads else 0
+        if leads and any(num_blocks > member.num_blocks for member in members):
+            self.cluster.violations.append(f"{self.worker_id} uses blocks that others lack, after plan {self.plan_id}")
+        resident = self.resident or self.layers
         used = sum(load.used for load in loads)
         return WorkerReport(
             worker_id=self.worker_id,
@@ -170,12 +208,15 @@ class PlanWorker:
             num_running=used,
             num_layers=self.model.num_layers,
             layers=(self.layers.first, self.layers.end),
+            resident=(resident.first, resident.end) if self.loads_beside else (0, 0),
+            loaded_ratio=self.loaded_ratio,
             group=self.group[0] if self.group else "",
             stage=self.group.index(self.worker_id) if self.group else 0,
             num_stages=max(len(self.group), 1),
             plan_id=self.plan_id,
             stage_address=f"{self.worker_id}:1",
             elastic=_elastic(self.model) if self.is_elastic else None,
+            token_s=0.0001,
         )
 
     @staticmethod
@@ -215,7 +256,9 @@ class PlanWorker:
             return await self._prepare(question)
         prepared, self.prepared = self.prepared, None
         if not isinstance(question, CommitPlan) or prepared is None or prepared.plan_id != question.plan_id:
-            self.prepared = prepared if prepared is not None and prepared.plan_id != question.plan_id else None
+            self.prepared = prepared
+            if prepared is not None and prepared.plan_id == question.plan_id:
+                self._drop_prepared()
             self.concluded[question.plan_id] = PlanState.ABORTED
             return PlanState.ABORTED, ""
         return await self._commit(prepared), ""
@@ -225,7 +268,10 @@ class PlanWorker:
         if why_not:
             self.concluded[question.plan_id] = PlanState.REFUSED
             return PlanState.REFUSED, why_not
+        self._drop_prepared()
         self.prepared = _Prepared(question.plan_id, question.group, _now_s() + question.limit_s, question.token)
+        if question.group.loads_beside and self.group[0] == self.worker_id:
+            self.limit = question.group.num_blocks
         await asyncio.sleep(self.stop_s)
         if question.plan_id in self.concluded:
             return self.concluded[question.plan_id], "aborted meanwhile"
@@ -237,19 +283,38 @@ class PlanWorker:
             return "it is another process"
         if stage.held != (self.layers.first, self.layers.end):
             return f"it holds {self.layers}"
-        return ""
+        return self._why_not_resident(group) if group.is_residence else ""
+
+    def _why_not_resident(self, group: PlannedGroup) -> str:
+        if tuple(stage.worker_id for stage in group.stages) != self.group:
+            return f"its group is {self.group}"
+        if not self.loads_beside or not group.num_blocks:
+            return "it cannot load beside serving"
+        leads = self.group[0] == self.worker_id
+        used = sum(self.cluster.workers[name].load.used for name in self.group)
+        return "its requests hold more" if leads and group.loads_beside and used > group.num_blocks else ""
 
     def _give_up(self) -> None:
         if self.prepared is not None and _now_s() >= self.prepared.until_s:
             self.concluded[self.prepared.plan_id] = PlanState.ABORTED
-            self.prepared = None
+            self._drop_prepared()
+
+    def _drop_prepared(self) -> None:
+        """Go on as before: a leader that had made room for a load, and is not to load, uses all blocks again."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is not None and prepared.group.loads_beside and self.resident is None:
+            self.limit = None
 
     async def _commit(self, prepared: _Prepared) -> PlanState:
         change: asyncio.Future[PlanState] = asyncio.get_running_loop().create_future()
         self._changing[prepared.plan_id] = change
-        self.cluster.broken(self.worker_id, but=prepared.group)
-        await asyncio.sleep(self.change_s)
-        state = await self._meet(prepared)
+        if prepared.group.is_residence:
+            await asyncio.sleep(self.change_s)
+            state = self._reside(prepared)
+        else:
+            self.cluster.broken(self.worker_id, but=prepared.group)
+            await asyncio.sleep(self.change_s)
+            state = await self._meet(prepared)
         if state is not PlanState.DONE:
             self.become_whole()
         self.concluded[prepared.plan_id] = state
@@ -258,6 +323,19 @@ class PlanWorker:
         await self.report()
         return state
 
+    def _reside(self, prepared: _Prepared) -> PlanState:
+        """Make room for parameters beside, and begin to load them, or give it back."""
+        group = prepared.group
+        members = [self.cluster.workers[stage.worker_id] for stage in group.stages]
+        if self.breaks or any(member.group != self.group or not member.is_alive for member in members):
+            self.cluster.broken(self.worker_id)
+            return PlanState.FAILED
+        stage = next(stage for stage in group.stages if stage.worker_id == self.worker_id)
+        self.resident = None if stage.resident is None else LayerRange(*stage.resident)
+        self.limit = group.num_blocks if group.loads_beside and self.group[0] == self.worker_id else None
+        self.began_s, self.plan_id = _now_s(), prepared.plan_id
+        return PlanState.DONE
+
     async def _meet(self, prepared: _Prepared) -> PlanState:
         stages = prepared.group.stages
         names = tuple(stage.worker_id for stage in stages)
@@ -265,6 +343,7 @@ class PlanWorker:
         if len(stages) > 1 and not await self.cluster.meet(self, prepared.plan_id, names, prepared.token):
             return PlanState.FAILED
         self.layers = LayerRange(*stage.layers)
+        self.resident = self.limit = None
         self.group = names if len(names) > 1 else ()
         self.plan_id = prepared.plan_id
         return PlanState.DONE
@@ -277,6 +356,7 @@ class PlanCluster:
         num_workers: `w0`, `w1` …, one on each host.
         settings: of the planners.
         deliver: faults of the broker; None: none.
+        loads_beside: whether its workers can load parameters while they serve.
     """
 
     def __init__(
@@ -284,13 +364,18 @@ class PlanCluster:
         num_workers: int,
         settings: PlannerSettings,
         deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
+        *,
+        loads_beside: bool = False,
     ) -> None:
+        self._loads_beside = loads_beside
         self.broker = MemoryBroker(latency_s=0.001, deliver=deliver)
         self.bus = self.broker.connect("test")
         self.settings = settings
         self.workers: dict[WorkerId, PlanWorker] = {}
         self.heard: list[Heard] = []
+        self.violations: list[str] = []
         self.plans: list[Plan] = []
+        self._new_plan = asyncio.Event()
         self.events: list[tuple[float, str, str]] = []
         self.monitor = MonitorNode(MonitorSettings(instance_id="monitor"), self.broker, np.random.default_rng(0))
         self.planners: dict[str, PlannerNode] = {}
@@ -304,7 +389,7 @@ class PlanCluster:
     def _make(self, worker_id: WorkerId) -> PlanWorker:
         self._num_processes += 1
         bus = self.broker.connect(worker_id)
-        worker = PlanWorker(self, worker_id, bus, Incarnation(self._num_processes))
+        worker = PlanWorker(self, worker_id, bus, Incarnation(self._num_processes), loads_beside=self._loads_beside)
         self.workers[worker_id] = worker
         return worker
 
@@ -395,6 +480,11 @@ class PlanCluster:
         """What the plan key holds."""
         return self.plans[-1]
 
+    async def next_plan(self) -> None:
+        """Return when the plan key holds something new."""
+        self._new_plan.clear()
+        await self._new_plan.wait()
+
     def _on_event(self, message: Message) -> None:
         event = decode_json(message.data, Event)
         self.events.append((_now_s(), event.name, event.reason))
@@ -402,9 +492,11 @@ class PlanCluster:
     def _on_plan(self, entry: KvEntry) -> None:
         assert entry.value is not None
         self.plans.append(decode_json(entry.value, Plan))
+        self._new_plan.set()
 
     def check(self, *, is_lossless: bool = True) -> None:
         """Hold what was heard to the laws; raises AssertionError."""
+        assert not self.violations
         self._check_epochs()
         for plan_id in dict.fromkeys(heard.plan_id for heard in self.heard):
             self._check_plan(plan_id, is_lossless=is_lossless)
@@ -424,6 +516,7 @@ class PlanCluster:
                     assert stage.layers[0] == reached, "layers are missing"
                     reached = stage.layers[1]
                 assert reached == MODEL.num_layers
+                assert group.num_blocks or not group.is_residence, "nobody knows which blocks the leader may use"
 
     def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
         heard = [each for each in self.heard if each.plan_id == plan_id]
@@ -431,7 +524,10 @@ class PlanCluster:
         assert {each.worker_id for each in heard} <= named, "somebody else was asked"
         commits = [each for each in heard if each.kind == "commit_plan"]
         aborts = [each for each in heard if each.kind == "abort_plan"]
-        assert not (commits and aborts), f"plan {plan_id} was both committed and aborted"
+        groups = next(p.groups for p in self.plans if p.plan_id == plan_id)
+        in_turn = {stage.worker_id for group in groups if group.is_residence for stage in group.stages}
+        both = commits and [each for each in aborts if each.worker_id not in in_turn]
+        assert not both, f"plan {plan_id} was both committed and aborted"
         if commits:
             prepared = {each.worker_id for each in heard if each.kind == "prepare_plan"}
             first = {each.worker_id: each for each in reversed(heard) if each.kind == "prepare_plan"}
@@ -443,7 +539,6 @@ class PlanCluster:
             silent = {name for name in named - told if self.workers[name].is_alive}
             assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"
         tokens = {each.worker_id: each.token for each in heard if each.kind == "prepare_plan"}
-        groups = next(p.groups for p in self.plans if p.plan_id == plan_id)
         of_group = [{tokens[s.worker_id] for s in g.stages if s.worker_id in tokens} for g in groups]
         assert all(len(each) <= 1 for each in of_group), "one group, one secret"
 
@@ -472,11 +567,13 @@ def in_cluster(
     num_workers: int = 4,
     planner: PlannerSettings | None = None,
     deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
+    *,
+    loads_beside: bool = False,
 ) -> PlanCluster:
     """Run a test in virtual time, in a cluster whose workers are ready and whose planner is not started."""
 
     async def main() -> PlanCluster:
-        cluster = PlanCluster(num_workers, planner or settings(), deliver)
+        cluster = PlanCluster(num_workers, planner or settings(), deliver, loads_beside=loads_beside)
         await cluster.start()
         await asyncio.sleep(2)
         await test(cluster)
@@ -496,7 +593,6 @@ def _elastic(model: ModelFacts) -> ElasticFacts:
         page_bytes=model.page_bytes,
         num_pages=NUM_PAGES,
         max_blocks=10_000,
-        token_s=0.0001,
         has_host_copy=True,
     )
 

@@ -23,6 +23,7 @@ from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
 from services.worker.build import build_worker, make_reporter
 from services.worker.config import KernelKind, WorkerSettings
+from services.worker.executor import opening
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.load import check_start, load_executor
 from services.worker.memory import model_memory
@@ -44,7 +45,7 @@ from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices
 from sim.worker import MODEL_NAME, NO_FOLDER
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.elastic_cases import FaultyMemory
-from tests.support.live_groups import PAGE, SHAPES
+from tests.support.live_groups import PAGE, SHAPES, stated_peak
 from tests.support.mapped_pages import mapped_pages
 from tests.support.runners import KERNELS, MIB
 
@@ -88,6 +89,7 @@ class TorchCluster:
         memory_bytes: of each worker.
         shape: of the model; None: a small one of four layers.
         max_batch_rows: of each worker; six times as many tokens.
+        max_model_len: of each worker; 0: what its memory holds.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class TorchCluster:
         memory_bytes: int = 8 * MIB,
         shape: CheckpointShape | None = None,
         max_batch_rows: int = 8,
+        max_model_len: int = 0,
     ) -> None:
         self.broker = MemoryBroker()
         self.workers: dict[str, TorchWorker] = {}
@@ -111,9 +114,11 @@ class TorchCluster:
         self._folder = stored_checkpoint(shape or SHAPES["llama"])[0]
         self._memory_bytes = memory_bytes
         self._max_batch_rows = max_batch_rows
+        self._max_model_len = max_model_len
         self._num_processes = 0
         self._made: list[FaultyMemory] = []
         patch.setattr(model_memory, "PosixMemory", self._make_memory)
+        patch.setattr(opening, "peak_bytes", stated_peak)
         self.bus = self.broker.connect("test")
         self.driver = PlanDriver(self.broker.connect("hand"))
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
@@ -160,18 +165,17 @@ class TorchCluster:
 
     # Workers
 
-    async def start_worker(self, name: str) -> None:
-        """Start a worker, or another process of that name; return when it is used."""
-        self._num_processes += 1
-        settings = WorkerSettings(
+    def _settings_of(self, name: str, memory_bytes: int) -> WorkerSettings:
+        return WorkerSettings(
             instance_id=name,
             model=self._folder,
             served_model_name=(MODEL_NAME,),
             system=SYSTEM,
-            memory=self._memory_bytes,
+            memory=memory_bytes,
             page_bytes=PAGE,
             max_batch_tokens=self._max_batch_rows * 6,
             max_batch_rows=self._max_batch_rows,
+            max_model_len=self._max_model_len,
             max_sequences=512,
             threads=1,
             deterministic=True,
@@ -179,6 +183,11 @@ class TorchCluster:
             report_period_s=0.03,
             stage_limit_s=STAGE_LIMIT_S,
         )
+
+    async def start_worker(self, name: str) -> None:
+        """Start a worker, or another process of that name; return when it is used."""
+        self._num_processes += 1
+        settings = self._settings_of(name, self._memory_bytes)
         bus = self.broker.connect(name)
         loaded = await load_executor(settings, check_start(settings), lambda _done, _what: None)
         assert isinstance(loaded.device, TorchGroupDevice)
@@ -279,6 +288,6 @@ def check_pages(memory: ElasticMemory) -> None:
     assert num_parameters + num_kv + memory.num_free_pages == pool.budget
     posix = memory._memory._memory if isinstance(memory._memory, FaultyMemory) else memory._memory
     assert isinstance(posix, PosixMemory)
-    mapped = mapped_pages(posix.page_bytes, inode=os.fstat(posix._file).st_ino)
+    mapped = mapped_pages(posix.page_bytes, inode=os.fstat(posix._file.descriptor).st_ino)
     assert len(mapped) == len(set(mapped)) == num_parameters + num_kv, "pages are mapped twice, or not at all"
     assert not mapped or max(mapped) < pool.budget, "a page beyond the budget is mapped"

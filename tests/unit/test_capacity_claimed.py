@@ -1,4 +1,5 @@
-"""What the planner claims a stage has room for is what a worker's memory has after the drop, to the block."""
+"""What the planner claims a stage has room for is what a worker's memory has, to the block: after a drop, and beside
+parameters that come back."""
 
 from __future__ import annotations
 
@@ -45,6 +46,11 @@ def test_every_range_of_layers_gets_the_blocks_that_were_claimed(seed: int) -> N
                 memory.grow()
             claimed = rule.blocks(kept, facts.num_pages, facts.max_blocks)
             assert memory.num_blocks == claimed, f"layers {kept} of {facts}"
+            for resident in (layers for layers in ranges if layers.covers(kept)):
+                memory.reside([layer for layer in resident if layer not in kept], 0)
+                memory.grow()
+                claimed = rule.blocks(kept, facts.num_pages, facts.max_blocks, resident)
+                assert memory.num_blocks == claimed, f"layers {kept} beside the parameters of {resident} of {facts}"
             memory.check_invariants()
         finally:
             memory.close()

@@ -188,6 +188,25 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
     assert exchange == "exchange: w0: 12 KV blocks are on their way to its group"
 
 
+@pytest.mark.parametrize(
+    ("layers", "resident", "ratio", "shown"),
+    [
+        ((0, 4), (0, 0), 1.0, "0 to 3 of 8"),
+        ((0, 4), (0, 4), 1.0, "0 to 3 of 8"),
+        ((0, 4), (0, 8), 0.629, "0 to 3 of 8, loading 62%"),
+        ((0, 4), (0, 8), 0.9999, "0 to 3 of 8, loading 99%"),
+        ((0, 4), (0, 8), 1.0, "0 to 3 of 8, all loaded"),
+        ((0, 8), (0, 8), 1.0, "0 to 7 of 8"),
+    ],
+)
+def test_the_status_table_shows_how_far_a_load_beside_serving_is(
+    layers: tuple[int, int], resident: tuple[int, int], ratio: float, shown: str
+) -> None:
+    one = report("w0", num_layers=8, layers=layers, resident=resident, loaded_ratio=ratio, group="w0", plan_id=17)
+    view = ClusterView(sequence_number=1, workers=(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=one),))
+    assert render(view).splitlines()[1].split("  ")[-2:] == [shown, "17"]
+
+
 def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:
     view = ClusterView(sequence_number=1, workers=(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=report()),))
     assert render(view, 12.3).splitlines()[-1] == "stale: the monitor wrote this 12 s ago"

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import Batch
 from services.worker.executor import opening as opening_module
-from services.worker.executor.elastic_model import ElasticModel
-from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.change import MemoryLostError
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from tests.support.checkpoints import stored_checkpoint
-from tests.support.live_groups import PAGE, SHAPES, open_elastic_model, ranges_of, spoil, tokens_of
-from tests.support.runner_driver import Driver
+from tests.support.live_groups import PAGE, SHAPES, open_elastic_model, ranges_of, spoil
+from tests.support.model_bits import calm_logits, logits_of, parameters_of
 from tests.support.runners import KERNELS, MIB, open_runner
 
 pytestmark = pytest.mark.kernels
@@ -39,44 +34,6 @@ CASES = sorted(
         ("projected embedding", "bfloat16", KERNELS),
     }
 )
-
-
-class Chain:
-    """Runners of consecutive layers behind what the driver knows of one."""
-
-    def __init__(self, runners: Sequence[ModelRunner]) -> None:
-        self.runners = runners
-        self.capacity = min((runner.capacity for runner in runners), key=lambda capacity: capacity.num_blocks)
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        hidden: torch.Tensor | None = None
-        for runner in self.runners[:-1]:
-            hidden = runner.advance(batch, hidden)
-        return self.runners[-1].logits(batch, hidden)
-
-
-def logits_of(*runners: ModelRunner) -> torch.Tensor:
-    """Return the bits of some logits: of two sequences, in chunks, blocks in a shuffled order from all there are."""
-    driver = Driver(Chain(runners), seed=3)  # type: ignore[arg-type]
-    first, second = driver.add(tokens_of(1, 60)), driver.add(tokens_of(2, 41))
-    for counts in ((17, 40), (42, 0), (1, 1)):
-        work = [(s, n) for s, n in zip((first, second), counts, strict=True) if n]
-        driver.step_logits(work, [None] * len(work))
-    return torch.stack(first.logits + second.logits).view(torch.int32)
-
-
-@cache
-def calm_logits(name: str, dtype: str, kernels: str) -> torch.Tensor:
-    runner = open_runner(SHAPES[name], deterministic=True, dtype=dtype, kernels=kernels)
-    found = logits_of(runner)
-    assert torch.isfinite(found.view(torch.float32)).all()
-    runner.close()
-    return found
-
-
-def parameters_of(model: ElasticModel) -> list[torch.Tensor]:
-    weights = model._opener.weights
-    return [weights.outer.storage.clone(), *(layer.storage.clone() for layer in weights.layers)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)

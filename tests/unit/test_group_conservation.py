@@ -30,16 +30,19 @@ pytestmark = [pytest.mark.kernels, pytest.mark.timeout(120)]
 NUM_LAYERS = 4
 WHOLE = (0, NUM_LAYERS)
 NUM_SEEDS = 2
+MAX_PROMPT, MAX_OUTPUT = 120, 160
+"""Tokens, less than; every worker takes both together."""
 NAMES = ("restore", "restore_one", "abandon", "silence", "half", "stale", "cancel", "kill", "kill", "fault", "fault")
-DECK = ("drop",) * 6 + NAMES
+BESIDE = ("load", "load", "load", "load_and_restore", "unload", "fault_beside", "fault_beside")
+DECK = ("drop",) * 6 + NAMES + BESIDE
 """What happens in every life, in an order of its own."""
 
 
-def claimed(report: WorkerReport, layers: LayerRange) -> int:
+def claimed(report: WorkerReport, layers: LayerRange, resident: LayerRange | None = None) -> int:
     """Return the KV blocks that a planner expects of a worker with these layers, which knows it by its report."""
     assert report.elastic is not None
     return rule_of(report.elastic, report.block_size).blocks(
-        layers, report.elastic.num_pages, report.elastic.max_blocks
+        layers, report.elastic.num_pages, report.elastic.max_blocks, resident
     )
 
 
@@ -52,6 +55,8 @@ class Life:
         self.rng = np.random.default_rng(seed)
         self.asked: list[tuple[SimRequest, asyncio.Task[SimAnswer]]] = []
         self.done: Counter[str] = Counter()
+        self.held: dict[str, LayerRange] = {}
+        """Layers of each worker before the last change."""
 
     async def run(self) -> None:
         """Live through the deck, and end with whole workers."""
@@ -63,21 +68,24 @@ class Life:
         await self.cluster.settle()
         if sum(not task.done() for _, task in self.asked) < 4:
             await self.arrive()
-        before = {name: worker.layers for name, worker in self.cluster.workers.items()}
+        self.note_layers()
         if self.rng.random() < 0.4:  # in the middle of whatever it is
             asyncio.get_running_loop().call_later(float(self.rng.uniform(0, 0.02)), self.cancel_one)
         await getattr(self, name)()
         await self.cluster.settle()
         await self.cluster.check()
         for worker_id, worker in self.cluster.workers.items():
-            held = before[worker_id]
+            held = self.held[worker_id]
             assert worker.layers == LayerRange(*WHOLE) or held.covers(worker.layers), (name, held, worker.layers)
+
+    def note_layers(self) -> None:
+        self.held = {name: worker.layers for name, worker in self.cluster.workers.items()}
 
     async def arrive(self) -> None:
         for _ in range(3):
             number = len(self.asked)
-            prompt = self.rng.integers(3, 384, int(self.rng.integers(1, 120)))
-            request = SimRequest(f"r{number}", prompt, int(self.rng.integers(20, 160)), seed=number)
+            prompt = self.rng.integers(3, 384, int(self.rng.integers(1, MAX_PROMPT)))
+            request = SimRequest(f"r{number}", prompt, int(self.rng.integers(20, MAX_OUTPUT)), seed=number)
             self.asked.append((request, asyncio.ensure_future(self.cluster.ask(request))))
 
     def whole(self) -> list[WorkerReport]:
@@ -97,7 +105,10 @@ class Life:
         )
 
     def new_group(self) -> PlannedGroup | None:
-        """Return a group of workers that are whole, or of a smaller group and others: each keeps a part of its own."""
+        """Return a group of workers that are whole, or of a smaller group and others: each keeps a part of its own.
+
+        It is not a group that stands: a plan for that changes what lies beside, see `reside`.
+        """
         pool = self.whole()
         if self.rng.random() < 0.5:
             pool = pool + self.grouped()
@@ -110,7 +121,8 @@ class Life:
             cuts = self.rng.choice(np.arange(1, NUM_LAYERS), len(chosen) - 1, replace=False)
             ends = [0, *sorted(cuts.tolist()), NUM_LAYERS]
             ranges = [LayerRange(first, end) for first, end in itertools.pairwise(ends)]
-            if all(LayerRange(*r.layers).covers(part) for r, part in zip(chosen, ranges, strict=True)):
+            held = [LayerRange(*report.layers) for report in chosen]
+            if held != ranges and all(map(LayerRange.covers, held, ranges)):
                 return group_of(chosen, ranges)
         return None
 
@@ -123,7 +135,7 @@ class Life:
     # What may happen
 
     async def drop(self) -> None:
-        group = self.new_group()
+        group = await self.some_new_group()
         if group is None:
             return
         reports = dict(self.driver.reports.items())
@@ -141,15 +153,72 @@ class Life:
         self.done["drop of a group" if any(len(each) < NUM_LAYERS for each in held) else "drop"] += 1
 
     async def restore(self, *, only_one: bool = False) -> None:
-        if not self.grouped():
-            await self.drop()
-            await self.cluster.settle()
-        names = [report.worker_id for report in self.grouped()]
+        names = [report.worker_id for report in await self.some_group()]
         if only_one:
             names = [names[int(self.rng.integers(len(names)))]]
         answers = await self.driver.restore(names)
         assert set(states(answers)) == {"done"}, answers
         self.done["restore of one" if only_one else "restore"] += 1
+
+    async def some_group(self) -> list[WorkerReport]:
+        """Return the members of a group that stands, which is formed if there is none."""
+        if not self.grouped():
+            await self.drop()
+            await self.cluster.settle()
+        return self.grouped()
+
+    async def some_new_group(self) -> PlannedGroup | None:
+        """Return a group that can be formed; where there is none, one that stands is dissolved before."""
+        group = self.new_group()
+        if group is None and self.grouped():
+            await self.restore()
+            await self.cluster.settle()
+            self.note_layers()
+            group = self.new_group()
+        return group
+
+    async def load(self) -> None:
+        """Parameters come back beside a group, which goes on with fewer blocks."""
+        await self.reside(await self.some_group(), LayerRange(*WHOLE))
+        self.done["load"] += 1
+
+    async def unload(self) -> None:
+        """What has come back becomes memory for KV again, wherever it is."""
+        members = await self.some_group()
+        await self.reside(members, LayerRange(*WHOLE))
+        await self.reside(members, None)
+        self.done["unload"] += 1
+
+    async def load_and_restore(self) -> None:
+        members = await self.some_group()
+        await self.reside(members, LayerRange(*WHOLE))
+        assert set(states(await self.driver.restore([report.worker_id for report in members]))) == {"done"}
+        self.done["restore of what was loaded"] += 1
+
+    async def reside(self, members: list[WorkerReport], resident: LayerRange | None) -> None:
+        rooms = {each.worker_id: claimed(each, LayerRange(*each.layers), resident) for each in members}
+        answers = await self.driver.reside(list(rooms), min(rooms.values()), resident)
+        assert set(states(answers)) == {"done"}, answers
+        for name, room in rooms.items():
+            worker = self.cluster.workers[name]
+            assert worker.device.resident == (resident or worker.layers)
+            assert worker.memory.num_blocks == room, "another room than claimed"
+        assert self.cluster.workers[members[0].worker_id].num_blocks == min(rooms.values())
+
+    async def fault_beside(self) -> None:
+        """The system refuses to map a page while memory is made for parameters, or given back."""
+        members, resident = await self.some_group(), LayerRange(*WHOLE)
+        name = members[int(self.rng.integers(len(members)))].worker_id
+        faulty = self.cluster.workers[name].faulty
+        faulty.fail_after(int(self.rng.integers(0, 8)))
+        room = min(claimed(each, LayerRange(*each.layers), resident) for each in members)
+        answers = await self.driver.reside([each.worker_id for each in members], room, resident)
+        if faulty.has_failed:
+            said = answers[name]
+            assert said is not None
+            assert said.state is PlanState.FAILED
+            self.done["fault beside"] += 1
+        faulty.calls_left = None
 
     async def restore_one(self) -> None:
         """The others hear that their group is over."""
@@ -161,7 +230,7 @@ class Life:
 
     async def abandon(self, *, is_said: bool = True) -> None:
         """All are prepared, and hear that nothing comes of it."""
-        group = self.new_group()
+        group = await self.some_new_group()
         if group is None:
             return
         self.driver.limit_s = 5.0 if is_said else 0.05
@@ -174,7 +243,7 @@ class Life:
 
     async def half(self) -> None:
         """Only some hear that it is to be done: their group does not come about."""
-        group = self.new_group()
+        group = await self.some_new_group()
         if group is None:
             return
         self.driver.limit_s = 0.3
@@ -213,10 +282,7 @@ class Life:
             self.done["cancel"] += 1
 
     async def kill(self) -> None:
-        if not self.grouped():
-            await self.drop()
-            await self.cluster.settle()
-        pool = [report.worker_id for report in self.grouped()]
+        pool = [report.worker_id for report in await self.some_group()]
         name = pool[int(self.rng.integers(len(pool)))]
         await self.cluster.kill(name)
         await self.cluster.start_worker(name)
@@ -224,7 +290,7 @@ class Life:
 
     async def fault(self) -> None:
         """The system refuses to map a page, somewhere in a change."""
-        group = self.new_group()
+        group = await self.some_new_group()
         if group is None:
             return
         name = group.stages[int(self.rng.integers(len(group.stages)))].worker_id
@@ -273,7 +339,7 @@ _done: dict[int, Counter[str]] = {}
 async def live(seed: int, patch: pytest.MonkeyPatch) -> Counter[str]:
     """Each seed is lived once, whichever test asks first."""
     if seed not in _done:
-        async with TorchCluster(3, patch, memory_bytes=5 * MIB) as cluster:
+        async with TorchCluster(3, patch, memory_bytes=5 * MIB, max_model_len=MAX_PROMPT + MAX_OUTPUT) as cluster:
             life = Life(cluster, seed)
             await life.run()
             life.done["page calls"] = cluster.num_page_calls
@@ -295,6 +361,7 @@ async def test_lives_meet_every_kind_of_change(monkeypatch: pytest.MonkeyPatch) 
         total.update(await live(seed, monkeypatch))
     wanted = (
         *("drop", "drop of a group", "restore", "restore of one", "abandon", "silence", "half", "stale", "cancel"),
+        *("load", "unload", "restore of what was loaded", "fault beside"),
         *("death of a member", "fault", "texts", "page calls"),
     )
     assert not [what for what in wanted if not total[what]], total

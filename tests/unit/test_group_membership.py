@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ import pytest
 from services.worker.engine.types import Batch, BatchOutput, HostCopy, KvCapacity
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.stage_messages import Activation, Close, Hidden
+from services.worker.executor.thread_stage import StageServer
 from services.worker.groups.membership import Membership
 from shared.layers import LayerRange
 from tests.support.leaks import whats_open
@@ -43,6 +46,9 @@ class Device:
     def copy(self, copy: HostCopy) -> None:
         raise AssertionError("nothing is copied here")
 
+    def end_writes(self) -> None:
+        raise AssertionError("no KV is on its way here")
+
     def close(self) -> None:
         self.num_closed += 1
 
@@ -67,8 +73,9 @@ class Wired:
 
 @asynccontextmanager
 async def wired() -> AsyncIterator[Wired]:
-    """Afterwards the member has left, and no thread or socket of it is there."""
-    before = whats_open()
+    """Afterwards the member has left, no thread or socket of it is there, and nothing of it failed on the loop."""
+    before, failures = whats_open(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     (leader, a), (previous, b), (following, c) = (socket.socketpair() for _ in range(3))
     told: list[str | None] = []
     began = asyncio.Event()
@@ -82,6 +89,9 @@ async def wired() -> AsyncIterator[Wired]:
             await member.leave()
         for end in (leader, previous, following):
             end.close()
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().set_exception_handler(None)
+    assert not failures
     assert device.num_closed == 1
     assert whats_open() == before
 
@@ -115,6 +125,54 @@ async def test_who_leaves_is_not_told() -> None:
         await at.member.leave()
         assert at.following.recv(1) == b"", "the next stage notices"
     assert at.told == []
+
+
+async def test_the_end_is_told_on_the_event_loop() -> None:
+    heard_in: list[threading.Thread] = []
+
+    def hear(reason: str | None) -> None:
+        heard_in.append(threading.current_thread())
+        at.told.append(reason)
+
+    async with wired() as at:
+        at.member._on_end = hear
+        at.leader.close()
+        await at.hear_end()
+    assert heard_in == [threading.current_thread()]
+
+
+async def test_who_has_left_has_no_thread_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watcher is slow to notice."""
+    join = StageServer.join
+
+    def join_slowly(server: StageServer) -> None:
+        join(server)
+        if threading.current_thread().name == "stage watcher":
+            time.sleep(0.2)
+
+    monkeypatch.setattr(StageServer, "join", join_slowly)
+    async with wired() as at:
+        await at.member.leave()
+        assert not at.member._watcher.is_alive()
+
+
+def test_an_end_that_comes_when_the_event_loop_is_closed_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", broken.append)
+    (leader, a), (previous, b), (following, c) = (socket.socketpair() for _ in range(3))
+    told: list[str | None] = []
+
+    async def join() -> Membership:
+        return Membership(Device(asyncio.Event()), a, b, c, told.append)
+
+    member = asyncio.run(join())
+    for end in (leader, previous, following):
+        end.close()
+    member._watcher.join(10)
+    assert not member._watcher.is_alive()
+    member._break()
+    assert not told
+    assert not broken
 
 
 async def test_a_member_can_leave_in_the_middle_of_what_nobody_takes() -> None:

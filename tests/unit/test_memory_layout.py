@@ -139,6 +139,55 @@ def test_layers_come_back_beside_as_many_blocks_as_can_stay(layout: MemoryLayout
 
 
 @given(layouts(), st.data())
+def test_parameters_lie_beside_as_many_blocks_as_can_stay(layout: MemoryLayout, data: st.DataObject) -> None:
+    """Whatever lay beside before; and what is taken away is room again, to the block that `room` says."""
+    facts = layout.facts
+    numbers = st.sampled_from(range(facts.num_layers))
+    held = tuple(sorted(data.draw(st.sets(numbers, min_size=1))))
+    others = [i for i in range(facts.num_layers) if i not in held]
+    before, beside = (sorted(data.draw(st.sets(st.sampled_from(others or [0])))) if others else [] for _ in range(2))
+    holding = holdings.grown(layout, Holding(held, Spans(), beside=tuple(before)))
+    if layout.num_pages(holding) > facts.num_pages:
+        return
+    usable = layout.usable(holding)
+    assert usable.total == holdings.room(layout, held, before)
+    possible = [
+        count
+        for count in range(usable.total + 1)
+        if layout.num_pages(Holding(held, layout.covering(usable.head(count)), beside=tuple(beside))) <= facts.num_pages
+    ]
+    if not possible:
+        with pytest.raises(NotEnoughPagesError):
+            holdings.resided(layout, holding, beside, 0)
+        return
+    resided = holdings.resided(layout, holding, beside, max(possible))
+    assert (resided.layers, list(resided.beside)) == (held, beside)
+    assert layout.num_pages(resided) <= facts.num_pages
+    assert layout.usable(resided) == usable.head(max(possible)) or max(possible) == 0
+    if max(possible) < usable.total:
+        with pytest.raises(NotEnoughPagesError):
+            holdings.resided(layout, holding, beside, max(possible) + 1)
+    assert layout.usable(holdings.grown(layout, resided)).total == holdings.room(layout, held, (*held, *beside))
+
+
+@given(layouts(), st.data())
+def test_room_beside_parameters_is_what_their_pages_leave(layout: MemoryLayout, data: st.DataObject) -> None:
+    """Counted by bytes: pages that a resident layer's parameters lie in are gone, the rest is shared out evenly."""
+    facts = layout.facts
+    first = data.draw(st.integers(0, facts.num_layers - 1))
+    layers = range(first, data.draw(st.integers(first + 1, facts.num_layers)))
+    resident = range(data.draw(st.integers(0, first)), data.draw(st.integers(layers.stop, facts.num_layers)))
+    needed = set(range(facts.first_stage_end)) if 0 in resident else set()
+    if facts.num_layers - 1 in resident:
+        needed |= set(range(facts.last_stage_begin, facts.outer_bytes))
+    pages = len({at // facts.page_bytes for at in needed})
+    pages += sum(len({at // facts.page_bytes for at in range(facts.layer_bytes[i])}) for i in resident)
+    each = max(facts.num_pages - pages, 0) // (2 * len(layers))
+    expected = min(each * facts.page_bytes // facts.block_bytes, facts.max_blocks)
+    assert holdings.room(layout, layers, resident) == expected
+
+
+@given(layouts(), st.data())
 def test_plans_lead_from_one_holding_to_another(layout: MemoryLayout, data: st.DataObject) -> None:
     """Whatever both have stays in its pages; the ledger does not tell any other story."""
     facts = layout.facts
@@ -148,11 +197,13 @@ def test_plans_lead_from_one_holding_to_another(layout: MemoryLayout, data: st.D
         layers = tuple(sorted(data.draw(st.sets(st.sampled_from(range(facts.num_layers)), min_size=1))))
         others = [i for i in range(facts.num_layers) if i not in layers]
         left = tuple((i, s) for i in others if (s := data.draw(spans(facts.max_blocks))))
-        then = Holding(layers, data.draw(spans(layout.max_pages)), left)
+        beside = tuple(i for i in others if data.draw(st.booleans()))
+        then = Holding(layers, data.draw(spans(layout.max_pages)), left, beside)
         if layout.num_pages(then) > facts.num_pages:
             with pytest.raises(NotEnoughPagesError):
                 plan_change(layout, now, then)
             continue
+        assert sum(pages.total for pages in layout.mapped(then).values()) == layout.num_pages(then)
         change = plan_change(layout, now, then)
         before = {region: pool.pages(region) for region in layout.regions}
         pool.commit(pool.prepare(change.moves))

@@ -3,21 +3,26 @@
     open() ─► runner of [0, 4)      keep([0, 2))         open() ─► runner of [0, 2)       restore()
               closes, and the       layers 2, 3 become             more KV blocks,        layers 2, 3 are read from
               memory stays          memory for KV                  no row is known        the checkpoint again
+                                                                   └── reside([0, 4)) ──► read already, beside its steps
 
-Parameters and KV never move: every runner finds them at the addresses of the first one. Rows do not survive a change,
-and of KV what others copy through `cache`. One runner is open at a time, and none during a change. Blocks; one thread
-at a time.
+Parameters and KV never move: every runner finds them at the addresses of the first one. One runner is open at a time.
+It is closed by a change of what is computed: then rows do not survive, and of KV what others copy through `cache`. It
+goes on after `reside`, which changes what is there beside. Blocks; one thread at a time.
 
-Source: KunServe v2, section 4.1 (parameters are dropped by mapping their memory to the KV). Deviation: dropped layers
-come back from the host's own copy of the checkpoint, where the paper also pulls them from other instances.
+Source: KunServe v2, section 4.1 (parameters are dropped by mapping their memory to the KV); v1, section 4.2 (they come
+back beside serving). Deviation: dropped layers come back from the host's own copy of the checkpoint, where the paper
+also pulls them from other instances.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
 
+from services.worker.engine.types import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.parameter_loading import ParameterLoading
 from services.worker.executor.runner import LoadedModel, Progress, load_model
 from services.worker.memory import holdings
 from services.worker.memory.change import MemoryLostError
@@ -26,23 +31,10 @@ from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.spans import Spans
-from services.worker.models.loader import fill_buffers
 from shared.errors import StartupError
 from shared.layers import LayerRange
 
-
-@dataclass(frozen=True, slots=True)
-class _FileState:
-    """By which a file is known to be the one that was read before."""
-
-    num_bytes: int
-    modified_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> _FileState:
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+T = TypeVar("T")
 
 
 def load_elastic_model(settings: RunnerSettings, progress: Progress) -> ElasticModel:
@@ -68,13 +60,11 @@ class ElasticModel:
         memory = loaded.runner.memory
         assert isinstance(memory, ElasticMemory), "only memory in pages can drop layers"
         self._memory = memory
-        self._opener, self._cache, self._tensors = loaded.opener, loaded.cache, loaded.tensors
-        self._files = {path: _FileState.of(path) for path in sorted({each.path for each in self._tensors.values()})}
+        self._opener, self._cache = loaded.opener, loaded.cache
+        self._loading = ParameterLoading(loaded.opener.spec, loaded.opener.weights, loaded.tensors)
         self._addresses = self._find_addresses()
         self._runner = loaded.runner
         self._runner.close()  # it may know of rows by which it was tried out
-        self._missing = Spans()
-        self._stale: tuple[int, ...] = ()
         self._lost: MemoryLostError | None = None
         self.info: ModelInfo = loaded.runner.info
         """Of the whole model, as it was loaded."""
@@ -84,6 +74,17 @@ class ElasticModel:
         """Held now."""
         held = self._memory.held_layers
         return LayerRange(held[0], held[-1] + 1)
+
+    @property
+    def resident(self) -> LayerRange:
+        """Those whose parameters have memory, computed here or not. In any thread."""
+        resident = self._memory.resident_layers
+        return LayerRange(resident[0], resident[-1] + 1)
+
+    @property
+    def loaded_ratio(self) -> float:
+        """Share of the resident parameters' bytes that are loaded, 0 to 1. In any thread."""
+        return self._loading.loaded_ratio
 
     @property
     def whole(self) -> LayerRange:
@@ -103,52 +104,85 @@ class ElasticModel:
         """
         return self._cache
 
-    def blocks_with(self, layers: LayerRange) -> int:
+    def blocks_with(self, layers: LayerRange, resident: LayerRange | None = None) -> int:
         """Return how many KV blocks there will be for these layers, which are the whole model or a part of those held.
 
+        Args:
+            layers: to be held.
+            resident: whose parameters are to be there too; None: no others.
+
         Raises:
-            ValueError: other layers.
+            ValueError: other layers, or they are not all resident.
         """
         if layers == self.whole:
             return self.info.capacity.num_blocks
         if not self.layers.covers(layers):
             raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
-        gone = [layer for layer in self.layers if layer not in layers]
-        layout, after = self._memory.layout, self._memory.holding
-        if gone:
-            after = holdings.grown(layout, holdings.dropped(layout, after, gone, Spans()))
-        return layout.usable(after).total
+        if resident is not None and not (resident.covers(layers) and self.whole.covers(resident)):
+            raise ValueError(f"layers {layers} are not all among the resident ones, {resident}")
+        return holdings.room(self._memory.layout, layers, resident or layers)
 
     def open(self) -> ModelRunner:
-        """Return a runner of the layers that are held, which is to be closed before the next change."""
+        """Return a runner of the layers that are held, which is to be closed before another change than `reside`."""
         assert not self._runner.is_open, "one runner is open at a time"
-        assert not self._missing.total + len(self._stale), "parameters are missing that were not loaded"
+        assert self._loading.is_complete, "parameters are missing that were not loaded"
         self._check_addresses()
-        runner = self._opener.open(self._cache, self.info.max_model_len, self.info.reserve_bytes, owns_memory=False)
-        param_bytes = self._memory.layout.fixed_pages(self._memory.holding) * self.facts.page_bytes
-        runner.info = replace(runner.info, param_bytes=param_bytes)
-        self._runner = runner
-        return runner
+        self._runner = self._opener.open(
+            self._cache, self.info.max_model_len, self.info.reserve_bytes, owns_memory=False
+        )
+        self._describe()
+        return self._runner
 
     def keep(self, layers: LayerRange) -> None:
-        """Drop all other layers, and have more KV blocks for these.
+        """Drop all other layers, and have more KV blocks for these. Nothing is resident beside them then.
 
         Raises:
             ValueError: they are not all held.
             MemoryLostError: pages are not where they should be; only `close` is left to do.
-            OSError, MemoryError: the system refuses; nothing was changed.
+            OSError, MemoryError: the system refuses; all of them are still held.
         """
         self._runner.close()
         if not self.layers.covers(layers):
             raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
-        gone = [layer for layer in self.layers if layer not in layers]
-        if not gone:
+        if layers == self.resident:
             return
+        gone = [layer for layer in self.layers if layer not in layers]
+        self._make_room(self.layers, 0)
+        if gone:
+            self._changed(lambda: self._memory.drop(gone, in_use=Spans()))
+            self._loading.take_in(layers)
+        else:
+            self._changed(self._memory.grow)
+
+    def reside(self, layers: LayerRange, num_blocks: int) -> int:
+        """Have the parameters of some layers beside those that are held, and load what is not loaded in a thread.
+
+        A runner may be open: it goes on with the blocks that there are then, at their addresses. Even a step may be
+        under way in its thread if it uses no block with an id of `num_blocks` or above: those below have their memory
+        all the time, and whatever sizes of the cache the step finds, of before or after, they are among them.
+
+        Args:
+            layers: that contain those held; just these: what is loaded beside becomes memory for KV.
+            num_blocks: that there have to be; those with higher ids are not used any more.
+
+        Returns:
+            KV blocks that there are.
+
+        Raises:
+            ValueError: other layers, or so many blocks do not fit; nothing was changed.
+            MemoryLostError: pages are not where they should be; only `close` is left to do.
+            OSError, MemoryError: the system refuses; there may be fewer blocks than before.
+        """
+        if (fitting := self.blocks_with(self.layers, layers)) < num_blocks:
+            raise ValueError(f"{fitting} blocks fit beside layers {layers}, {num_blocks} were promised")
         try:
-            self._memory.drop(gone, in_use=Spans())
-        except MemoryLostError as error:
-            self._lost = error
-            raise
+            self._make_room(layers, min(num_blocks, self._memory.num_blocks))
+            self._changed(self._memory.grow)
+        finally:
+            self._describe()
+            if self._lost is None:
+                self._loading.begin()
+        return self._memory.num_blocks
 
     def restore(self) -> None:
         """Hold all layers again, with as many KV blocks as at the start. Called again after a failure, it goes on.
@@ -157,17 +191,19 @@ class ElasticModel:
             StartupError: the memory or the checkpoint is not what it was.
         """
         self._runner.close()
+        self._loading.stop()
         try:
             if self._lost is not None:
                 raise self._lost
             self._take_back()
         except (NotEnoughPagesError, MemoryLostError, OSError, MemoryError) as error:
             raise StartupError(f"dropped layers cannot come back: {error}", "Start the worker again") from error
-        self._load()
+        self._loading.load()
 
     def close(self) -> None:
         """Give back all memory. Idempotent."""
         self._runner.close()
+        self._loading.stop()
         self._memory.close()
 
     def check_invariants(self) -> None:
@@ -179,25 +215,38 @@ class ElasticModel:
         memory, num_blocks = self._memory, self.info.capacity.num_blocks
         gone = [layer for layer in self.whole if layer not in memory.held_layers]
         if gone:
-            self._missing = self._missing | memory.restore(gone, 0)
-            self._stale = tuple(sorted((*self._stale, *gone)))
+            new = [layer for layer in gone if layer not in memory.resident_layers]
+            self._loading.take_in(self.whole, new, memory.restore(gone, 0))
         if memory.num_blocks > num_blocks:
             memory.shrink(num_blocks)
         memory.grow(max_blocks=num_blocks - memory.num_blocks)
         assert memory.num_blocks == num_blocks, f"{memory.num_blocks} blocks fit, {num_blocks} did at the start"
 
-    def _load(self) -> None:
-        """Read what is arbitrary in the parameters."""
-        if not self._stale and not self._missing:
-            return
-        for path, state in self._files.items():
-            if not path.exists() or _FileState.of(path) != state:
-                raise StartupError(f"{path.name} is not the file that was loaded", "Start the worker again")
-        weights = self._opener.weights
-        layers = (weights.layers[layer] for layer in self._stale)
-        fill_buffers((weights.outer.within(self._missing.ranges), *layers), self._tensors)
-        self._stale = ()
-        self._missing = Spans()
+    def _make_room(self, resident: LayerRange, min_blocks: int) -> None:
+        """Have memory for the parameters of these layers and no others; nothing is being loaded then."""
+        self._loading.stop()
+        new = [layer for layer in resident if layer not in self._memory.resident_layers]
+        beside = [layer for layer in resident if layer not in self.layers]
+        outer = self._changed(lambda: self._memory.reside(beside, min_blocks))
+        self._loading.take_in(resident, new, outer)
+
+    def _changed(self, change: Callable[[], T]) -> T:
+        """Change the memory, and remember if it is lost by that."""
+        try:
+            return change()
+        except MemoryLostError as error:
+            self._lost = error
+            raise
+
+    def _describe(self) -> None:
+        """Let the runner say what it has."""
+        holding, runner = self._memory.holding, self._runner
+        runner.info = replace(
+            runner.info,
+            param_bytes=self._memory.layout.fixed_pages(holding) * self.facts.page_bytes,
+            kv_bytes=self._cache.num_bytes,
+            capacity=KvCapacity(self._cache.num_blocks, self._cache.block_size),
+        )
 
     def _find_addresses(self) -> tuple[int, ...]:
         """Return where parameters and KV of every layer lie, held or not."""

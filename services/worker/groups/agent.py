@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
@@ -28,9 +29,11 @@ from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.sequence import SequenceKey
 from services.worker.groups.arrivals import ArrivingKv
+from services.worker.groups.block_limit import BlockLimit, BlocksNeededError
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
 from services.worker.groups.queue import WaitingQueue
-from services.worker.groups.role import Role, role_in
+from services.worker.groups.residence import Residence, residence_in, why_not_resident
+from services.worker.groups.role import Role, role_in, why_not_taken
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.groups.turn import Outcome, Turn
 from services.worker.intake import Intake
@@ -38,7 +41,7 @@ from services.worker.policy.parting import share_out
 from services.worker.reporter import Reporter
 from shared.bus import Message
 from shared.ids import WorkerId
-from shared.layers import LayerRange, check_tiling
+from shared.layers import LayerRange
 from shared.log import get_logger
 from shared.messages.plan import (
     AbortPlan,
@@ -98,6 +101,7 @@ class PlanAgent:
         self._now = now
         self._tasks = tasks
         self._arriving = ArrivingKv(engine, loop.wake, now, tasks)
+        self._limit = BlockLimit(engine, loop.wake)
         self._queue = WaitingQueue(worker_id, engine, loop.flush, now)
         self._num_layers = len(device.facts.layer_bytes)
         self._newest_epoch = 0
@@ -110,6 +114,7 @@ class PlanAgent:
         self._broken: str | None = None
         """Why that pipeline is over, until this worker has left it."""
         reporter.take_role(self.role)
+        reporter.watch_parameters(self._parameters)
 
     # Messages
 
@@ -191,36 +196,37 @@ class PlanAgent:
 
     def _refusal(self, group: PlannedGroup) -> str | None:
         """Return why this worker cannot take the part that it has in a group."""
-        stages = group.stages
-        parts = [stage for stage in stages if stage.worker_id == self._worker_id]
-        if len(parts) != 1:
-            return f"the group names this worker {len(parts)} times"
-        (part,) = parts
-        if part.incarnation != self._reporter.incarnation:
-            return "the plan was made for another process of this worker"
-        held, layers = LayerRange(*part.held), LayerRange(*part.layers)
-        if held != self.role.layers:
-            return f"the plan was made for layers {held}, held are {self.role.layers}"
-        try:
-            check_tiling([LayerRange(*stage.layers) for stage in stages], self._num_layers)
-        except ValueError as error:
-            return str(error)
-        if len(stages) == 1 and not self.role.is_leader and not self.role.is_member:
-            return "it is a whole instance already"
-        if len(stages) > 1 and not held.covers(layers):
-            return f"layers {layers} are not all among those held, {held}"
+        reason = why_not_taken(self.role, group, self._worker_id, self._reporter.incarnation, self._num_layers)
+        if reason is not None:
+            return reason
         if not self._intake.is_serving:
             return "it is about to stop"
-        return self._device.refusal(layers)
+        residence = residence_in(self._place_now, group, self._worker_id)
+        if residence is not None:
+            return self._why_not_resident(residence, group)
+        if group.is_residence or any(stage.resident is not None for stage in group.stages):
+            return "what lies beside can change in a group that stands, and this is another one"
+        part = next(stage for stage in group.stages if stage.worker_id == self._worker_id)
+        return self._device.refusal(LayerRange(*part.layers))
+
+    def _why_not_resident(self, residence: Residence, group: PlannedGroup) -> str | None:
+        if self._broken is not None:
+            return f"its group is over: {self._broken}"
+        num_blocks = self._device.blocks_beside(residence.layers)
+        return why_not_resident(residence, group, self._num_layers, num_blocks)
 
     # Changes
 
     async def _carry_out(self, turn: Turn) -> None:
         """Hold the gate from prepare to the outcome."""
-        plan_id, outcome = turn.ask.plan_id, None
+        plan_id, outcome, busy_with = turn.ask.plan_id, None, "KV of the last change was on its way"
         try:
             async with asyncio.timeout_at(turn.until_s) as limit:
                 await self._arriving.over(turn.decision)  # what has not arrived would have to be computed again
+                busy_with = "KV was being moved to other blocks"
+                await self._make_do(turn)
+                limit.reschedule(turn.until_s)
+                busy_with = "a step, or a copy to the host, was under way"
                 async with self._gate.exclusive():
                     limit.reschedule(None)
                     turn.is_ready.set_result(True)
@@ -229,10 +235,22 @@ class PlanAgent:
                         outcome = await self._change(turn.ask)
         except GateClosedError:
             outcome = Outcome(plan_id, PlanState.REFUSED, "it is about to stop")
+        except BlocksNeededError as error:
+            outcome = Outcome(plan_id, PlanState.REFUSED, str(error))
         except TimeoutError:
-            outcome = Outcome(plan_id, PlanState.ABORTED, f"a step, or KV, was under way for {turn.ask.limit_s:g} s")
+            outcome = Outcome(plan_id, PlanState.ABORTED, f"{busy_with} for {turn.ask.limit_s:g} s")
         finally:
+            self._limit.go_back()
             self._settle(turn, outcome)
+        if outcome is not None and outcome.state is PlanState.ABORTED:
+            await self._reporter.announce("plan_refused", f"plan {plan_id}: {outcome.reason}")
+
+    async def _make_do(self, turn: Turn) -> None:
+        """Before memory goes to parameters beside, let a leader's sequences leave the blocks that it takes."""
+        residence = residence_in(self._place_now, turn.ask.group, self._worker_id)
+        if residence is not None and self.role.is_leader and residence.layers != self.role.layers:
+            await self._limit.reach(residence.num_blocks, turn.decision)
+            turn.until_s = self._now() + turn.ask.limit_s  # it has served so far
 
     def _settle(self, turn: Turn, outcome: Outcome | None) -> None:
         if outcome is None and turn.is_to_be_done:
@@ -253,8 +271,11 @@ class PlanAgent:
         before, began_s = self.role, self._now()
         num_prefills, num_decodes = num_struck(self._engine)
         place = self._place(asked)
+        residence = residence_in(self._place_now, asked.group, self._worker_id)
         try:
-            if place is None:
+            if residence is not None:
+                num_blocks = await self._reside(residence, asked.plan_id)
+            elif place is None:
                 num_blocks = await self._part(asked.plan_id)
             elif place.index == 0:
                 num_blocks = await self._lead(place)
@@ -263,7 +284,7 @@ class PlanAgent:
         except GroupFailedError as error:
             return Outcome(asked.plan_id, PlanState.FAILED, str(error), await self._stand_alone(asked.plan_id))
         _log.info(
-            "role_changed",
+            "role_changed" if residence is None else "parameters_beside",
             plan=asked.plan_id,
             layers=str(self.role.layers),
             before=str(before.layers),
@@ -272,9 +293,22 @@ class PlanAgent:
             num_blocks=num_blocks,
             num_prefills=num_prefills,
             num_decodes=num_decodes,
+            resident=str(self._device.resident),
             took_s=round(self._now() - began_s, 4),
         )
         return Outcome(asked.plan_id, PlanState.DONE, num_blocks=num_blocks)
+
+    async def _reside(self, residence: Residence, plan_id: int) -> int:
+        """Have other parameters beside those that are computed; who computes what stays as it is."""
+        if self.role.is_leader and not self._engine.is_within_limit:
+            raise GroupFailedError("KV is in use that would lose its memory")
+        num_blocks = await self._device.reside(residence.layers, residence.num_blocks)
+        if residence.layers != self.role.layers:
+            self._limit.keep()
+        else:
+            self._limit.lift()  # the other stages have given theirs up before
+        self._enter(replace(self.role, plan_id=plan_id))
+        return num_blocks
 
     def _place(self, asked: PreparePlan) -> GroupPlace | None:
         """Return the place in the group; None: it stands alone."""
@@ -356,12 +390,20 @@ class PlanAgent:
         """Go on with an executor that knows no sequence, and with what is here, or comes, of what they had computed."""
         executor, arrivals = led.executor, led.arrivals
         self._executor.switch(executor)
+        self._limit.forget()
         if arrivals is None:
             self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, led.kept)
         else:
             self._engine.enter_executor(arrivals.num_blocks, executor.depth, led.kept, arrivals.coming)
             self._arriving.begin(arrivals)
         self._loop.mended()
+
+    def _parameters(self) -> tuple[LayerRange, float]:
+        """Return what is resident, and how far it is loaded; during a change of layers what the role says."""
+        device = self._device
+        if device.layers != self.role.layers:
+            return self.role.layers, 1.0
+        return device.resident, device.loaded_ratio
 
     def _enter(self, role: Role) -> None:
         self.role = role

@@ -2,6 +2,7 @@
 
 alone ──lead──► leader: the executor is the whole group's          ──alone──► alone
 │ └──join──► member: computes what the leader says, until `on_end`  ──alone──►
+                      └─reside─► as before, while parameters of other layers are loaded beside
 """
 
 from __future__ import annotations
@@ -87,6 +88,20 @@ class GroupDevice(Protocol):
         ...
 
     @property
+    def resident(self) -> LayerRange:
+        """Layers whose parameters have memory here, held or beside those; while they change, those of before."""
+        ...
+
+    @property
+    def loaded_ratio(self) -> float:
+        """Share of the resident parameters' bytes that are loaded, 0 to 1.
+
+        It rises while steps run, and stays below 1 if loading fails, which is then tried again by the next `reside`, or
+        by `alone`.
+        """
+        ...
+
+    @property
     def facts(self) -> ElasticFacts:
         """Sizes of its memory; they never change."""
         ...
@@ -98,6 +113,10 @@ class GroupDevice(Protocol):
 
     def refusal(self, layers: LayerRange) -> str | None:
         """Return why this device cannot come to hold exactly these layers; None if it can."""
+        ...
+
+    def blocks_beside(self, layers: LayerRange) -> int:
+        """Return the KV blocks of the layers that are held, beside the parameters of `layers`, these among them."""
         ...
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
@@ -133,13 +152,35 @@ class GroupDevice(Protocol):
         """
         ...
 
+    async def reside(self, layers: LayerRange, num_blocks: int) -> int:
+        """Hold the parameters of some layers beside the own ones from now on; what the stage computes stays the same.
+
+        What is not loaded yet is loaded beside the steps that come after this call. Blocks keep their contents and
+        their addresses, and the executor goes on; the `capacity` that it began with is not changed. Idempotent.
+
+        No KV is on its way, and from now on the caller uses no block with an id of `num_blocks` or above: only as many
+        blocks may be left. A stage that is not the first may be in a step of that kind meanwhile. `lead` and `join` end
+        the loading and give up what is beside; `alone` loads what is left.
+
+        Args:
+            layers: that contain the own ones. Just the own ones: what is beside becomes memory for KV again.
+            num_blocks: that there have to be afterwards.
+
+        Returns:
+            KV blocks that this device has for its layers then, `num_blocks` or more.
+
+        Raises:
+            GroupFailedError: so many do not fit, the system refuses, or there is no group; `alone` has to be called.
+        """
+        ...
+
     @property
     def whole_blocks(self) -> int:
         """KV blocks that there is memory for beside the whole model."""
         ...
 
     async def alone(self, parting: Parting | None = None) -> Led:
-        """Leave any group, load what is missing, and return the executor of the whole model. Idempotent.
+        """Leave any group, load what is not loaded yet, and return the executor of the whole model. Idempotent.
 
         Args:
             parting: if the other members of its group do the same now: KV goes to where its sequences go. Who does not

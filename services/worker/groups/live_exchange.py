@@ -11,6 +11,9 @@ The group serves meanwhile, on other blocks. A group that dissolves `move`s its 
 Whatever goes wrong ends all of this stage's connections, so that the others hear of it; nobody waits for KV that does
 not come. Blocks that are not complete everywhere hold anything, and are named nowhere.
 
+The leader gives such blocks to others once its own part is over (`when_over`); a stage may not know yet. So it says so
+ahead of the batches that use them (`KvOver`), and then each stage ends its writes (`end_writes`) before it goes on.
+
 Source: KunServe v2, section 4.2. Deviation: KV goes through host memory of a limited size.
 """
 
@@ -31,6 +34,7 @@ from services.worker.groups.kv_progress import Complete, Landed
 from services.worker.groups.kv_table import KvOffer, KvTable, check_table
 from services.worker.groups.kv_wire import KvProgress, KvSocket, chunks_between
 from services.worker.groups.threads import in_thread
+from services.worker.groups.write_fence import WriteFence
 from services.worker.memory.block_copies import BlockCopies, copy_blocks, settle, write_block_bytes
 from services.worker.memory.kv_cache import KVCache
 from shared.errors import WireError
@@ -73,6 +77,13 @@ class LiveExchange:
         self._arrived: asyncio.Queue[KeptKv | None] = asyncio.Queue()
         self._complete: Complete | None = None
         """Of the leader, while the group serves."""
+        self._fence = WriteFence()
+        """Around every write to blocks."""
+        self._cache: KVCache | None = None
+        """To which KV comes beside the group's steps."""
+        self._is_over = False
+        """What `begin` began has ended."""
+        self._say_over: Callable[[], None] = lambda: None
         self._loop = asyncio.get_running_loop()
         self.failure: str | None = None
         """Why KV does not move, once that is so."""
@@ -130,8 +141,20 @@ class LiveExchange:
             cache: of the layers and blocks after the change; it must not change until `stop` has returned.
         """
         tell = self._tell_loop() if self._stage == 0 else self._sockets[0].send_progress
+        self._cache = cache
         self._moving = self._loop.create_task(self._move(cache, tell), name="kv-exchange")
-        self._moving.add_done_callback(lambda _: self._arrived.put_nowait(None))
+        self._moving.add_done_callback(lambda _: self._end())
+
+    def when_over(self, say: Callable[[], None]) -> None:
+        """Call something on the loop when this stage's part is over, whole or not: nothing is written here any more.
+
+        Args:
+            say: called once, before `arrivals` end; at once if the part is over.
+        """
+        if self._is_over:
+            say()
+        else:
+            self._say_over = say
 
     def arrivals(self, num_blocks: int) -> Arrivals | None:
         """Return what comes to the whole group, of which this is the leader, after `begin`; None: nothing does.
@@ -139,8 +162,20 @@ class LiveExchange:
         Args:
             num_blocks: that there is memory for.
         """
-        coming = NOTHING_KEPT if self._table is None or self.failure is not None else self._table.kept_at(0)
+        if self._table is None or (self._is_over and self.failure is not None):
+            return None
+        coming = self._table.kept_at(0)
         return Arrivals(coming, num_blocks, self._news(num_blocks), num_blocks) if coming else None
+
+    def end_writes(self) -> None:
+        """Let nothing be written here any more: the leader has given blocks that lack KV to others.
+
+        Returns when what was under way is there. After `begin`, in any thread. Idempotent.
+        """
+        self._fence.shut()
+        self._fence.wait()
+        if self._cache is not None:
+            settle(self._cache)
 
     async def stop(self) -> None:
         """End what is under way, and give back connections and memory. Idempotent."""
@@ -175,8 +210,14 @@ class LiveExchange:
         self._shut()
 
     def _shut(self) -> None:
+        self._fence.shut()
         for sock in self._sockets.values():
             sock.shut()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._say_over()
+        self._arrived.put_nowait(None)
 
     def _decide(self, own: KvOffer, decide: Decide) -> KvTable:
         offers = [own, *(unpack_offer(self._sockets[peer].receive_message()) for peer in sorted(self._sockets))]
@@ -269,7 +310,8 @@ class LiveExchange:
             while (progress := sock.receive(buffer[:size])) is not None:
                 self._hear(peer, progress)
             first = table.lots[chunk.lot].first + chunk.first
-            write_block_bytes(cache, chunk.layer, chunk.side, first, buffer[:size])
+            with self._fence.writing():
+                write_block_bytes(cache, chunk.layer, chunk.side, first, buffer[:size])
             if chunk.is_last:
                 land(chunk.lot, chunk.end)
         while self._complete is not None and self._complete.is_due(peer):
@@ -285,6 +327,7 @@ class LiveExchange:
     def _write_own(self, table: KvTable, cache: KVCache, land: Callable[[int, int], None]) -> None:
         for chunk in chunks_between(table, self._stage, self._stage, self._wanted[self._stage], self._block_bytes):
             data = self._copies[chunk.lot].bytes_of(chunk.layer, chunk.side, chunk.first, chunk.end)
-            write_block_bytes(cache, chunk.layer, chunk.side, table.lots[chunk.lot].first + chunk.first, data)
+            with self._fence.writing():
+                write_block_bytes(cache, chunk.layer, chunk.side, table.lots[chunk.lot].first + chunk.first, data)
             if chunk.is_last:
                 land(chunk.lot, chunk.end)

@@ -61,6 +61,5 @@ class Membership:
             self._loop.call_soon_threadsafe(self._say_end)
 
     def _say_end(self) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end(self._server.reason)
+        if self._on_end is not None:
+            self._on_end(self._server.reason)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector
@@ -26,7 +28,6 @@ from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Par
 from services.worker.groups.modelled_exchange import Estate, Exchange, Share, hand_out
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
-from services.worker.memory.spans import Spans
 from shared.cost import CostModel, StageCost
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -211,6 +212,19 @@ class ModelledDeviceParams:
     """At which parameters come from the host: PCIe 4.0 x16 unless told otherwise."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """Parameters that come while the group serves."""
+
+    began_s: float
+    num_bytes: int
+    bytes_per_s: float
+
+    def left_bytes(self, now_s: float) -> float:
+        """Return what has not come yet."""
+        return max(self.num_bytes - (now_s - self.began_s) * self.bytes_per_s, 0.0)
+
+
 class ModelledGroupDevice:
     """See `GroupDevice`.
 
@@ -227,8 +241,9 @@ class ModelledGroupDevice:
         make_executor: Callable[[ShadowKv], Executor],
     ) -> None:
         facts = params.facts
-        self.layers = LayerRange(0, len(facts.layer_bytes))
+        self.layers = self.resident = LayerRange(0, len(facts.layer_bytes))
         self._all_layers = self.layers
+        self._loading: _Loading | None = None
         self._params = params
         self._network = network
         self._make_executor = make_executor
@@ -264,18 +279,40 @@ class ModelledGroupDevice:
         return ""
 
     def num_blocks(self, layers: LayerRange) -> int:
-        """Return the KV blocks that there is memory for beside the parameters of some layers."""
-        holding = holdings.whole(self._layout, 0)
-        gone = [layer for layer in self._all_layers if layer not in layers]
-        if gone:
-            holding = holdings.dropped(self._layout, holding, gone, Spans())
-        return self._layout.usable(holdings.grown(self._layout, holding)).total
+        """Return the KV blocks of some layers that there is memory for beside the parameters of just these."""
+        return holdings.room(self._layout, layers)
 
     def refusal(self, layers: LayerRange) -> str | None:
         """Return why this device cannot come to hold these layers."""
         if not self._all_layers.covers(layers):
             return f"the model has layers {self._all_layers}, not {layers}"
         return None if self.num_blocks(layers) else f"layers {layers} leave no memory for KV"
+
+    @property
+    def loaded_ratio(self) -> float:
+        """Share of the resident parameters that is loaded; see `GroupDevice`."""
+        loading = self._loading
+        if loading is None:
+            return 1.0
+        return 1 - loading.left_bytes(_now_s()) / sum(self.facts.layer_bytes[layer] for layer in self.resident)
+
+    def blocks_beside(self, layers: LayerRange) -> int:
+        """Return the KV blocks of the own layers beside the parameters of some more; see `GroupDevice`."""
+        return holdings.room(self._layout, self.layers, layers)
+
+    async def reside(self, layers: LayerRange, num_blocks: int) -> int:
+        """Have other parameters beside those of the own layers; see `GroupDevice`."""
+        found = self.blocks_beside(layers)
+        if not layers.covers(self.layers) or found < num_blocks:
+            raise GroupFailedError(f"layers {layers} leave memory for {found} KV blocks of {num_blocks}")
+        await asyncio.sleep(self._params.remap_s)
+        if layers == self.resident:
+            return found
+        self._kv.poison(np.arange(min(found, self._kv.num_blocks), self._kv.num_blocks, dtype=np.int32))
+        more = sum(self.facts.layer_bytes[layer] for layer in layers if layer not in self.layers)
+        self._loading = _Loading(_now_s(), more, self._params.load_bytes_per_s) if more else None
+        self.resident = layers
+        return found
 
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Led:
         """Be the first stage; see `GroupDevice`."""
@@ -299,6 +336,7 @@ class ModelledGroupDevice:
         if not num_blocks:
             raise GroupFailedError(f"layers {layers} leave no memory for KV")
         self.layers, self._group = layers, place.stages[0].worker_id
+        self.resident, self._loading = layers, None
         self._kv = self._shadow_kv(num_blocks, layer_weight(layers, num_layers))
         stage = ModelledStage(
             StageCost(self._params.cost, layers, num_layers),
@@ -322,10 +360,9 @@ class ModelledGroupDevice:
             kept = await self._network.part(place, share)
         self._leave()
         if self.layers != self._all_layers:
-            facts = self._params.facts
-            missing = sum(facts.layer_bytes[layer] for layer in self._all_layers if layer not in self.layers)
-            await asyncio.sleep(self._params.remap_s + missing / self._params.load_bytes_per_s)
+            await asyncio.sleep(self._params.remap_s + self._missing_bytes / self._params.load_bytes_per_s)
         self.layers, self._group = self._all_layers, WorkerId("")
+        self.resident, self._loading = self.layers, None
         self._kv = whole
         self.executor = self._make_executor(self._kv)
         return Led(self.executor, kept)
@@ -333,6 +370,14 @@ class ModelledGroupDevice:
     async def close(self) -> None:
         """Leave any group. Idempotent."""
         self._leave()
+
+    @property
+    def _missing_bytes(self) -> float:
+        """Parameters of the whole model that are not loaded."""
+        if self._loading is not None:
+            return self._loading.left_bytes(_now_s())
+        layer_bytes = self.facts.layer_bytes
+        return sum(layer_bytes[layer] for layer in self._all_layers if layer not in self.resident)
 
     def _leave(self) -> None:
         if self._place is not None:
@@ -343,3 +388,7 @@ class ModelledGroupDevice:
 
     def _shadow_kv(self, num_blocks: int, weight: int) -> ShadowKv:
         return ShadowKv(num_blocks, self._params.block_size, self._params.draw, weight=weight)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

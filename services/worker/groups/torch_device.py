@@ -5,7 +5,9 @@
       │ ▲   join: be dialled by the stages            stage server: threads compute what comes over sockets
       │ └───────── before, dial those behind ► member
       │                                               in all states one model in one memory (`elastic_model.py`);
-      └─ alone: leave, load, open ◄─────── anything   what runs on it is closed before the next change
+      └─ alone: leave, load, open ◄─────── anything   what runs on it is closed before another change than `reside`
+
+A stage may have parameters of other layers beside its own (`reside`): they are loaded while it computes.
 
 Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
 not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
@@ -66,7 +68,6 @@ class TorchGroupDevice:
         exchange_limit_s: in which KV has to change hands; else it is computed again.
         part_limit_s: in which the stages of a group that dissolves have to find each other.
         exchange_bytes_per_s: at which KV changes hands, as reported.
-        token_s: seconds that computing the KV of one token again takes, as reported.
     """
 
     def __init__(  # noqa: PLR0913  limits by name
@@ -79,7 +80,6 @@ class TorchGroupDevice:
         exchange_limit_s: float = EXCHANGE_LIMIT_S,
         part_limit_s: float = PART_LIMIT_S,
         exchange_bytes_per_s: float = 0.0,
-        token_s: float = 0.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -96,6 +96,7 @@ class TorchGroupDevice:
         self._exchange_now: LiveExchange | None = None
         """Of the group that stands, until it is over or for longer."""
         self._layers = model.layers
+        self._resident = model.resident
         self._closed = False
         facts = model.facts
         self._facts = ElasticFacts(
@@ -107,7 +108,6 @@ class TorchGroupDevice:
             page_bytes=facts.page_bytes,
             num_pages=facts.num_pages,
             max_blocks=facts.max_blocks,
-            token_s=token_s,
             link_bytes_per_s=exchange_bytes_per_s if exchange_bytes else 0.0,
             has_host_copy=True,
         )
@@ -116,6 +116,16 @@ class TorchGroupDevice:
     def layers(self) -> LayerRange:
         """Held now; while they change, those of before."""
         return self._layers
+
+    @property
+    def resident(self) -> LayerRange:
+        """Layers whose parameters have memory; while they change, those of before."""
+        return self._resident
+
+    @property
+    def loaded_ratio(self) -> float:
+        """Share of the resident parameters' bytes that are loaded; see `GroupDevice`."""
+        return self._model.loaded_ratio
 
     @property
     def facts(self) -> ElasticFacts:
@@ -140,6 +150,10 @@ class TorchGroupDevice:
             return f"with layers {layers} the memory holds {num_blocks} KV blocks, too few for the longest request"
         return None
 
+    def blocks_beside(self, layers: LayerRange) -> int:
+        """Return the KV blocks of the own layers beside the parameters of some more; see `GroupDevice`."""
+        return self._model.blocks_with(self._layers, layers)
+
     async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> Led:
         """Become the first stage of a group; see `GroupDevice`."""
         async with self._changing:
@@ -160,8 +174,10 @@ class TorchGroupDevice:
                     stage.close()
                     raise
                 sockets.pop_all()
-            self._executor, self._place = PipelineExecutor(stages, self._loop.time, on_end), place
-            return Led(self._executor, arrivals=exchange.arrivals(capacity.num_blocks))
+            executor = PipelineExecutor(stages, self._loop.time, on_end)
+            self._executor, self._place = executor, place
+            exchange.when_over(executor.end_writes)
+            return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
         """Become another stage of a group; see `GroupDevice`.
@@ -195,6 +211,20 @@ class TorchGroupDevice:
                 sockets.pop_all()
             return offer.num_blocks
 
+    async def reside(self, layers: LayerRange, num_blocks: int) -> int:
+        """Have parameters beside the own ones, or have them no more; see `GroupDevice`."""
+        async with self._changing:
+            if self._place is None:
+                raise GroupFailedError("it is a stage of no group")
+            if self._exchange_now is not None:
+                await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
+            try:
+                return await in_thread(lambda: self._model.reside(layers, num_blocks), "parameter mapping")
+            except Exception as error:  # whatever the memory raises: `alone` says whether it can be mended
+                raise GroupFailedError(f"parameters of {layers}: {type(error).__name__}: {error}") from error
+            finally:
+                self._note_layers()
+
     @property
     def whole_blocks(self) -> int:
         """KV blocks beside the whole model."""
@@ -214,7 +244,7 @@ class TorchGroupDevice:
                 try:
                     await in_thread(self._model.restore, "layer loading")
                 finally:
-                    self._layers = self._model.layers
+                    self._note_layers()
                 if exchange is not None:
                     await exchange.move(self._model.cache)
             self._executor = ThreadExecutor(await in_thread(self._model.open, "model opening"), self._loop)
@@ -227,6 +257,9 @@ class TorchGroupDevice:
             await self._leave()
             await self._listener.close()
             await in_thread(self._model.close, "model closing")
+
+    def _note_layers(self) -> None:
+        self._layers, self._resident = self._model.layers, self._model.resident
 
     @property
     def _block_size(self) -> int:
@@ -268,7 +301,7 @@ class TorchGroupDevice:
             self._model.keep(place.own.layers)
 
         def open_stage() -> RunnerStage:
-            stage = RunnerStage(self._model.open())
+            stage = RunnerStage(self._model.open(), exchange.end_writes)
             if stage.capacity.num_blocks < offer.num_blocks:
                 stage.close()
                 raise MemoryError(f"{stage.capacity.num_blocks} blocks fit, {offer.num_blocks} were promised")
@@ -285,7 +318,7 @@ class TorchGroupDevice:
             # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
-            self._layers = self._model.layers
+            self._note_layers()
         self._exchange_now = exchange
         exchange.begin(self._model.cache)
         return stage

@@ -92,8 +92,13 @@ class ElasticMemory:
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        """Layers whose parameters are there, ascending."""
+        """Layers whose parameters and KV are there, ascending."""
         return self._holding.layers
+
+    @property
+    def resident_layers(self) -> tuple[int, ...]:
+        """Layers whose parameters are there, with KV or without, ascending."""
+        return self._holding.resident
 
     @property
     def usable(self) -> Spans:
@@ -113,8 +118,8 @@ class ElasticMemory:
     def parameters(self, layer: int | None, num_bytes: int) -> torch.Tensor:
         """Return [num_bytes] uint8 for the parameters of a layer, or (None) for those outside the layers.
 
-        It lies at one address for good. While the layer is dropped it must not be touched; what it holds when the layer
-        comes back is arbitrary.
+        It lies at one address for good. While the layer is not resident it must not be touched; what it holds when it
+        is so again is arbitrary.
         """
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -209,8 +214,8 @@ class ElasticMemory:
     def restore(self, layers: Iterable[int], min_blocks: int) -> Spans:
         """Take some layers back: room for their parameters and KV comes from blocks at the tail.
 
-        What is in their parameters is arbitrary until somebody loads them; their KV holds what was left of it, if
-        that was not released, and is arbitrary elsewhere.
+        What is in their parameters is arbitrary until somebody loads them, unless they were resident before; their KV
+        holds what was left of it, if that was not released, and is arbitrary elsewhere.
 
         Args:
             layers: not held now.
@@ -222,11 +227,26 @@ class ElasticMemory:
         Raises:
             ValueError, NotEnoughPagesError: as in `holdings.restored`; nothing was changed.
         """
-        facts, held = self._layout.facts, self._holding.layers
-        self._change(holdings.restored(self._layout, self._holding, layers, min_blocks))
-        new = self._layout.outer_pages(self._holding.layers) - self._layout.outer_pages(held)
-        page = facts.page_bytes
-        return Spans.of(*((first * page, min(end * page, facts.outer_bytes)) for first, end in new.ranges))
+        return self._with_outer(holdings.restored(self._layout, self._holding, layers, min_blocks))
+
+    def reside(self, beside: Iterable[int], min_blocks: int) -> Spans:
+        """Have pages for the parameters of exactly these layers beside those that are held.
+
+        Room for what is new comes from blocks at the tail, and its contents are arbitrary; the pages of what is not
+        named any more become free, and `grow` uses them. Nothing else is touched: layers that are held can be computed
+        as before, with the blocks that are left.
+
+        Args:
+            beside: not held; none: only those that are held stay resident.
+            min_blocks: that have to stay; all others with higher ids are free.
+
+        Returns:
+            Bytes of the outer parameters that have to be loaded too.
+
+        Raises:
+            ValueError, NotEnoughPagesError: as in `holdings.resided`; nothing was changed.
+        """
+        return self._with_outer(holdings.resided(self._layout, self._holding, beside, min_blocks))
 
     def rebase(self, by_blocks: int) -> None:
         """Move the KV of the layers that are held to other ids, by mapping; see `holdings.rebased`."""
@@ -262,6 +282,14 @@ class ElasticMemory:
         facts, kv = self._layout.facts, self._kv
         flat = self._ranges[region].tensor()[: facts.max_blocks * facts.block_bytes].view(kv.dtype)
         return flat.view(facts.max_blocks, kv.block_size, kv.num_kv_heads, kv.head_dim)
+
+    def _with_outer(self, after: Holding) -> Spans:
+        """Change to a holding, and return the bytes of the outer parameters that have new pages."""
+        layout, before = self._layout, self._holding
+        self._change(after)
+        page, end = layout.facts.page_bytes, layout.facts.outer_bytes
+        new = layout.outer_pages(after.resident) - layout.outer_pages(before.resident)
+        return Spans.of(*((first * page, min(last * page, end)) for first, last in new.ranges))
 
     def _change(self, after: Holding, shift: int = 0) -> None:
         assert self._is_sound, "an earlier change of memory could not be undone; the worker must start anew"

@@ -5,6 +5,7 @@
     grow      free pages back more blocks at the tail;   back: they back the ids that are named
     shrink    the tail's pages become free
     restore   the tail's pages become parameters and KV of layers that come back
+    reside    the tail's pages become parameters of layers that others compute, or those become free
     rebase    the same KV under other block ids
 
 Each returns a `Holding`, and never one that the budget does not allow. `change.py` says how to get there.
@@ -64,7 +65,7 @@ def dropped(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_us
         raise ValueError("a worker has to keep a layer")
     left = layout.usable(holding) & in_use
     leaving = (*holding.leaving, *((layer, left) for layer in gone if left))
-    return Holding(kept, holding.kv, tuple(sorted(leaving, key=lambda entry: entry[0])))
+    return Holding(kept, holding.kv, tuple(sorted(leaving, key=lambda entry: entry[0])), holding.beside)
 
 
 def released(holding: Holding, layers: Iterable[int], blocks: Spans) -> Holding:
@@ -142,15 +143,28 @@ def shrunk(layout: MemoryLayout, holding: Holding, num_blocks: int) -> Holding:
     return replace(holding, kv=layout.covering(usable.head(num_blocks)))
 
 
+def room(layout: MemoryLayout, layers: Iterable[int], resident: Iterable[int] = ()) -> int:
+    """Return how many blocks a worker has for the layers that it computes if it uses all of its budget.
+
+    Args:
+        layout: of the memory.
+        layers: computed; not none.
+        resident: layers whose parameters it has; those that it computes are among them in any case.
+    """
+    computed = tuple(sorted(layers))
+    beside = tuple(sorted(set(resident) - set(computed)))
+    return layout.usable(grown(layout, Holding(computed, Spans(), beside=beside))).total
+
+
 def blocks_with(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> int:
     """Return how many blocks, those with the lowest ids, could stay if some layers came back; below 0: they cannot."""
-    return _with_layers(layout, holding, layers)[1]
+    return _fitting(layout, _with_layers(layout, holding, layers))
 
 
 def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_blocks: int) -> Holding:
     """Return the holding with some more layers; blocks at the tail make room for their parameters and KV.
 
-    What is left of the KV of these layers stays where it is.
+    What is left of the KV of these layers stays where it is, and so do parameters that are there already.
 
     Args:
         layout: of the memory.
@@ -162,28 +176,57 @@ def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_
         ValueError: a layer is held, or there is none of that number; or fewer blocks are there now.
         NotEnoughPagesError: so many blocks do not fit beside them.
     """
-    more, fitting = _with_layers(layout, holding, layers)
-    if not 0 <= min_blocks <= (usable := layout.usable(holding)).total:
-        raise ValueError(f"of {usable.total} blocks {min_blocks} cannot be kept")
-    if fitting < min_blocks:
-        needed = replace(more, kv=layout.covering(usable.head(min_blocks)))
-        raise NotEnoughPagesError(layout.num_pages(needed), layout.facts.num_pages)
-    if fitting == usable.total:
-        return more
-    return replace(more, kv=layout.covering(usable.head(fitting)))
+    return _fitted(layout, _with_layers(layout, holding, layers), min_blocks)
 
 
-def _with_layers(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> tuple[Holding, int]:
-    """Return the holding with more layers, whether it fits or not, and how many of its first blocks would fit."""
+def resided(layout: MemoryLayout, holding: Holding, beside: Iterable[int], min_blocks: int) -> Holding:
+    """Return the holding with the parameters of exactly these layers beside those that are held.
+
+    Blocks at the tail make room for what is new; the pages of what is not named any more become free.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        beside: of the model, not held.
+        min_blocks: that have to stay, of those with the lowest ids; as many as fit do.
+
+    Raises:
+        ValueError: a layer is held, or there is none of that number; or fewer blocks are there now.
+        NotEnoughPagesError: so many blocks do not fit beside them.
+    """
+    wanted = set(beside)
+    if wanted & set(holding.layers) or not wanted <= set(range(layout.facts.num_layers)):
+        raise ValueError(f"layers {sorted(wanted)} cannot lie beside {holding.layers}")
+    return _fitted(layout, replace(holding, beside=tuple(sorted(wanted))), min_blocks)
+
+
+def _with_layers(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> Holding:
+    """Return the holding with more layers, whether it fits or not."""
     new = set(layers)
     if not new or new & set(holding.layers) or not new <= set(range(layout.facts.num_layers)):
         raise ValueError(f"layers {sorted(new)} cannot come back to {holding.layers}")
     leaving = tuple((layer, left) for layer, left in holding.leaving if layer not in new)
-    more = Holding(tuple(sorted((*holding.layers, *new))), holding.kv, leaving)
-    room = layout.pool_pages(more)
-    if room < 0:
-        return more, -1
-    return more, layout.within(holding.kv.head(room)).total
+    beside = tuple(layer for layer in holding.beside if layer not in new)
+    return Holding(tuple(sorted((*holding.layers, *new))), holding.kv, leaving, beside)
+
+
+def _fitting(layout: MemoryLayout, wanted: Holding) -> int:
+    """Return how many of the first blocks fit into the budget with all else that is wanted; below 0: not even that."""
+    pages = layout.pool_pages(wanted)
+    return -1 if pages < 0 else layout.within(wanted.kv.head(pages)).total
+
+
+def _fitted(layout: MemoryLayout, wanted: Holding, min_blocks: int) -> Holding:
+    """Return what is wanted with as many of the first blocks as fit; raises as `restored`."""
+    usable, fitting = layout.usable(wanted), _fitting(layout, wanted)
+    if not 0 <= min_blocks <= usable.total:
+        raise ValueError(f"of {usable.total} blocks {min_blocks} cannot be kept")
+    if fitting < min_blocks:
+        needed = replace(wanted, kv=layout.covering(usable.head(min_blocks)))
+        raise NotEnoughPagesError(layout.num_pages(needed), layout.facts.num_pages)
+    if fitting == usable.total:
+        return wanted
+    return replace(wanted, kv=layout.covering(usable.head(fitting)))
 
 
 def rebased(layout: MemoryLayout, holding: Holding, by_blocks: int) -> Holding:

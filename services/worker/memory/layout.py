@@ -87,11 +87,18 @@ class Holding:
     """What the pages of a worker are for, at one time."""
 
     layers: tuple[int, ...]
-    """Whose parameters are there, ascending; never none."""
+    """That are held: whose parameters are there, and whose KV, ascending; never none."""
     kv: Spans
     """Pages that are mapped in the keys, and in the values, of each of these layers."""
     leaving: tuple[tuple[int, Spans], ...] = ()
     """Layer and blocks, ascending: KV of layers that are not held any more, which somebody still reads."""
+    beside: tuple[int, ...] = ()
+    """Other layers whose parameters are there, ascending: nobody computes them here, so they have no KV."""
+
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """Layers whose parameters are there, computed here or not, ascending."""
+        return tuple(sorted((*self.layers, *self.beside)))
 
     def left(self, layer: int) -> Spans:
         """Return the blocks of a dropped layer that are still there."""
@@ -162,8 +169,8 @@ class MemoryLayout:
 
     def mapped(self, holding: Holding) -> dict[Region, Spans]:
         """Return, in the order of `regions`, what is mapped in each range; a range of which nothing is, is left out."""
-        spans = {OUTER: self.outer_pages(holding.layers)}
-        for layer in holding.layers:
+        spans = {OUTER: self.outer_pages(holding.resident)}
+        for layer in holding.resident:
             spans[Region(Kind.PARAMETERS, layer)] = Spans.of((0, self.layer_pages(layer)))
         kv = {**dict.fromkeys(holding.layers, holding.kv), **{i: self.covering(left) for i, left in holding.leaving}}
         for layer, pages in kv.items():
@@ -176,7 +183,8 @@ class MemoryLayout:
 
     def fixed_pages(self, holding: Holding) -> int:
         """Return how many pages a holding takes besides the KV of the layers that are held."""
-        parameters = self.outer_pages(holding.layers).total + sum(self.layer_pages(i) for i in holding.layers)
+        resident = holding.resident
+        parameters = self.outer_pages(resident).total + sum(self.layer_pages(i) for i in resident)
         return parameters + 2 * sum(self.covering(left).total for _, left in holding.leaving)
 
     def pool_pages(self, holding: Holding) -> int:

@@ -7,7 +7,7 @@ stand here, once, and a test on the CPU meets what a GPU would refuse.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -35,6 +35,7 @@ class PageBook:
         self._adopted: set[PageId] = set()
         self._next_adopted = num_pages
         self.mapped: set[PageId] = set()
+        self._watchers: list[Callable[[Sequence[PageId]], None]] = []
 
     def check_open(self) -> None:
         """Raise `MappingError` if the memory is closed."""
@@ -75,6 +76,16 @@ class PageBook:
             raise MappingError(f"page {page} was not adopted")
         self.check_free([page])
         self._adopted.remove(page)
+
+    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
+        """See `VirtualMemory.watch`."""
+        self._watchers.append(on_unmapped)
+
+    def unmapped(self, pages: Sequence[PageId]) -> None:
+        """Note that pages are mapped no more, and tell whoever watches."""
+        self.mapped.difference_update(pages)
+        for on_unmapped in self._watchers:
+            on_unmapped(pages)
 
 
 class CheckedRange(ABC):
@@ -125,7 +136,7 @@ class CheckedRange(ABC):
         self._unmap(self.address + offset, pages)
         for place in places:
             del self._pages[place]
-        self._book.mapped.difference_update(pages)
+        self._book.unmapped(pages)
         return pages
 
     def page_at(self, offset: int) -> PageId | None:

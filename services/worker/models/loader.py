@@ -52,33 +52,43 @@ def load_weights(
     outer = _buffer(stage_parts(spec, held), None, dtype, memory)
     parts = (layer_parts(spec, i) if i in held else () for i in range(spec.num_layers))
     buffers = tuple(_buffer(each, i, dtype, memory) for i, each in enumerate(parts))
-    fill_buffers((outer, *buffers), tensors, progress)
+    _fill((outer, *buffers), tensors, progress)
     return ModelWeights(outer, buffers)
 
 
-def fill_buffers(
-    buffers: tuple[ParameterBuffer, ...],
-    tensors: dict[str, TensorEntry],
-    progress: Progress = lambda _done, _what: None,
-) -> None:
-    """Read all parts of some buffers from the checkpoint, over what is there.
+def copy_pieces(
+    buffers: tuple[ParameterBuffer, ...], tensors: dict[str, TensorEntry], piece_elements: int | None = None
+) -> Iterator[tuple[str, int]]:
+    """Read all parts of some buffers from the checkpoint, over what is there, piece by piece as they are asked for.
 
     Args:
         buffers: with memory behind them.
         tensors: see `load_weights`.
-        progress: see `load_weights`.
+        piece_elements: of a piece at most; None: a piece is a tensor.
+
+    Yields:
+        The name of the file and the bytes of the buffers that were filled from it.
 
     Raises:
         StartupError: see `load_weights`.
     """
     targets = _targets(buffers)
-    total = sum(tensors[name].num_bytes for name in targets)
-    done = 0
     for path in sorted({tensors[name].path for name in targets}):
         for name, tensor in _read(path, [name for name in targets if tensors[name].path == path]):
-            targets[name].copy_(tensor)
-            done += tensors[name].num_bytes
-            progress(done / total, f"loading {path.name}")
+            source, target = tensor.reshape(-1), targets[name].view(-1)
+            size = piece_elements or len(target)
+            for first in range(0, len(target), size):
+                piece = target[first : first + size]
+                piece.copy_(source[first : first + size])
+                yield path.name, piece.numel() * piece.itemsize
+
+
+def _fill(buffers: tuple[ParameterBuffer, ...], tensors: dict[str, TensorEntry], progress: Progress) -> None:
+    total = sum(buffer.num_bytes for buffer in buffers)
+    done = 0
+    for name, num_bytes in copy_pieces(buffers, tensors):
+        done += num_bytes
+        progress(done / total, f"loading {name}")
 
 
 def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, memory: ModelMemory) -> ParameterBuffer:

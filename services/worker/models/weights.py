@@ -213,6 +213,11 @@ class ParameterBuffer:
                 self._views[part.name] = self.storage[offset : offset + num_bytes].view(dtype).view(part.shape)
             offset += _aligned(num_bytes)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the parts that can be used, without what aligns them."""
+        return sum(part.numel for part in self.parts) * self.dtype.itemsize
+
     def only(self, names: Collection[str]) -> ParameterBuffer:
         """Return the same buffer with some of its parts; a use of another one is an error."""
         return ParameterBuffer(self._all_parts, self.dtype, self.storage, names)

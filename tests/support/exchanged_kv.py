@@ -1,0 +1,167 @@
+"""What tests of exchanged KV share: an engine that is stepped by hand, and the bits of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.engine.engine import Engine
+from services.worker.engine.prefix import following_names, root_name
+from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
+from services.worker.executor.elastic_model import ElasticModel
+from services.worker.groups.torch_device import TorchGroupDevice
+from tests.support.engine_builders import new_sequence
+from tests.support.live_groups import Group, Texts, calm_texts, new_engine, ranges_of, spoil, tokens_of
+from tests.support.runners import KERNELS
+
+HALVES = ranges_of(2, 4)
+BLOCK = 16
+
+
+def spoil_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every change, all KV is no number until it is written: what was not moved cannot be read by luck."""
+    for name in ("keep", "restore"):
+        change = getattr(ElasticModel, name)
+
+        def spoiling(self: ElasticModel, *args: object, change: object = change) -> None:
+            change(self, *args)  # type: ignore[operator]
+            spoil(self)
+
+        monkeypatch.setattr(ElasticModel, name, spoiling)
+
+
+# Text
+
+
+@dataclass
+class Server:
+    """An engine that is stepped by hand, and what it has said.
+
+    Args:
+        executor: of the first steps.
+        names: of the requests of `texts_of` that it serves.
+    """
+
+    executor: Executor
+    names: Sequence[int]
+    num_computed: int = 0
+    """Tokens in all batches."""
+    texts: Texts = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+    """Where the first batch of each began since the executor changed."""
+
+    def __post_init__(self) -> None:
+        self.engine = new_engine(1, self.executor.capacity.num_blocks)
+        self.add(self.names)
+
+    def add(self, names: Sequence[int]) -> None:
+        """Take requests on, from their prompts."""
+        for name in names:
+            new = new_sequence(name, prompt=prompt_of(name), max_tokens=8, seed=name)
+            if name % 2:
+                update = {"temperature": 0.8, "top_p": 0.9}
+                object.__setattr__(new, "sampling", new.sampling.model_copy(update=update))
+            assert isinstance(self.engine.add(new), int)
+
+    async def serve(self, num_steps: int = 10**9) -> None:
+        """Make some steps, or all."""
+        while num_steps and (batch := self.engine.next_batch(0.0)) is not None:
+            self.num_computed += int(batch.num_tokens.sum())
+            for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
+                self.starts.setdefault(int(self.engine.table.stream[row]) - 1000, start)
+            events = self.engine.absorb(batch, await self.executor.submit(batch), 0.0)
+            for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+                if token >= 0:
+                    self.texts.setdefault(stream - 1000, []).append(token)
+            num_steps -= 1
+            self.engine.check_invariants()
+
+    def enter(self, executor: Executor, kept: KeptKv, coming: KeptKv = NOTHING_KEPT) -> None:
+        """Go on elsewhere."""
+        self.starts.clear()
+        self.executor = executor
+        self.engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept, coming)
+
+    def num_cached(self, kept: KeptKv, name: int) -> int:
+        """Return how many tokens of a request, as far as it has come, lie in blocks that were kept."""
+        tokens = np.array([*prompt_of(name), *self.texts.get(name, [])], np.int32)
+        chain = following_names(root_name(""), tokens[:-1], BLOCK)
+        return BLOCK * next((i for i, each in enumerate(chain) if each not in kept.names), len(chain))
+
+    def left_to_compute(self, kept: KeptKv, names: Sequence[int]) -> int:
+        """Return the tokens that have to be computed for some requests if what is kept is used, and nothing twice."""
+        return sum(len(prompt_of(name)) + 8 - 1 - self.num_cached(kept, name) for name in names)
+
+
+async def calm(name: str = "llama", dtype: str = "float32", kernels: str = KERNELS) -> Texts:
+    """Return what an undisturbed worker says to each request."""
+    return {stream - 1000: text for stream, text in (await calm_texts(name, dtype, kernels)).items()}
+
+
+def prompt_of(name: int) -> list[int]:
+    return tokens_of(min(name, 4), 20 + 9 * name)
+
+
+def rows_of(engine: Engine, names: Sequence[int]) -> list[int]:
+    table = engine.table
+    return [row for row in engine.row_of.values() if int(table.stream[row]) - 1000 in names]
+
+
+# Bits
+
+
+Bits = dict[int, bytes]
+"""Of a block: keys, then values, by layer."""
+
+
+def bits_of(device: TorchGroupDevice, block: int) -> Bits:
+    cache = device._model.cache
+    return {
+        layer: b"".join(side[layer][block].view(torch.uint8).numpy().tobytes() for side in (cache.keys, cache.values))
+        for layer in cache.layers
+    }
+
+
+def scribble(device: TorchGroupDevice, rng: np.random.Generator) -> None:
+    """Let all blocks hold bits that nothing else holds, numbers or not."""
+    for pool in device._model.cache.pools():
+        flat = pool.view(-1).view(torch.uint8)
+        flat.copy_(torch.from_numpy(rng.integers(0, 256, flat.numel(), dtype=np.uint8)))
+
+
+def snapshot(devices: Sequence[TorchGroupDevice], kept: KeptKv) -> dict[bytes, Bits]:
+    """Return by name what blocks hold in all layers that these devices have."""
+    found: dict[bytes, Bits] = {}
+    for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
+        found[name] = {layer: bits for device in devices for layer, bits in bits_of(device, block).items()}
+    return found
+
+
+def check_bits(device: TorchGroupDevice, kept: KeptKv, expected: dict[bytes, Bits]) -> None:
+    for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
+        assert bits_of(device, block) == {layer: expected[name][layer] for layer in device.layers}
+
+
+def numbered(count: int, offset: int = 0) -> KeptKv:
+    names = tuple((offset + i).to_bytes(16, "little") for i in range(count))
+    return KeptKv(names, np.arange(count, dtype=np.int32)[::-1].copy())
+
+
+async def kept_three(devices: list[TorchGroupDevice]) -> list[KeptKv]:
+    rng = np.random.default_rng(3)
+    for device in devices:
+        scribble(device, rng)
+    return [numbered(8, offset=100 * i) for i in range(len(devices))]
+
+
+async def serves(group: Group) -> None:
+    """Check that a group works, though it does not have all KV."""
+    assert len(group.kept) < 24
+    server = Server(group.executor, range(6))
+    await server.serve()
+    assert server.texts == await calm()
+    await group.executor.close()

@@ -1,0 +1,274 @@
+"""Groups of live workers that go on serving while parameters come back beside their stages, and go again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.engine.loop import ExecutorBrokenError
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.groups.device import GroupFailedError
+from services.worker.groups.torch_device import TorchGroupDevice
+from shared.errors import StartupError
+from shared.layers import LayerRange
+from tests.support.checkpoints import stored_checkpoint
+from tests.support.live_groups import SHAPES, Group, Texts, calm_texts, check, form, live_devices, ranges_of, texts_of
+from tests.support.loading_gate import LoadingGate, wait_until_loaded
+from tests.support.runners import KERNELS
+
+pytestmark = pytest.mark.kernels
+
+HALVES = ranges_of(2, 4)
+WHOLE = LayerRange(0, 4)
+CASES = sorted(
+    {
+        ("llama", "float32", KERNELS),
+        ("llama", "float32", "torch"),
+        ("tied", "bfloat16", KERNELS),
+        ("projected embedding", "bfloat16", "torch"),
+    }
+)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> LoadingGate:
+    return LoadingGate(monkeypatch)
+
+
+async def calm() -> Texts:
+    return await calm_texts("llama", "float32", KERNELS)
+
+
+async def all_beside(devices: Sequence[TorchGroupDevice]) -> int:
+    """Have all parameters beside each stage, members first; return the blocks that the group may use."""
+    blocks = min(device._model.blocks_with(device.layers, WHOLE) for device in devices)
+    for device in reversed(devices):
+        assert await device.reside(WHOLE, blocks) == device._model._memory.num_blocks >= blocks
+        assert device.resident == WHOLE
+    return blocks
+
+
+async def own_only(devices: Sequence[TorchGroupDevice]) -> None:
+    """Have only the own parameters."""
+    blocks = min(device._model.blocks_with(device.layers) for device in devices)
+    for device in reversed(devices):
+        assert await device.reside(device.layers, blocks) >= blocks
+        assert (device.resident, device.loaded_ratio) == (device.layers, 1)
+
+
+async def loaded(devices: Sequence[TorchGroupDevice]) -> None:
+    """Wait until nothing is being loaded."""
+    for device in devices:
+        await asyncio.to_thread(wait_until_loaded, device._model)
+
+
+async def be_alone(*devices: TorchGroupDevice) -> None:
+    """Let devices be whole instances again, and look at all there is to see."""
+    for device in devices:
+        executor = (await device.alone()).executor
+        assert isinstance(executor, ThreadExecutor)
+        assert (device.layers, device.resident, device.loaded_ratio) == (WHOLE, WHOLE, 1)
+        assert await texts_of(executor) == await calm()
+    check(devices)
+
+
+@pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
+async def test_the_text_is_the_same_beside_a_loading_after_it_and_after_the_restore(
+    name: str, dtype: str, kernels: str, gate: LoadingGate
+) -> None:
+    expected = await calm_texts(name, dtype, kernels)
+    async with live_devices(3, name, dtype=dtype, kernels=kernels) as devices:
+        group = await form(devices, ranges_of(1, 2, 4))
+        before = [device._model._memory.num_blocks for device in devices]
+        gate.hold(5)
+        blocks = await all_beside(devices)
+        assert blocks < min(before)
+        assert all(device.loaded_ratio < 1 for device in devices)
+        assert await texts_of(group.executor, num_blocks=blocks) == expected
+        serving = asyncio.create_task(texts_of(group.executor, num_blocks=blocks))
+        while not serving.done():
+            gate.hold(1)
+            await asyncio.sleep(0)
+        assert await serving == expected
+        await own_only(devices)
+        check(devices)
+        assert [device._model._memory.num_blocks for device in devices] == before
+        assert await texts_of(group.executor) == expected
+        gate.open()
+        blocks = await all_beside(devices)
+        assert await texts_of(group.executor, num_blocks=blocks) == expected
+        await loaded(devices)
+        check(devices)
+        num_read = gate.num_pieces
+        await group.executor.close()
+        for device in devices:
+            assert (device.layers == WHOLE, device.loaded_ratio) == (False, 1)
+            assert await texts_of((await device.alone()).executor) == expected
+        assert gate.num_pieces == num_read, "there was nothing to load"
+        check(devices)
+
+
+@pytest.mark.parametrize("guilty", range(2))
+async def test_a_group_that_breaks_while_layers_load_becomes_whole_instances(guilty: int, gate: LoadingGate) -> None:
+    """A stage leaves in the middle of a step: what was loaded is not loaded again, and nobody waits for the rest.
+
+    Each lacks two layers, of 15 pieces each, and 9 pieces or more outside of them. So of 38 pieces none gets all
+    that it needs, and one gets a layer at least.
+    """
+    async with live_devices(2) as devices:
+        group = await form(devices, HALVES)
+        gate.hold(38)
+        blocks = await all_beside(devices)
+        await asyncio.to_thread(gate.wait, 2)
+        lacking = sum(len(device._model._loading._lacking) for device in devices)
+        assert lacking < 3 + 3
+        gate.read.clear()
+        leaving: list[asyncio.Task[object]] = []
+
+        def leave() -> None:
+            leaving.append(asyncio.create_task(devices[guilty].alone()))
+
+        if guilty:
+            with pytest.raises(ExecutorBrokenError):
+                await texts_of(group.executor, num_blocks=blocks, steps_until=4, then=leave)
+        else:
+            leave()
+        await asyncio.gather(*leaving)
+        await be_alone(*devices)
+        assert len(gate.read) <= lacking
+
+
+async def test_a_stage_of_a_larger_group_gives_up_what_lies_beside(gate: LoadingGate) -> None:
+    """While it is being loaded, in two groups of two that become one of three and a whole worker."""
+    async with live_devices(4) as devices:
+        groups = [await form(pair, HALVES) for pair in (devices[:2], devices[2:])]
+        gate.hold(9)
+        for pair in (devices[:2], devices[2:]):
+            await all_beside(pair)
+        for group in groups:
+            await group.executor.close()
+        three = [devices[0], devices[1], devices[3]]
+        ranges = ranges_of(2, 3, 4)
+        claimed = [device._model.blocks_with(layers) for device, layers in zip(three, ranges, strict=True)]
+        merged = await form(three, ranges)
+        assert gate.num_pieces <= 9 + 3, "nobody loads for a group"
+        assert [(device.resident, device.loaded_ratio) for device in three] == [(layers, 1) for layers in ranges]
+        assert [device._model._memory.num_blocks for device in three] == claimed
+        check(three)
+        assert await texts_of(merged.executor) == await calm()
+        await merged.executor.close()
+        await be_alone(*devices)
+
+
+async def test_what_a_device_cannot_have_beside_is_refused_and_the_group_goes_on(gate: LoadingGate) -> None:
+    async with live_devices(2) as devices:
+        with pytest.raises(GroupFailedError, match="a stage of no group"):
+            await devices[0].reside(WHOLE, 0)
+        group = await form(devices, HALVES)
+        blocks = devices[1]._model.blocks_with(HALVES[1], WHOLE)
+        for layers, wanted, reason in (
+            (WHOLE, blocks + 1, f"{blocks} blocks fit beside"),
+            (HALVES[0], 0, "not all among the resident ones"),
+        ):
+            with pytest.raises(GroupFailedError, match=reason):
+                await devices[1].reside(layers, wanted)
+        assert [device.resident for device in devices] == list(HALVES)
+        assert await texts_of(group.executor) == await calm()
+        await group.executor.close()
+        await be_alone(*devices)
+
+
+async def test_layers_that_cannot_be_loaded_beside_are_no_matter_until_the_restore(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPES["llama"])[0], tmp_path / "model"))
+    async with live_devices(2, folder=folder) as devices:
+        group = await form(devices, HALVES)
+        away = (folder / "model.safetensors").rename(tmp_path / "away")
+        blocks = await all_beside(devices)
+        await loaded(devices)
+        assert all(device.loaded_ratio < 1 for device in devices)
+        assert await texts_of(group.executor, num_blocks=blocks) == await calm()
+        away.rename(folder / "model.safetensors")
+        await devices[0].reside(WHOLE, blocks)
+        await loaded(devices)
+        assert [device.loaded_ratio < 1 for device in devices] == [False, True], "who is asked again tries again"
+        (folder / "model.safetensors").rename(away)
+        assert await texts_of(group.executor, num_blocks=blocks) == await calm()
+        await group.executor.close()
+        await be_alone(devices[0])
+        with pytest.raises(StartupError, match="is not the file that was loaded"):
+            await devices[1].alone()
+        away.rename(folder / "model.safetensors")
+        await be_alone(*devices)
+
+
+async def test_devices_can_be_closed_while_layers_load(gate: LoadingGate) -> None:
+    async with live_devices(2) as devices:
+        await form(devices, HALVES)
+        gate.hold(7)
+        await all_beside(devices)
+        await asyncio.gather(*(device.close() for device in devices))
+
+
+class Life:
+    """A group whose parameters come back and go while it serves, until it ends somehow, and the next one; by seed."""
+
+    def __init__(self, devices: list[TorchGroupDevice], gate: LoadingGate, seed: int) -> None:
+        self.devices, self.gate = devices, gate
+        self.rng = np.random.default_rng(seed)
+        self.done: set[str] = set()
+
+    async def group(self) -> None:
+        """Live from the beginning of a group to its end."""
+        count = int(self.rng.integers(2, 4))
+        members = [self.devices[i] for i in self.rng.permutation(len(self.devices))[:count]]
+        cuts = sorted(int(at) for at in self.rng.choice([1, 2, 3], count - 1, replace=False))
+        group = await form(members, ranges_of(*cuts, 4))
+        for _ in range(int(self.rng.integers(1, 5))):
+            await self.change(members, group)
+        self.gate.mend()
+        name = ("end", "leave")[int(self.rng.integers(2))]
+        await getattr(self, name)(members, group)
+        self.done.add(name)
+        await be_alone(*members)
+
+    async def change(self, members: list[TorchGroupDevice], group: Group) -> None:
+        self.disturb()
+        if self.rng.random() < 0.6:
+            blocks = await all_beside(members)
+            self.done.add("beside")
+        else:
+            await own_only(members)
+            blocks = min(device._model._memory.num_blocks for device in members)
+            self.done.add("own only")
+        check(members)
+        said = await texts_of(group.executor, num_tokens=2, num_blocks=blocks)
+        assert said == {i: text[:2] for i, text in (await calm()).items()}
+
+    def disturb(self) -> None:
+        self.gate.mend()
+        self.gate.open()
+        if self.rng.random() < 0.5:
+            self.gate.hold(int(self.rng.integers(0, 60)))
+        elif self.rng.random() < 0.5:
+            self.gate.fail_after(int(self.rng.integers(0, 60)))
+
+    async def end(self, members: list[TorchGroupDevice], group: Group) -> None:
+        await group.executor.close()
+
+    async def leave(self, members: list[TorchGroupDevice], group: Group) -> None:
+        await members[int(self.rng.integers(1, len(members)))].alone()
+        await group.executor.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_lives_end_with_whole_workers(seed: int, gate: LoadingGate) -> None:
+    async with live_devices(4) as devices:
+        life = Life(devices, gate, seed)
+        for _ in range(8):
+            await life.group()
+        assert life.done == {"beside", "own only", "end", "leave"}

@@ -1,0 +1,372 @@
+"""KV that does not come: the group serves without it, and what came late is in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+
+from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.groups import kv_wire, live_exchange
+from services.worker.groups.device import Led, Parting
+from services.worker.groups.kv_table import KvTable
+from services.worker.groups.kv_wire import KvSocket
+from services.worker.groups.live_exchange import LiveExchange
+from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.memory.block_copies import BlockCopies
+from services.worker.memory.kv_cache import KVCache
+from shared.checksum import seal
+from shared.layers import LayerRange
+from tests.support.exchanged_kv import (
+    HALVES,
+    Bits,
+    Server,
+    calm,
+    check_bits,
+    kept_three,
+    serves,
+    snapshot,
+    spoil_after_changes,
+)
+from tests.support.late_kv import LateKv, changed_pages, pages_of
+from tests.support.live_groups import (
+    all_that_comes,
+    check,
+    form,
+    live_devices,
+    places,
+    ranges_of,
+)
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture(autouse=True)
+def _spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_after_changes(monkeypatch)
+
+
+def count_sends(monkeypatch: pytest.MonkeyPatch, at: int, act: object) -> list[int]:
+    """Let one of the chunks that are sent be sent by `act(socket, data)`."""
+    send, lock, sent = KvSocket.send_chunk, threading.Lock(), [0]
+
+    def counted(self: KvSocket, data: memoryview) -> None:
+        with lock:
+            sent[0] += 1
+            number = sent[0]
+        if number == at + 1:
+            act(self, data)  # type: ignore[operator]
+        else:
+            send(self, data)
+
+    monkeypatch.setattr(kv_wire, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(KvSocket, "send_chunk", counted)
+    return sent
+
+
+def damaged(kind: str) -> object:
+    def send(self: KvSocket, data: memoryview) -> None:
+        number, size, checksum = self._num_sent, len(data), zlib.crc32(data)
+        body = bytearray(data)
+        if kind == "bytes":
+            body[size // 2] ^= 4
+        elif kind == "length":
+            size -= 1
+        elif kind == "number":
+            number += 1
+        header = bytearray(seal(kv_wire._HEADER.pack(number, size, checksum)))
+        if kind == "header":
+            header[2] ^= 1
+        self._sock.sendall(header)
+        self._sock.sendall(body)
+        self._num_sent += 1
+
+    return send
+
+
+async def test_damage_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one chunk, early or late, of any part of it; and of what the leader says to all."""
+    async with live_devices(3) as devices:
+        for kind, at in [*product(["bytes", "length", "number", "header"], [0, 9]), ("table", 0)]:
+            kept = await kept_three(devices)
+            expected: dict[bytes, Bits] = {}
+            for device, own in zip(devices, kept, strict=True):
+                expected |= snapshot([device], own)
+            with monkeypatch.context() as patch:
+                sent = count_sends(patch, at, damaged(kind))
+                if kind == "table":
+                    patch.setattr(live_exchange, "pack_table", lambda _table: bytes(99))
+                group = await form(devices, ranges_of(1, 2, 4), kept)
+            assert sent[0] > at or kind == "table"
+            assert len(group.kept) < 24
+            assert len(group.coming) in (0, 24), "it may have failed before the group stood"
+            for device in devices:
+                check_bits(device, group.kept, expected)
+            if at:
+                await serves(group)
+            await group.executor.close()
+            await asyncio.gather(*(device.alone() for device in devices))
+        group = await form(devices, ranges_of(1, 2, 4), kept)
+        assert len(group.kept) == 24
+        await group.executor.close()
+        with monkeypatch.context() as patch:
+            sent = count_sends(patch, 4, damaged("bytes"))
+            shares = tuple(KeptKv(group.kept.names[i::3], group.kept.ids[i::3]) for i in range(3))
+            partings = [Parting(shares), Parting(), Parting()]
+            led = await asyncio.gather(*(device.alone(part) for device, part in zip(devices, partings, strict=True)))
+        assert sent[0] > 4
+        assert min(len(each.kept) for each in led) == 0, "at least who was sent the damage has nothing"
+        assert all(each.kept.names in ((), share.names) for each, share in zip(led, shares, strict=True))
+
+
+async def test_kv_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    shut = KvSocket.shut
+    over = threading.Event()
+
+    def wake(self: KvSocket) -> None:
+        over.set()
+        shut(self)
+
+    async with live_devices(3, exchange_limit_s=0.3) as devices:
+        kept = await kept_three(devices)
+        with monkeypatch.context() as patch:
+            patch.setattr(KvSocket, "shut", wake)
+            count_sends(patch, 5, lambda _sock, _data: over.wait(30))
+            group = await form(devices, ranges_of(1, 2, 4), kept)
+        assert over.is_set()
+        await serves(group)
+
+
+async def test_memory_that_cannot_be_had_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_cache: KVCache, _ids: object) -> BlockCopies:
+        raise MemoryError("no memory")
+
+    async with live_devices(3) as devices:
+        kept = await kept_three(devices)
+        with monkeypatch.context() as patch:
+            patch.setattr(live_exchange, "copy_blocks", fail)
+            group = await form(devices, ranges_of(1, 2, 4), kept)
+        await serves(group)
+
+
+@pytest.mark.parametrize("killed", [0, 1, 2])
+async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_others_are_whole_again(
+    killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections end while its KV is on the way, and the others wait for that."""
+    over, shut, send = threading.Event(), KvSocket.shut, LiveExchange._send
+
+    def never(self: LiveExchange, *args: object) -> None:
+        if self._stage == killed:
+            over.wait(20)
+            raise ConnectionResetError("killed")
+        send(self, *args)  # type: ignore[arg-type]
+
+    def wake(self: KvSocket) -> None:
+        over.set()
+        shut(self)
+
+    async with live_devices(3) as devices:
+        kept = await kept_three(devices)
+        own = places(devices, ranges_of(1, 2, 4))
+        ends: dict[int, list[str | None]] = {1: [], 2: []}
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveExchange, "_send", never)
+            patch.setattr(KvSocket, "shut", wake)
+            leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
+            await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in (1, 2)))
+            led = await leading
+            assert led.arrivals is not None
+            waiting = asyncio.ensure_future(all_that_comes(led.arrivals))
+            await devices[killed].close()
+            async with asyncio.timeout(10):
+                assert len(await waiting) < 24
+                for i in {1, 2} - {killed}:
+                    while not ends[i]:
+                        await asyncio.sleep(0.001)
+        for device in devices[:killed] + devices[killed + 1 :]:
+            alone = await device.alone()
+            assert alone.kept.names == ()
+            server = Server(alone.executor, range(6))
+            await server.serve()
+            assert server.texts == await calm()
+            check([device])
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+async def test_who_does_not_come_to_the_parting_is_not_waited_for(missing: int) -> None:
+    async with live_devices(3) as devices:
+        kept = await kept_three(devices)
+        group = await form(devices, ranges_of(1, 2, 4), kept)
+        await group.executor.close()
+        for device in devices:
+            device._part_limit_s = 0.2
+        partings = [Parting(tuple(kept)), Parting(), Parting()]
+        led = await asyncio.gather(*(devices[i].alone(partings[i]) for i in range(3) if i != missing))
+        assert all(each.kept.names == () for each in led)
+        led.append(await devices[missing].alone(partings[missing]))
+        assert led[-1].kept.names == ()
+        check(devices)
+
+
+async def test_a_member_that_parts_first_waits_in_its_pipeline_for_the_leader() -> None:
+    """Else the leader would hear of a broken group, before it hears that the group is to dissolve."""
+    async with live_devices(2) as devices:
+        kept = await kept_three(devices)
+        broken: list[str | None] = []
+        own = places(devices, HALVES)
+        leading = asyncio.ensure_future(devices[0].lead(own[0], broken.append, kept[0]))
+        await devices[1].join(own[1], lambda _: None, kept[1])
+        led = await leading
+        assert led.arrivals is not None
+        await all_that_comes(led.arrivals)
+        executor = led.executor
+        parting = asyncio.ensure_future(devices[1].alone(Parting()))
+        while not devices[1]._listener._expected:
+            await asyncio.sleep(0)
+        server = Server(executor, range(6))
+        await server.serve()
+        assert server.texts == await calm()
+        assert broken == []
+        await executor.close()
+        share = server.engine.leave_executor(0.0)
+        assert (await devices[0].alone(Parting((NOTHING_KEPT, share)))).kept.names == ()
+        assert (await parting).kept.names == share.names
+
+
+async def test_a_wrong_number_of_shares_is_refused_before_anything_changes() -> None:
+    async with live_devices(2) as devices:
+        group = await form(devices, HALVES)
+        with pytest.raises(ValueError, match="1 shares for 2 stages"):
+            await devices[0].alone(Parting((NOTHING_KEPT,)))
+        await serves(group)
+
+
+async def test_a_member_of_a_group_that_is_not_whole_brings_nothing() -> None:
+    """Its other half is elsewhere."""
+    async with live_devices(3) as devices:
+        kept = await kept_three(devices)
+        old = await form(devices[:2], HALVES)
+        await old.executor.close()
+        group = await form([devices[0], devices[2]], HALVES, [kept[0], kept[2]])
+        assert group.kept.names == kept[2].names
+        await group.executor.close()
+
+
+# What comes late
+
+
+async def lead_and_join(devices: Sequence[TorchGroupDevice], kept: Sequence[KeptKv]) -> Led:
+    """Let three become a group, and return what it leads with while KV is on its way."""
+    own = places(devices, ranges_of(1, 2, 4))
+    leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
+    await asyncio.gather(*(devices[i].join(own[i], lambda _: None, kept[i]) for i in (1, 2)))
+    return await leading
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("way", "has_begun"),
+    [("received", True), ("own", True), ("own", False)],
+    ids=["received, given up", "own, given up", "own, not begun"],
+)
+async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_now(
+    stage: int, way: str, has_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader gives up the exchange, or never begins, and gives the blocks to others; a member goes on."""
+    decide = LiveExchange._decide
+
+    def decide_and_fail(self: LiveExchange, *args: object) -> KvTable:
+        decide(self, *args)  # type: ignore[arg-type]
+        raise ConnectionResetError("it knows of no table, the others do")
+
+    async with live_devices(3) as devices:
+        kept = await kept_three(devices)
+        with monkeypatch.context() as patch:
+            late = LateKv(patch, stage, way)
+            if not has_begun:
+                patch.setattr(LiveExchange, "_decide", decide_and_fail)
+            led = await lead_and_join(devices, kept)
+            await late.come()
+            assert (led.arrivals is not None) == has_begun
+            if led.arrivals is not None:
+                assert devices[0]._exchange_now is not None
+                devices[0]._exchange_now._give_up("it is told to")
+                assert len(await all_that_comes(led.arrivals)) < 24
+            server = Server(led.executor, range(6))
+            await server.serve(3)
+            before = pages_of(devices[stage])
+            await late.write(devices[stage])
+            assert changed_pages(devices[stage], before) == []
+        await server.serve()
+        assert server.texts == await calm()
+        await led.executor.close()
+
+
+async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The leader has given up; a member that is about to write is told to take parameters in."""
+    async with live_devices(3) as devices:
+        kept, member = await kept_three(devices), devices[1]
+        with monkeypatch.context() as patch:
+            late = LateKv(patch, 1, "own")
+            led = await lead_and_join(devices, kept)
+            await late.come()
+            assert devices[0]._exchange_now is not None
+            devices[0]._exchange_now._give_up("it is told to")
+            reside, was_over = member._model.reside, list[bool]()
+
+            def note(layers: LayerRange, num_blocks: int) -> int:
+                assert member._exchange_now is not None
+                assert member._exchange_now._moving is not None
+                was_over.append(member._exchange_now._moving.done())
+                return reside(layers, num_blocks)
+
+            patch.setattr(member._model, "reside", note)
+            await asyncio.gather(member.reside(LayerRange(0, 4), 1), late.write(member))
+            assert was_over == [True]
+            check(devices)
+        await led.executor.close()
+
+
+async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has given up before it says what comes, and its own KV is still about to be written."""
+    begin = LiveExchange.begin
+
+    def begin_and_give_up(self: LiveExchange, cache: KVCache) -> None:
+        begin(self, cache)
+        if self._stage == 0:
+            self._loop.call_soon(self._give_up, "it is told to")
+
+    async with live_devices(3) as devices:
+        kept = await kept_three(devices)
+        with monkeypatch.context() as patch:
+            late = LateKv(patch, 0, "own")
+            patch.setattr(LiveExchange, "begin", begin_and_give_up)
+            led = await lead_and_join(devices, kept)
+            await late.come()
+            assert devices[0]._exchange_now is not None
+            assert devices[0]._exchange_now.failure is not None
+            assert led.arrivals is not None, "nothing would keep the blocks"
+            assert len(led.arrivals.coming) == 24
+            waiting = asyncio.ensure_future(all_that_comes(led.arrivals))
+            server = Server(led.executor, ())
+            server.engine.leave_executor(0.0)
+            server.enter(led.executor, NOTHING_KEPT, led.arrivals.coming)
+            server.add(range(3))
+            await server.serve()
+            assert not waiting.done()
+            before = pages_of(devices[0])
+            await late.write(devices[0])
+            assert changed_pages(devices[0], before) == [], "it ends at once"
+            assert len(await waiting) == 0
+        server.engine.expect_no_more()
+        server.add(range(3, 6))
+        await server.serve()
+        assert server.texts == await calm()
+        await led.executor.close()
