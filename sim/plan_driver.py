@@ -41,6 +41,20 @@ def group_of(reports: Sequence[WorkerReport], ranges: Sequence[LayerRange]) -> P
     )
 
 
+def beside(reports: Sequence[WorkerReport], num_blocks: int, resident: LayerRange | None) -> PlannedGroup:
+    """Return the group that these workers are, in this order, with other parameters beside those they compute with.
+
+    Args:
+        reports: of its stages.
+        num_blocks: that it has then.
+        resident: None: nothing is beside.
+    """
+    group = group_of(reports, [LayerRange(*report.layers) for report in reports])
+    layers = None if resident is None else (resident.first, resident.end)
+    stages = tuple(stage.model_copy(update={"resident": layers}) for stage in group.stages)
+    return PlannedGroup(stages=stages, num_blocks=num_blocks)
+
+
 def alone(report: WorkerReport) -> PlannedGroup:
     """Return the group of a worker that is whole again."""
     return group_of([report], [LayerRange(0, report.num_layers)])
@@ -112,6 +126,21 @@ class PlanDriver:
     async def drop(self, workers: Sequence[str], ranges: Sequence[LayerRange]) -> dict[str, PlanAnswer | None]:
         """Form a group of these workers by their newest reports."""
         return await self.carry_out(group_of([self.reports[w] for w in workers], ranges))
+
+    async def reside(
+        self, workers: Sequence[str], num_blocks: int, resident: LayerRange | None
+    ) -> dict[str, PlanAnswer | None]:
+        """Have parameters beside a group of these workers, in its order, or no more.
+
+        The leader, who uses the blocks, makes do with fewer before the others do, and has more after them.
+        """
+        group = beside([self.reports[w] for w in workers], num_blocks, resident)
+        plan_id, answers = await self.prepare(group)
+        good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
+        turns = [workers[:1], workers[1:]] if resident is not None else [workers[1:], workers[:1]]
+        first = await self.finish(plan_id, turns[0], commit=good)
+        good &= all(answer is not None and answer.state is PlanState.DONE for answer in first.values())
+        return first | await self.finish(plan_id, turns[1], commit=good)
 
     async def restore(self, workers: Sequence[str]) -> dict[str, PlanAnswer | None]:
         """Make these workers whole again by their newest reports."""

@@ -52,6 +52,10 @@ class PlannerSettings(ServiceSettings):
     """KV use, over its workers' capacity without drop, below which a group is restored; 0: only by hand."""
     restore_hold_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds that a group's use must stay below that; higher waits longer for the next burst."""
+    restore_beside: bool = True
+    """Load parameters beside serving before a group is restored; false: in one step, while its requests wait."""
+    load_stall_s: _Seconds = 30.0
+    """Seconds without progress after which such a load is given up, and tried again later; higher waits longer."""
     cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds after a restore in which only workers that have been calm since are a reason to drop again."""
     rebalance_pause_s: _Seconds = 1.5
@@ -65,6 +69,9 @@ class PlannerSettings(ServiceSettings):
     """Longest such pause."""
     prepare_limit_s: _Seconds = 2.0
     """Seconds for workers to say that they are prepared; readers stand still meanwhile."""
+    move_limit_s: _Seconds = 5.0
+    """Seconds for the leader of a group that is to load parameters beside to make do with fewer KV blocks; it serves
+    meanwhile, but nothing else is decided."""
     prepared_limit_s: _Seconds = 5.0
     """Seconds after which a worker that was prepared goes on as it was if it hears nothing."""
     commit_limit_s: _Seconds = 60.0
@@ -87,6 +94,7 @@ class PlannerSettings(ServiceSettings):
         """Return the limits of carrying a plan out."""
         return ExecutionParams(
             prepare_limit_s=self.prepare_limit_s,
+            move_limit_s=self.move_limit_s,
             prepared_limit_s=self.prepared_limit_s,
             commit_limit_s=self.commit_limit_s,
         )
@@ -99,6 +107,8 @@ class PlannerSettings(ServiceSettings):
             cooldown_s=self.cooldown_s,
             retry_s=self.retry_s,
             max_retry_s=self.max_retry_s,
+            restore_beside=self.restore_beside,
+            load_stall_s=self.load_stall_s,
         )
 
     def observation(self) -> ObserveParams:

@@ -1,7 +1,8 @@
 """What the planner does next: the ladder and the restores, with the patience that both need.
 
-    view ─► observe ─► ladder (held back after a failure, or a restore) ─► drop, or a static pipeline
-                   └─► groups that are used little for a while ──────────► restore, where groups are not for good
+    view ─► observe ─► groups that have parameters beside, and run short ─► unload, before anything else
+                   ├─► ladder (held back after a failure, or a restore) ──► drop, or a static pipeline
+                   └─► groups that are used little for a while ───────────► load, restore, where groups are not for good
     outcome ─► back-off, cool-down, and nothing until reports show what was changed
 
 No I/O; time is an argument. What is remembered from one decision to the next is here, and nowhere else.
@@ -16,12 +17,15 @@ from services.planner.config import PlannerSettings
 from services.planner.execution import Outcome
 from services.planner.policy.drop_facts import ClusterFacts
 from services.planner.policy.drop_lever import DropLever
-from services.planner.policy.intent import RESTORE, Intent, drop_intent, restore_intent
-from services.planner.policy.ladder import ClusterSnapshot, Decision, Lever, Situation, decide
+from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.intent import LOAD, RESTORE, UNLOAD, Intent, drop_intent
+from services.planner.policy.ladder import NO_LEVER, ClusterSnapshot, Decision, Lever, Situation, decide
 from services.planner.policy.observe import Observation, can_work, observe
-from services.planner.policy.pacing import Backoff, Cooldown, RestoreWatch
+from services.planner.policy.pacing import Backoff, Cooldown
 from services.planner.policy.pipeline_lever import PipelineLever
-from services.planner.policy.restore import RestoreRefusal, plan_restore
+from services.planner.policy.residence import beside_groups
+from services.planner.policy.residence_watch import Due
+from services.planner.way_back import WayBack
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView
@@ -51,7 +55,7 @@ class Decider:
         self._settle_limit_s = settings.settle_limit_s
         self._backoff = Backoff(settings.pacing())
         self._cooldown = Cooldown(settings.pacing())
-        self._restores = RestoreWatch(settings.pacing())
+        self._way_back = WayBack(settings.pacing())
         self._groups_stay = any(lever.is_standing for lever in self._levers)
         self._unsettled: Outcome | None = None
         self._settled_s = 0.0
@@ -73,17 +77,36 @@ class Decider:
         observation = self.observe(view, age_s)
         snapshot = replace(observation.snapshot, held_back=self._held_back(observation.snapshot, now_s))
         decision = decide(self._ladder, self._levers, snapshot)
-        facts = snapshot.facts
-        intent: Intent | None = None
-        refusals: tuple[str, ...] = ()
+        verdict = self._act(decision, snapshot.facts, view, now_s)
+        return replace(verdict, left_out=observation.left_out)
+
+    def _act(self, decision: Decision, facts: ClusterFacts | None, view: ClusterView, now_s: float) -> Verdict:
+        """Return what workers are to do, and why some restores that are due cannot be."""
         if decision.situation in (Situation.BLIND, Situation.EMPTY) or facts is None:
-            self._restores.forget()
-        elif decision.plan is not None:
-            intent = drop_intent(decision.plan, facts, view)
-            intent = replace(intent, lever=decision.lever, reason=decision.reason)
-        elif not self._groups_stay:
-            intent, refusals = self._restore(facts, view, now_s)
-        return Verdict(decision, intent, refusals, observation.left_out)
+            self._way_back.forget()
+            return Verdict(decision)
+        due = Due() if self._groups_stay else self._way_back.look(facts, now_s)
+        if due.unload:
+            return Verdict(decision, self._way_back.unload(due, facts, view))
+        if decision.plan is not None:
+            return self._drop(decision, decision.plan, facts, view, now_s)
+        if self._backoff.left_s(now_s) > 0:
+            return Verdict(decision)
+        return Verdict(decision, *self._way_back.advance(due, facts, view))
+
+    def _drop(
+        self, decision: Decision, plan: DropPlan, facts: ClusterFacts, view: ClusterView, now_s: float
+    ) -> Verdict:
+        """Return the drop; before, what groups that it needs have beside goes back to KV."""
+        beside = beside_groups(facts, plan.instance_ids)
+        if not beside:
+            intent = drop_intent(plan, facts, view)
+            return Verdict(decision, replace(intent, lever=decision.lever, reason=decision.reason))
+        unload = self._way_back.clear(beside, facts, view, now_s)
+        if unload is None:
+            reason = f"{decision.reason}; but {', '.join(beside)} would not give back what is loaded beside serving"
+            decision = replace(decision, lever=NO_LEVER, reason=reason, plan=None)
+        return Verdict(decision, unload)
 
     def is_settled(self, view: ClusterView | None, now_s: float) -> bool:
         """Return whether reports show what the last plan has changed, or have had time enough."""
@@ -95,9 +118,16 @@ class Decider:
         self._unsettled = None
         return True
 
+    def shows_room(self, view: ClusterView, now_s: float) -> bool:
+        """Return whether this view is the first to show what groups have given back, for which others may wait."""
+        outcome = self._unsettled
+        return outcome is not None and outcome.lever == UNLOAD and self.is_settled(view, now_s)
+
     def note(self, outcome: Outcome, now_s: float) -> None:
         """Learn what became of a plan."""
-        if outcome.is_done:
+        if outcome.lever in (LOAD, UNLOAD):  # they have pauses of their own: a drop does not wait for them
+            self._way_back.note(outcome, now_s)
+        elif outcome.is_done:
             self._backoff.succeeded()
         else:
             self._backoff.failed(now_s)
@@ -110,25 +140,6 @@ class Decider:
         cooling = self._cooldown.apply(snapshot.workers, now_s)
         left_s = self._backoff.left_s(now_s)
         return f"the last plan did not come about; the next try is in {left_s:.1f} s" if left_s > 0 else cooling
-
-    def _restore(self, facts: ClusterFacts, view: ClusterView, now_s: float) -> tuple[Intent | None, tuple[str, ...]]:
-        """Return what restores the groups that are due, as many as can be."""
-        due = self._restores.apply(facts, now_s)
-        if not due or self._backoff.left_s(now_s) > 0:
-            return None, ()
-        plan = plan_restore(facts, due)
-        if not isinstance(plan, RestoreRefusal):
-            return restore_intent(plan, facts, view), ()
-        self._restores.forget()  # and look again after a while
-        if len(due) == 1:
-            return None, (plan.reason,)
-        plans = [plan_restore(facts, (name,)) for name in due]
-        refusals = tuple(plan.reason for plan in plans if isinstance(plan, RestoreRefusal))
-        possible = [name for name, plan in zip(due, plans, strict=True) if not isinstance(plan, RestoreRefusal)]
-        together = plan_restore(facts, possible) if possible else None
-        if together is None or isinstance(together, RestoreRefusal):
-            return None, refusals
-        return restore_intent(together, facts, view), refusals
 
 
 def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:

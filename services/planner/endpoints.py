@@ -22,6 +22,7 @@ from services.planner.policy.drop_facts import ClusterFacts
 from services.planner.policy.drop_plan import DropPlan
 from services.planner.policy.intent import Intent, drop_intent, restore_intent
 from services.planner.policy.ladder import NO_LEVER, Decision
+from services.planner.policy.residence import beside_groups
 from services.planner.policy.restore import RestoreRefusal, plan_restore
 from shared.bus import Endpoint, Message
 from shared.ids import WorkerId
@@ -123,6 +124,9 @@ class PlannerEndpoints:
                 plan = plan_drop(facts, self._params, max(tokens_short(facts), 1))
             if not isinstance(plan, DropPlan):
                 raise RefusedError(plan.reason)
+            beside = beside_groups(facts, plan.instance_ids)
+            if beside:
+                raise RefusedError(f"the group of {beside[0]} loads parameters beside serving; restore it first")
             return drop_intent(plan, facts, view)
 
         return await self._carry_out(message, "drop", "workers", find)

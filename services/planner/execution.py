@@ -10,6 +10,10 @@ what may have been said: PREPARING is abandoned, COMMITTING is driven on. What a
 questions may be asked again. A worker that fails, or is lost, needs no repair from here: it, and the members of its
 group, become whole instances by themselves.
 
+Of a residence plan (`shared.messages.plan`) the workers of a group are told one after the other, so that the leader
+never uses a block that another stage lacks. Where the first did not do it, the others are told to go on as before,
+although the plan is committed.
+
 No decision is taken here. Source: the project's own design (KunServe says nothing of failures on the way).
 """
 
@@ -41,6 +45,8 @@ from shared.subjects import Subjects
 from shared.wire import WireError, decode_json, encode_json
 
 _R = TypeVar("_R")
+_Answer = PlanAnswer | str | None
+"""What a worker said, or why it never will; None: it was not waited for."""
 MAX_REASONS = 4
 """Workers whose troubles a reason tells."""
 
@@ -51,6 +57,8 @@ class ExecutionParams:
 
     prepare_limit_s: float = 2.0
     """For a worker to say that it is prepared; readers stand still meanwhile."""
+    move_limit_s: float = 5.0
+    """For the leader of a group that loads beside to say so: it moves KV before, and serves meanwhile."""
     prepared_limit_s: float = 5.0
     """After which a worker that was prepared goes on as it was, if it hears nothing."""
     ask_limit_s: float = 2.0
@@ -63,7 +71,7 @@ class ExecutionParams:
     """Returns what the stages of a group show each other: for each group another secret."""
 
     def __post_init__(self) -> None:
-        if min(self.prepare_limit_s, self.ask_limit_s, self.retry_s, self.commit_limit_s) <= 0:
+        if min(self.prepare_limit_s, self.move_limit_s, self.ask_limit_s, self.retry_s, self.commit_limit_s) <= 0:
             raise ValueError("limits are positive")
         if self.prepared_limit_s <= self.prepare_limit_s:
             raise ValueError("prepared_limit_s must exceed prepare_limit_s: who is prepared waits for the others")
@@ -125,7 +133,8 @@ class PlanExecution:
         await self._announce("plan_preparing", f"plan {plan.plan_id}: {names_of(plan)}: {plan.reason}")
         trouble = await self._prepare(plan)
         late_s = _now_s() - began_s
-        if trouble is None and late_s >= self._params.prepared_limit_s:
+        move_s = self._params.move_limit_s if any(group.loads_beside for group in plan.groups) else 0.0
+        if trouble is None and late_s >= self._params.prepared_limit_s + move_s:
             trouble = f"it took {late_s:.1f} s until all were prepared, who was first has given up"
         if trouble is not None:
             return await self._abort(plan, trouble, began_s)
@@ -149,9 +158,13 @@ class PlanExecution:
         return await self._commit(plan, _now_s())
 
     async def _prepare(self, plan: Plan) -> str | None:
-        """Return None once every worker is prepared, or the first trouble."""
+        """Return None once every worker is prepared, or the first trouble.
+
+        The leader of a group that loads beside moves KV first: it may take its time, and the others wait for it.
+        """
         asks = []
         for group in plan.groups:
+            move_s = self._params.move_limit_s if group.loads_beside else 0.0
             message = PreparePlan(
                 epoch=plan.epoch,
                 plan_id=plan.plan_id,
@@ -159,13 +172,16 @@ class PlanExecution:
                 token=self._params.make_token(),
                 limit_s=self._params.prepared_limit_s,
             )
-            asks += [self._prepare_one(plan, stage, message) for stage in group.stages]
+            patient = message.model_copy(update={"limit_s": message.limit_s + move_s})
+            answer_s = self._params.prepare_limit_s
+            asks.append(self._prepare_one(plan, group.stages[0], message, max(answer_s, move_s)))
+            asks += [self._prepare_one(plan, stage, patient, answer_s) for stage in group.stages[1:]]
         troubles = await _together(asks, is_enough=lambda trouble: trouble is not None)
         return next((trouble for trouble in troubles if trouble is not None), None)
 
-    async def _prepare_one(self, plan: Plan, stage: PlannedStage, message: PreparePlan) -> str | None:
+    async def _prepare_one(self, plan: Plan, stage: PlannedStage, message: PreparePlan, limit_s: float) -> str | None:
         try:
-            answer = await self._ask(plan, stage, message, self._params.prepare_limit_s)
+            answer = await self._ask(plan, stage, message, limit_s)
         except (BusError, WireError) as error:
             return f"{stage.worker_id}: {error}"
         if answer.state is PlanState.PREPARED:
@@ -173,10 +189,8 @@ class PlanExecution:
         return f"{stage.worker_id}: {answer.state}{_because(answer.reason)}"
 
     async def _abort(self, plan: Plan, trouble: str, began_s: float) -> Outcome:
-        """Tell every worker, as long as one may still be prepared, and close the plan."""
-        message = AbortPlan(epoch=plan.epoch, plan_id=plan.plan_id)
-        limit_s = self._params.prepared_limit_s
-        await _together([self._finish(plan, stage, message, limit_s) for stage in stages_of(plan)])
+        """Tell every worker, and close the plan."""
+        await self._abort_all(plan, stages_of(plan))
         reason = f"plan {plan.plan_id} abandoned: {trouble}"
         await self._book.advance(PlanPhase.DONE, reason)
         await self._announce("plan_aborted", f"{reason} ({plan.reason})")
@@ -190,10 +204,9 @@ class PlanExecution:
         )
 
     async def _commit(self, plan: Plan, began_s: float) -> Outcome:
-        message = CommitPlan(epoch=plan.epoch, plan_id=plan.plan_id)
-        limit_s = self._params.commit_limit_s
         stages = stages_of(plan)
-        answers = await _together([self._finish(plan, stage, message, limit_s) for stage in stages])
+        by_group = await _together([self._commit_group(plan, group) for group in plan.groups])
+        answers = [answer for group in by_group for answer in group or ()]
         latency_s = _now_s() - began_s
         pairs = list(zip(stages, answers, strict=True))
         done = tuple(stage.worker_id for stage, answer in pairs if _state(answer) is PlanState.DONE)
@@ -212,6 +225,28 @@ class PlanExecution:
             groups=plan.groups,
             done=done,
         )
+
+    async def _commit_group(self, plan: Plan, group: PlannedGroup) -> list[_Answer]:
+        """Return what each worker of a group says at the end, by stage."""
+        if not group.is_residence:
+            return await self._commit_all(plan, group.stages)
+        leader, members = group.stages[:1], group.stages[1:]
+        first, then = (leader, members) if group.loads_beside else (members, leader)
+        answers = await self._commit_all(plan, first)
+        are_done = all(_state(answer) is PlanState.DONE for answer in answers)
+        rest = await (self._commit_all if are_done else self._abort_all)(plan, then)
+        return [*answers, *rest] if group.loads_beside else [*rest, *answers]
+
+    async def _commit_all(self, plan: Plan, stages: Sequence[PlannedStage]) -> list[_Answer]:
+        message = CommitPlan(epoch=plan.epoch, plan_id=plan.plan_id)
+        limit_s = self._params.commit_limit_s
+        return await _together([self._finish(plan, stage, message, limit_s) for stage in stages])
+
+    async def _abort_all(self, plan: Plan, stages: Sequence[PlannedStage]) -> list[_Answer]:
+        """Tell these, as long as one may still be prepared."""
+        message = AbortPlan(epoch=plan.epoch, plan_id=plan.plan_id)
+        limit_s = self._params.prepared_limit_s
+        return await _together([self._finish(plan, stage, message, limit_s) for stage in stages])
 
     async def _finish(
         self, plan: Plan, stage: PlannedStage, message: CommitPlan | AbortPlan, limit_s: float
@@ -272,7 +307,7 @@ async def _together(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _rooms(plan: Plan, answers: Mapping[WorkerId, PlanAnswer | str | None]) -> list[str]:
+def _rooms(plan: Plan, answers: Mapping[WorkerId, _Answer]) -> list[str]:
     """Return what each group that claims room for KV has, in words: what the least of its stages says.
 
     Nothing of a group that did not come about, or whose workers do not say.
@@ -288,11 +323,11 @@ def _rooms(plan: Plan, answers: Mapping[WorkerId, PlanAnswer | str | None]) -> l
     return said
 
 
-def _state(answer: PlanAnswer | str | None) -> PlanState | None:
+def _state(answer: _Answer) -> PlanState | None:
     return answer.state if isinstance(answer, PlanAnswer) else None
 
 
-def _trouble(answer: PlanAnswer | str | None) -> str:
+def _trouble(answer: _Answer) -> str:
     return f"{answer.state}{_because(answer.reason)}" if isinstance(answer, PlanAnswer) else str(answer)
 
 

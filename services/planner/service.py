@@ -173,8 +173,9 @@ class Planner:
         self._view = view
         if not is_fresh:
             return
-        self._view_at_s = asyncio.get_running_loop().time()
-        if any(need not in before for need in _short_of_memory(view)):
+        now_s = self._view_at_s = asyncio.get_running_loop().time()
+        is_short = any(need not in before for need in _short_of_memory(view))
+        if is_short or self._decider.shows_room(view, now_s):
             self._wake.set()
 
     def _on_malformed(self, where: str, error: WireError) -> None:

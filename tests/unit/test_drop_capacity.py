@@ -35,6 +35,20 @@ def test_room_is_that_of_pages_mapped_one_by_one(seed: int) -> None:
             assert rule.blocks_of(*columns).tolist() == [expected]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_room_beside_other_layers_is_that_of_pages_mapped_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = random_model(rng)
+    rule = CapacityRule(model)
+    for _ in range(40):
+        first, begin, last, end = np.sort(rng.integers(0, model.num_layers, 4)).tolist()
+        layers, resident = LayerRange(begin, last + 1), LayerRange(first, end + 1)
+        num_pages, limit = int(rng.integers(1, 200)), int(rng.integers(0, 40))
+        room = rule.blocks(layers, num_pages, limit, resident)
+        assert room == literal_blocks(model, layers, num_pages, limit, resident)
+        assert rule.blocks(resident, num_pages, limit) <= room <= rule.blocks(layers, num_pages, limit)
+
+
 def test_a_tied_embedding_is_on_both_ends_and_once_in_a_whole_instance() -> None:
     model = make_model(4, outer_bytes=640, first_stage_end=640, last_stage_begin=0)
     rule = CapacityRule(model)

@@ -309,6 +309,13 @@ def test_a_group_that_lost_a_member_is_left_alone() -> None:
     assert refusal_of(make_facts([])).kind is RefusalKind.NO_PARTNER
 
 
+def test_layers_that_several_members_hold_are_not_missing() -> None:
+    inner, outer = make_instance(1, 2, 4), make_instance(0)
+    assert missing_layers(make_model(), [inner, outer]) is None
+    assert missing_layers(make_model(), [inner, make_instance(2, 0, 6)]) == LayerRange(6, 8)
+    assert missing_layers(make_model(), [inner, make_instance(2, 4, 8)]) == LayerRange(0, 2)
+
+
 def test_nothing_is_planned_where_nothing_is_short() -> None:
     assert refusal_of(make_facts([make_instance(0), make_instance(1)]), 0).kind is RefusalKind.NOT_NEEDED
 
@@ -434,6 +441,61 @@ def test_work_grows_with_the_kinds_of_groups_not_with_their_number(num_kinds: in
 def test_facts_that_cannot_be_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(make_facts([make_instance(0)]), **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_bytes": ()}, "a model has layers"),
+        ({"layer_bytes": (128, 0)}, "at least one byte"),
+        ({"block_bytes": 0}, "are positive"),
+        ({"block_size": 0}, "are positive"),
+        ({"page_bytes": 0}, "are positive"),
+        ({"first_stage_end": -1}, "lie outside"),
+        ({"first_stage_end": 101}, "lie outside"),
+        ({"last_stage_begin": -1}, "lie outside"),
+        ({"last_stage_begin": 101}, "lie outside"),
+        ({"first_cost_layers": float("nan")}, "finite and not negative"),
+        ({"last_cost_layers": float("inf")}, "finite and not negative"),
+        ({"last_cost_layers": -0.5}, "finite and not negative"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_model(**{"outer_bytes": 100, "last_stage_begin": 100, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pages": 0}, "a budget of 0 pages"),
+        ({"used_tokens": -1}, "negative count"),
+        ({"demanded_tokens": -1}, "negative count"),
+        ({"growth_tokens": -1}, "negative count"),
+        ({"num_running": -1}, "negative count"),
+        ({"num_queued": -1}, "negative count"),
+        ({"link_bytes_per_s": float("inf")}, "link or time"),
+        ({"link_bytes_per_s": -1.0}, "link or time"),
+        ({"token_s": float("inf")}, "link or time"),
+        ({"token_s": -1.0}, "link or time"),
+    ],
+)
+def test_an_instance_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_instance(0, **fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "least"),
+    [
+        *((name, 1) for name in ("max_group_size", "min_stage_layers", "page_quantum")),
+        *((name, 0) for name in ("max_imbalance_ratio", "remap_s", "hold_s")),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(field: str, least: int) -> None:
+    DropParams(**{field: least})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=field):
+        DropParams(**{field: least - 1})  # type: ignore[arg-type]
 
 
 def test_a_host_has_one_copy_of_a_layer_however_many_of_its_instances_map_it() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
+
+import pytest
 
 from services.planner.book import PlanBook
 from services.planner.execution import ExecutionParams, Outcome, PlanExecution
-from services.planner.policy.intent import DROP, Intent
+from services.planner.policy.intent import DROP, LOAD, Intent
 from shared.bus import Endpoint, Message, ServiceInfo
 from shared.ids import Incarnation, WorkerId
 from shared.memory_bus import MemoryBroker
@@ -113,3 +116,51 @@ def test_a_worker_that_never_ends_a_change_is_given_up_after_a_while() -> None:
     assert outcome.done == NAMES[:1]
     assert "w1: it is prepared and does not go on, for 60 s" in outcome.reason
     assert PARAMS.commit_limit_s <= took_s < PARAMS.commit_limit_s + 1
+
+
+@pytest.mark.parametrize(("moves_s", "is_done"), [(4.9, True), (5.1, False)])
+def test_a_leader_that_moves_kv_before_a_load_has_time_and_the_others_wait_for_it(
+    moves_s: float, *, is_done: bool
+) -> None:
+    """A member is prepared at once and waits so much longer; nobody commits before the leader is prepared."""
+    asked: list[tuple[str, str, float]] = []
+
+    async def main() -> Outcome:
+        broker, loop = MemoryBroker(), asyncio.get_running_loop()
+        for name in NAMES:
+
+            async def answer(message: Message, name: WorkerId = name) -> bytes:
+                question = json.loads(message.data)
+                asked.append((name, question["kind"], question.get("limit_s", loop.time())))
+                if question["kind"] == "prepare_plan":
+                    await asyncio.sleep(moves_s if name == NAMES[0] else 0.0)
+                    return encode_json(says(PREPARED)(name))
+                return encode_json(says(DONE if question["kind"] == "commit_plan" else ABORTED)(name))
+
+            info = ServiceInfo("sluice-worker", "1.0.0", "moves for a while", {}, name)
+            await broker.connect(name).serve(info, [Endpoint("plan", SUBJECTS.plan(name), answer)])
+        bus = broker.connect("planner")
+        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
+        await book.claim("test")
+
+        async def announce(_name: str, _reason: str) -> None:
+            return None
+
+        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
+        stages = tuple(
+            PlannedStage(worker_id=name, held=layers, layers=layers, resident=(0, 8))
+            for name, layers in zip(NAMES, ((0, 4), (4, 8)), strict=True)
+        )
+        outcome = await execution.carry_out(Intent(LOAD, "by heart", (PlannedGroup(stages=stages, num_blocks=9),)))
+        await asyncio.sleep(1.0)
+        return outcome
+
+    assert run(main()).is_done is is_done
+    prepares, ends = asked[:2], asked[2:]
+    limits_s = {name: limit_s for name, kind, limit_s in prepares if kind == "prepare_plan"}
+    assert limits_s == {"w0": PARAMS.prepared_limit_s, "w1": PARAMS.prepared_limit_s + PARAMS.move_limit_s}
+    if is_done:
+        assert [entry[:2] for entry in ends] == [(NAMES[0], "commit_plan"), (NAMES[1], "commit_plan")]
+        assert ends[0][2] >= moves_s
+    else:
+        assert {entry[1] for entry in ends} == {"abort_plan"}

@@ -38,7 +38,6 @@ ELASTIC = ElasticFacts(
     page_bytes=64,
     num_pages=64,
     max_blocks=50,
-    token_s=0.25,
     has_host_copy=True,
 )
 
@@ -55,6 +54,7 @@ def status(name: str, *, liveness: Liveness = Liveness.ALIVE, throttled: bool = 
         "num_layers": 8,
         "layers": (0, 8),
         "elastic": ELASTIC,
+        "token_s": 0.25,
     }
     report = WorkerReport.model_validate(common | fields)
     return WorkerStatus(liveness=liveness, age_s=0.1, throttled=throttled, report=report)
@@ -141,7 +141,9 @@ def test_without_elastic_workers_there_are_no_facts() -> None:
         ({"layers": (0, 0)}, "layers [0, 0) are no range"),
         ({"layers": (0, 9)}, "it holds the layers (0, 9) of a model of 8"),
         ({"elastic": ELASTIC.model_copy(update={"num_pages": 0})}, "its budget cannot be"),
-        ({"elastic": ELASTIC.model_copy(update={"token_s": -1.0})}, "its budget cannot be"),
+        ({"token_s": -1.0}, "its budget cannot be"),
+        ({"resident": (1, 8)}, "it has parameters of the layers (1, 8), and holds (0, 8)"),
+        ({"layers": (0, 4), "resident": (0, 9)}, "it has parameters of the layers (0, 9), and holds (0, 4)"),
     ],
 )
 def test_workers_that_no_plan_can_count_on_are_left_out_with_the_reason(fields: dict[str, Any], reason: str) -> None:
@@ -152,10 +154,23 @@ def test_workers_that_no_plan_can_count_on_are_left_out_with_the_reason(fields: 
     assert len(seen.snapshot.workers) == 3, "requests are placed on it all the same"
 
 
+def test_what_is_resident_beside_is_no_layer_that_is_held() -> None:
+    says_nothing, has_none, loads = instances(
+        status("w0", layers=(0, 4)),
+        status("w1", layers=(0, 4), resident=(0, 4)),
+        status("w2", layers=(0, 4), resident=(0, 8), loaded_ratio=0.5),
+    )
+    assert [each.layers for each in (says_nothing, has_none, loads)] == [LayerRange(0, 4)] * 3
+    assert [each.resident for each in (says_nothing, has_none, loads)] == [None, LayerRange(0, 4), LayerRange(0, 8)]
+    assert [each.is_beside for each in (says_nothing, has_none, loads)] == [False, False, True]
+    assert (loads.loaded_ratio, loads.loaded) == (0.5, LayerRange(0, 4))
+
+
 def test_the_time_of_a_token_and_the_budget_may_differ() -> None:
-    other = ELASTIC.model_copy(update={"token_s": 1.0, "num_pages": 80, "max_blocks": 7, "has_host_copy": False})
-    first, second = instances(status("w0"), status("w1", elastic=other))
+    other = ELASTIC.model_copy(update={"num_pages": 80, "max_blocks": 7, "has_host_copy": False})
+    first, second = instances(status("w0"), status("w1", elastic=other, token_s=1.0))
     assert (first.num_pages, second.num_pages, second.host_copy) == (64, 80, None)
+    assert (first.token_s, second.token_s) == (0.25, 1.0)
 
 
 def test_a_process_is_lost_when_it_is_dead_or_stopped_or_another_one_and_not_when_nobody_has_heard_of_it() -> None:
@@ -235,6 +250,9 @@ def test_every_break_begins_the_wait_anew_for_that_group_only() -> None:
         assert watch.apply(make_facts([*group_of(used), *other]), float(at_s)) == ()
     assert watch.apply(make_facts([*group_of(0), *other]), 10.0) == ("x0",)
     assert watch.apply(make_facts([*group_of(0), *other]), 15.0) == ("w00000", "x0")
+    watch.forget(["x0", "nobody"])
+    assert watch.apply(make_facts([*group_of(0), *other]), 15.5) == ("w00000",)
+    assert watch.apply(make_facts([*group_of(0), *other]), 25.5) == ("w00000", "x0")
 
 
 def loads(**throttled: bool) -> list[WorkerLoad]:
@@ -255,9 +273,16 @@ def test_after_a_restore_a_worker_counts_once_it_was_calm() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"restore_ratio": 1.1}, {"restore_hold_s": -1.0}, {"cooldown_s": -1.0}, {"retry_s": 0.0}, {"retry_s": 30.0}],
+    [
+        {"restore_ratio": 1.1},
+        {"restore_hold_s": -1.0},
+        {"cooldown_s": -1.0},
+        {"retry_s": 0.0},
+        {"retry_s": 30.0},
+        {"load_stall_s": 0.0},
+    ],
 )
-def test_patience_that_cannot_be_is_refused(fields: dict[str, float]) -> None:
+def test_patience_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must hold"):
         replace(PACING, **fields)
 
@@ -296,6 +321,14 @@ def test_what_a_person_cannot_have_is_refused_with_the_reason(names: tuple[int, 
     refusal = plan_chosen(facts, DropParams(), [WorkerId(f"w{number:05d}") for number in names])
     assert isinstance(refusal, DropRefusal)
     assert refusal.reason == reason
+
+
+def test_a_person_cannot_have_an_instance_whose_group_lacks_layers() -> None:
+    survivor, whole = make_group(0, (4, 8))[0], [make_instance(number) for number in (3, 4)]
+    for names in (("w00000", "w00003"), ("w00003", "w00000")):
+        refusal = plan_chosen(make_facts([survivor, *whole]), DropParams(), [WorkerId(name) for name in names])
+        assert isinstance(refusal, DropRefusal)
+        assert refusal.reason == "one of them is in a group that lacks layers; it is restored soon"
 
 
 def test_a_person_may_grow_a_group_by_naming_all_of_it() -> None:

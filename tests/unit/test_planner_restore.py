@@ -31,6 +31,28 @@ def test_members_of_a_pair_load_from_each_other() -> None:
     assert (plan.groups[0].before_tokens, plan.groups[0].after_tokens) == (16 * 7, 2 * 16 * 3)
 
 
+def test_what_a_group_has_now_is_the_room_of_its_least_stage() -> None:
+    """Of 64 pages a stage of 2 layers has (64 - 4) / 4 = 15 blocks of 16 tokens, one of 6 has (64 - 12) / 12 = 4."""
+    plan = restored(make_facts(make_group(0, (2, 8))))
+    assert plan.groups[0].before_tokens == 16 * 4
+
+
+def test_a_link_carries_both_ways_at_once_and_the_busiest_end_counts() -> None:
+    """The second of 3 stages loads 4 and 2 layers of 128 bytes, and sends its own 2 to both: 768 and 512 bytes."""
+    group = [replace(each, link_bytes_per_s=64.0) for each in make_group(0, (4, 6, 8))]
+    plan = restored(make_facts(group))
+    sent, received = ({each.instance_id: 0 for each in group} for _ in range(2))
+    for load in plan.loads:
+        assert load.source_id is not None
+        sent[load.source_id] += load.num_bytes
+        received[load.instance_id] += load.num_bytes
+    assert received == {"w00000": 512, "w00001": 768, "w00002": 768}
+    assert sent == {"w00000": 1024, "w00001": 512, "w00002": 512}
+    assert plan.load_s == 1024 / 64
+    slow = [group[0], group[1], replace(group[2], link_bytes_per_s=8.0)]
+    assert restored(make_facts(slow)).load_s == 768 / 8, "what it receives, more than it sends"
+
+
 def test_outer_parts_come_with_the_layers_of_their_ends() -> None:
     """Embedding [0, 100), head [100, 160) of 160 bytes; tied, both ends need all of it."""
     group = make_group(0, (2, 5, 8))
@@ -55,6 +77,34 @@ def test_a_source_is_of_the_group_then_of_the_host_then_the_least_busy() -> None
     shared = restored(make_facts([*survivor, *rest])).loads
     sent = {name: sum(load.num_bytes for load in shared if load.source_id == name) for name in ("w00005", "w00006")}
     assert sent == {"w00005": 256, "w00006": 256}
+
+
+def test_a_member_of_the_group_goes_before_a_neighbour_on_the_host() -> None:
+    """The other member lies on another host, and a whole instance on this one."""
+    first, second = make_group(0, (4, 8), host="a")
+    group = [first, replace(second, host="b")]
+    loads = restored(make_facts([*group, make_instance(5, host="a")])).loads
+    assert {(load.instance_id, load.source_id) for load in loads} == {("w00000", "w00001"), ("w00001", "w00000")}
+
+
+def test_of_two_sources_the_one_that_is_done_sooner_sends() -> None:
+    """128 bytes take 12.8 s on the first's link and 1.28 s on the second's: it sends the other three layers."""
+    survivor = make_group(0, (4, 8), host="a")[:1]
+    slow, fast = make_instance(5, link_bytes_per_s=10.0), make_instance(6, link_bytes_per_s=100.0)
+    loads = restored(make_facts([*survivor, slow, fast])).loads
+    assert as_text(loads) == ["w00000 [4, 5) w00005 128", "w00000 [5, 8) w00006 384"]
+
+
+def test_what_is_held_in_the_middle_is_loaded_from_before_and_behind() -> None:
+    survivor = make_group(0, (2, 6, 8))[1]
+    plan = restored(make_facts([survivor, make_instance(5)]))
+    assert as_text(plan.loads) == ["w00001 [0, 2) w00005 256", "w00001 [6, 8) w00005 256"]
+    assert plan.groups[0].before_tokens == 0, "layers were missing: it had no room for anything"
+
+
+def test_no_more_is_promised_than_there_are_addresses_for() -> None:
+    (group,) = restored(make_facts(make_group(0, (4, 8), max_blocks=2))).groups
+    assert (group.before_tokens, group.after_tokens) == (2 * 16, 2 * 2 * 16)
 
 
 def test_what_no_instance_has_comes_from_host_memory_or_not_at_all() -> None:
@@ -92,6 +142,9 @@ def test_a_group_whose_kv_would_not_fit_is_refused() -> None:
     assert isinstance(plan_restore(make_facts([replace(first, used_tokens=80), second]), (), 48), RestoreRefusal)
     no_room = make_facts([replace(each, num_pages=20) for each in make_group(0, (4, 8))])
     assert isinstance(plan_restore(no_room), RestoreRefusal)
+    one_without = plan_restore(make_facts([first, replace(second, num_pages=20)]))
+    assert isinstance(one_without, RestoreRefusal)
+    assert one_without.reason == "w00000: a whole copy leaves an instance no room for KV"
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -6,6 +6,8 @@ Stated so that a worker can be held to it. A stage that serves the layers [a, b)
     pages for K of one layer, and as many for V:   q = ⌊(B - p) / (2 (b - a))⌋     the remainder is spare
     blocks backed in every one of its ranges:      n = ⌊q · page / block_bytes⌋    at most max_blocks
 
+While the parameters of other layers are resident beside, p counts all that are, and KV exists for [a, b) all the same.
+
 A group's block ids are 0 to C - 1 with C the smallest n of its stages, because a block is usable only where all stages
 back it; its capacity is C · block_size tokens. So a merge does not simply free P: the stage with most layers counts.
 
@@ -58,9 +60,22 @@ class CapacityRule:
             return pages + self._first_pages if layers.first == 0 else pages
         return pages + (self._end_pages if layers.first == 0 else self._last_pages)
 
-    def blocks(self, layers: LayerRange, num_pages: int, max_blocks: int | None = None) -> int:
-        """Return the blocks that a stage of these layers backs; 0 if its parameters alone exceed the budget."""
-        free_pages = max(num_pages - self.parameter_pages(layers), 0)
+    def blocks(
+        self,
+        layers: LayerRange,
+        num_pages: int,
+        max_blocks: int | None = None,
+        resident: LayerRange | None = None,
+    ) -> int:
+        """Return the blocks that a stage of these layers backs; 0 if its parameters alone exceed the budget.
+
+        Args:
+            layers: that it computes.
+            num_pages: its budget.
+            max_blocks: for which addresses are reserved; None: enough.
+            resident: layers whose parameters have memory, `layers` among them; None: just those.
+        """
+        free_pages = max(num_pages - self.parameter_pages(resident or layers), 0)
         num_blocks = free_pages // (2 * len(layers)) * self.model.page_bytes // self.model.block_bytes
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
@@ -80,9 +95,19 @@ class CapacityRule:
         ]
         return np.array(rows, dtype=np.int64)
 
-    def group_blocks(self, members: Iterable[InstanceFacts]) -> int:
-        """Return the blocks of a group whose members serve what they hold."""
-        return min(self.blocks(member.layers, member.num_pages, member.max_blocks) for member in members)
+    def group_blocks(self, members: Iterable[InstanceFacts], resident: LayerRange | None = None) -> int:
+        """Return the blocks of a group whose members serve what they hold.
+
+        Args:
+            members: of the group.
+            resident: layers whose parameters each of them has; None: just those that it serves.
+        """
+        return min(self.blocks(each.layers, each.num_pages, each.max_blocks, resident) for each in members)
+
+    def whole_blocks(self, members: Iterable[InstanceFacts]) -> int:
+        """Return the blocks that these instances have together, each of them whole and alone."""
+        whole = self.model.all_layers
+        return sum(self.blocks(whole, each.num_pages, each.max_blocks) for each in members)
 
     def tokens(self, num_blocks: int) -> int:
         """Return the tokens that so many blocks hold."""

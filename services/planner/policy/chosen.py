@@ -16,7 +16,7 @@ import numpy as np
 from services.planner.policy.assembly import assemble
 from services.planner.policy.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.drop_plan import DropPlan, DropRefusal, RefusalKind
-from services.planner.policy.merging import NUM_COPIES, Merger, fewest_host_copies
+from services.planner.policy.merging import Merger, Obstacle
 from shared.ids import WorkerId
 
 
@@ -35,8 +35,8 @@ def plan_chosen(facts: ClusterFacts, params: DropParams, names: Sequence[WorkerI
         )
     if len(nodes) == 1:
         return DropRefusal(RefusalKind.NO_PARTNER, 1, "they are one group already")
-    if merger.num_groups - len(nodes) + 1 < NUM_COPIES - fewest_host_copies(facts):
-        return DropRefusal(RefusalKind.NO_SECOND_COPY, 1, "a layer would be left without a second copy")
+    if merger.num_groups - len(nodes) + 1 < merger.min_groups:
+        return DropRefusal(RefusalKind.NO_SECOND_COPY, 1, Obstacle.COPIES)
     union = merger.union(nodes)
     if union is None:
         return DropRefusal(RefusalKind.NO_GAIN, 1, "; ".join(merger.obstacles))

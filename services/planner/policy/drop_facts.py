@@ -102,6 +102,10 @@ class InstanceFacts:
     """Layers whose parameters its host's memory holds too, with the outer parts of the ends that it covers."""
     max_blocks: int | None = None
     """Blocks for which addresses are reserved; None: enough for any plan."""
+    resident: LayerRange | None = None
+    """Layers whose parameters have memory, `layers` among them; None: just those, and it can load none beside."""
+    loaded_ratio: float = 1.0
+    """Share of the bytes of these parameters that are loaded."""
 
     def __post_init__(self) -> None:
         if self.num_pages < 1:
@@ -109,11 +113,25 @@ class InstanceFacts:
         counts = (self.used_tokens, self.demanded_tokens, self.growth_tokens, self.num_running, self.num_queued)
         if min(counts) < 0 or not 0 <= self.link_bytes_per_s < float("inf") or not 0 <= self.token_s < float("inf"):
             raise ValueError(f"instance {self.instance_id} has a negative count, link or time")
+        if self.resident is not None and not self.resident.covers(self.layers):
+            raise ValueError(f"instance {self.instance_id} computes {self.layers} and has only {self.resident}")
+        if not 0 <= self.loaded_ratio <= 1:
+            raise ValueError(f"instance {self.instance_id} has loaded a share of {self.loaded_ratio}")
 
     @property
     def group(self) -> str:
         """Id of its group; its own while it is alone."""
         return self.group_id or self.instance_id
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether parameters are resident beside those of the layers that it computes."""
+        return self.resident is not None and self.resident != self.layers
+
+    @property
+    def loaded(self) -> LayerRange:
+        """Layers whose parameters are surely there."""
+        return self.resident if self.resident is not None and self.loaded_ratio == 1.0 else self.layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +189,19 @@ class DropParams:
             raise ValueError("max_group_size, min_stage_layers and page_quantum are at least 1")
         if min(self.max_imbalance_ratio, self.remap_s, self.hold_s) < 0:
             raise ValueError("max_imbalance_ratio, remap_s and hold_s are not negative")
+
+
+def groups_of(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:
+    """Return the members of every group, by its id, in the order of the facts; who is alone is a group of one."""
+    groups: dict[str, list[InstanceFacts]] = {}
+    for instance in facts.instances:
+        groups.setdefault(instance.group, []).append(instance)
+    return groups
+
+
+def wanted_tokens(members: Sequence[InstanceFacts]) -> int:
+    """Return the KV that the requests of these instances hold, or need before they can run, tokens."""
+    return sum(member.used_tokens + member.demanded_tokens for member in members)
 
 
 def missing_layers(model: ModelFacts, members: Sequence[InstanceFacts]) -> LayerRange | None:

@@ -58,6 +58,11 @@ class DropPlan:
         """Whether the gain is what was required; else more instances are needed besides."""
         return self.gained_tokens >= self.required_tokens
 
+    @property
+    def instance_ids(self) -> tuple[WorkerId, ...]:
+        """Instances that change, group by group."""
+        return tuple(stage.instance_id for group in self.groups for stage in group.stages)
+
     def check_invariants(self, facts: ClusterFacts) -> None:
         """Check that these instances can carry the plan out; raises AssertionError naming the law that is broken."""
         held = {instance.instance_id: instance.layers for instance in facts.instances}

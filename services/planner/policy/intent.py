@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from services.planner.policy.drop_facts import ClusterFacts
 from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.residence import ResidencePlan
 from services.planner.policy.restore import RestorePlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -18,6 +19,8 @@ from shared.messages.report import ClusterView, WorkerReport
 
 DROP = "drop"
 RESTORE = "restore"
+LOAD = "load"
+UNLOAD = "unload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,27 @@ def restore_intent(plan: RestorePlan, facts: ClusterFacts, view: ClusterView) ->
     return Intent(RESTORE, plan.reason, groups)
 
 
+def residence_intent(plan: ResidencePlan, facts: ClusterFacts, view: ClusterView) -> Intent:
+    """Return the groups of a residence plan: each as it stands, to load the whole model beside, or to give it back.
+
+    Args:
+        plan: made from the facts; checked once more here.
+        facts: made from the view.
+        view: names the workers' processes and addresses.
+    """
+    plan.check_invariants(facts)
+    reports = _reports(view)
+    held = {instance.instance_id: instance.layers for instance in facts.instances}
+    groups = tuple(
+        PlannedGroup(
+            stages=tuple(_stage(reports[name], held[name], held[name], plan.resident) for name in group.members),
+            num_blocks=group.num_blocks,
+        )
+        for group in plan.groups
+    )
+    return Intent(UNLOAD if plan.resident is None else LOAD, plan.reason, groups)
+
+
 def stages_of(plan: Plan | Intent) -> tuple[PlannedStage, ...]:
     """Return every stage of a plan, group by group."""
     return tuple(stage for group in plan.groups for stage in group.stages)
@@ -74,11 +98,14 @@ def _reports(view: ClusterView) -> Mapping[WorkerId, WorkerReport]:
     return {status.report.worker_id: status.report for status in view.workers}
 
 
-def _stage(report: WorkerReport, held: LayerRange, layers: LayerRange) -> PlannedStage:
+def _stage(
+    report: WorkerReport, held: LayerRange, layers: LayerRange, resident: LayerRange | None = None
+) -> PlannedStage:
     return PlannedStage(
         worker_id=report.worker_id,
         incarnation=report.incarnation,
         address=report.stage_address,
         held=(held.first, held.end),
         layers=(layers.first, layers.end),
+        resident=None if resident is None else (resident.first, resident.end),
     )

@@ -140,9 +140,16 @@ def _model_facts(report: WorkerReport, elastic: ElasticFacts) -> ModelFacts:
     )
     if not facts.all_layers.covers(LayerRange(*report.layers)):
         raise ValueError(f"it holds the layers {report.layers} of a model of {facts.num_layers}")
-    if elastic.num_pages < 1 or elastic.max_blocks < 0 or not 0 <= elastic.token_s < float("inf"):
+    resident = _resident(report)
+    if resident is not None and not (facts.all_layers.covers(resident) and resident.covers(LayerRange(*report.layers))):
+        raise ValueError(f"it has parameters of the layers {report.resident}, and holds {report.layers}")
+    if elastic.num_pages < 1 or elastic.max_blocks < 0 or not 0 <= report.token_s < float("inf"):
         raise ValueError("its budget cannot be")
     return facts
+
+
+def _resident(report: WorkerReport) -> LayerRange | None:
+    return None if report.resident == (0, 0) else LayerRange(*report.resident)
 
 
 def _most_common(models: Mapping[WorkerId, _Model]) -> _Model | None:
@@ -169,10 +176,12 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         num_running=reports * report.num_running,
         num_queued=reports * report.num_queued_for_memory,
         throttled=reports and status.throttled,
-        token_s=elastic.token_s,
+        token_s=report.token_s,
         link_bytes_per_s=elastic.link_bytes_per_s,
         host_copy=model[1].all_layers if elastic.has_host_copy else None,
         max_blocks=elastic.max_blocks,
+        resident=_resident(report),
+        loaded_ratio=report.loaded_ratio,
     )
 
 

@@ -13,11 +13,17 @@ project's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, missing_layers
+from services.planner.policy.drop_facts import (
+    ClusterFacts,
+    InstanceFacts,
+    groups_of,
+    missing_layers,
+    wanted_tokens,
+)
 from services.planner.policy.ladder import WorkerLoad
 from shared.ids import WorkerId
 
@@ -40,12 +46,18 @@ class PacingParams:
     """Pause after a plan that did not come about; it doubles with each failure in a row."""
     max_retry_s: float = 60.0
     """Longest pause."""
+    restore_beside: bool = True
+    """Parameters are loaded beside serving before a group is restored, where its workers can; else with a stall."""
+    load_stall_s: float = 30.0
+    """Seconds without any progress after which such a load is given up."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.restore_ratio <= 1 or min(self.restore_hold_s, self.cooldown_s) < 0:
             raise ValueError("0 <= restore_ratio <= 1 must hold, and no time be negative")
         if not 0 < self.retry_s <= self.max_retry_s:
             raise ValueError("0 < retry_s <= max_retry_s must hold")
+        if self.load_stall_s <= 0:
+            raise ValueError("load_stall_s > 0 must hold")
 
 
 class Backoff:
@@ -68,6 +80,11 @@ class Backoff:
         self._num_failures = 0
         self._until_s = 0.0
 
+    @property
+    def num_failures(self) -> int:
+        """Failures in a row."""
+        return self._num_failures
+
     def left_s(self, now_s: float) -> float:
         """Return the seconds until the next try; 0: now."""
         return max(self._until_s - now_s, 0.0) if self._num_failures else 0.0
@@ -87,25 +104,28 @@ class RestoreWatch:
         """
         since_s, self._since_s = self._since_s, {}
         rule = CapacityRule(facts.model)
-        for name, members in _groups(facts).items():
+        for name, members in groups_of(facts).items():
             if self._is_idle(facts, rule, members):
                 self._since_s[name] = since_s.get(name, now_s)
         hold_s = self._params.restore_hold_s - ROUNDING_S
         return tuple(sorted(name for name, began_s in self._since_s.items() if now_s - began_s >= hold_s))
 
-    def forget(self) -> None:
-        """Begin anew: what was seen so far does not count."""
-        self._since_s.clear()
+    def forget(self, group_ids: Iterable[str] | None = None) -> None:
+        """Begin anew with these groups, None: with all: what was seen so far does not count."""
+        for name in list(self._since_s) if group_ids is None else group_ids:
+            self._since_s.pop(name, None)
 
     def _is_idle(self, facts: ClusterFacts, rule: CapacityRule, members: Sequence[InstanceFacts]) -> bool:
         if len(members) < 2 or missing_layers(facts.model, members) is not None:
             return False
         if any(member.throttled for member in members):
             return False
-        whole = facts.model.all_layers
-        blocks = sum(rule.blocks(whole, member.num_pages, member.max_blocks) for member in members)
-        wanted = sum(member.used_tokens + member.demanded_tokens for member in members)
-        return wanted < self._params.restore_ratio * rule.tokens(blocks)
+        return is_used_little(rule, members, self._params.restore_ratio)
+
+
+def is_used_little(rule: CapacityRule, members: Sequence[InstanceFacts], ratio: float) -> bool:
+    """Return whether a group wants less than this share of what its members would have alone."""
+    return wanted_tokens(members) < ratio * rule.tokens(rule.whole_blocks(members))
 
 
 class Cooldown:
@@ -130,10 +150,3 @@ class Cooldown:
         if not throttled or any(name in self._was_calm for name in throttled):
             return ""
         return f"groups were restored a moment ago; {self._until_s - now_s:.1f} s are given to it"
-
-
-def _groups(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:
-    groups: dict[str, list[InstanceFacts]] = {}
-    for instance in facts.instances:
-        groups.setdefault(instance.group, []).append(instance)
-    return groups

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts, missing_layers
+from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts, groups_of, missing_layers
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 
@@ -90,7 +90,7 @@ def plan_restore(
         return RestoreRefusal("no group has dropped anything")
     rule = CapacityRule(facts.model)
     for name, members in chosen.items():
-        refusal = _why_not(facts.model, rule, name, members, largest_request_tokens)
+        refusal = why_no_room(rule, name, members, largest_request_tokens)
         if refusal is not None:
             return refusal
     loads = _Sources(facts).loads([member for members in chosen.values() for member in members])
@@ -98,20 +98,24 @@ def plan_restore(
         return loads
     groups = tuple(_restored(rule, name, members) for name, members in chosen.items())
     load_s = _load_s(facts, loads)
-    num_bytes = sum(load.num_bytes for load in loads)
     before, after = sum(group.before_tokens for group in groups), sum(group.after_tokens for group in groups)
     reason = (
         f"{', '.join(chosen)}: {sum(len(group.members) for group in groups)} instances become whole; "
-        f"{num_bytes / 2**30:.2f} GiB of parameters are loaded in {load_s:.2f} s; room for {after} tokens, now {before}"
+        f"{_loaded(loads, load_s)}; room for {after} tokens, now {before}"
     )
     return RestorePlan(groups, loads, load_s, reason)
 
 
+def _loaded(loads: Sequence[Load], load_s: float) -> str:
+    if not loads:
+        return "their parameters are loaded already"
+    num_bytes = sum(load.num_bytes for load in loads)
+    return f"{num_bytes / 2**30:.2f} GiB of parameters are loaded in {load_s:.2f} s"
+
+
 def _choose(facts: ClusterFacts, group_ids: Sequence[str]) -> dict[str, list[InstanceFacts]]:
     """Return the members of the groups, in the order of the facts."""
-    groups: dict[str, list[InstanceFacts]] = {}
-    for instance in facts.instances:
-        groups.setdefault(instance.group, []).append(instance)
+    groups = groups_of(facts)
     for name in group_ids:
         if name not in groups:
             raise ValueError(f"there is no group '{name}'")
@@ -122,9 +126,18 @@ def _choose(facts: ClusterFacts, group_ids: Sequence[str]) -> dict[str, list[Ins
     }
 
 
-def _why_not(
-    model: ModelFacts, rule: CapacityRule, name: str, members: Sequence[InstanceFacts], largest_tokens: int
+def why_no_room(
+    rule: CapacityRule, name: str, members: Sequence[InstanceFacts], largest_tokens: int = 1
 ) -> RestoreRefusal | None:
+    """Return why the KV of a group's requests would not fit whole instances; None: it does.
+
+    Args:
+        rule: of the model.
+        name: of the group, for the reason.
+        members: all of it.
+        largest_tokens: most KV that one running request has.
+    """
+    model = rule.model
     used = sum(-(-member.used_tokens // model.block_size) for member in members)
     largest = -(-largest_tokens // model.block_size)
     rooms = [rule.blocks(model.all_layers, member.num_pages, member.max_blocks) for member in members]
@@ -139,14 +152,13 @@ def _why_not(
 
 
 def _restored(rule: CapacityRule, name: str, members: Sequence[InstanceFacts]) -> RestoredGroup:
-    whole = rule.model.all_layers
     broken = missing_layers(rule.model, members) is not None
-    after = sum(rule.blocks(whole, member.num_pages, member.max_blocks) for member in members)
+    beside = rule.model.all_layers if any(member.is_beside for member in members) else None
     return RestoredGroup(
         group_id=name,
         members=tuple(member.instance_id for member in members),
-        before_tokens=0 if broken else rule.tokens(rule.group_blocks(members)),
-        after_tokens=rule.tokens(after),
+        before_tokens=0 if broken else rule.tokens(rule.group_blocks(members, beside)),
+        after_tokens=rule.tokens(rule.whole_blocks(members)),
     )
 
 
@@ -166,7 +178,7 @@ class _Sources:
         loads: list[Load] = []
         for instance in sorted(instances, key=lambda each: each.instance_id):
             for layer in range(self._facts.model.num_layers):
-                if layer in instance.layers:
+                if layer in instance.loaded:
                     continue
                 load = self._load(instance, layer)
                 if load is None:
@@ -190,6 +202,11 @@ class _Sources:
         sent = self._sent_bytes.get(holder.instance_id, 0)
         busy_s = sent / holder.link_bytes_per_s if holder.link_bytes_per_s > 0 else float(sent)
         return holder.group != instance.group, holder.host != instance.host, busy_s, holder.instance_id
+
+
+def missing_bytes(model: ModelFacts, instance: InstanceFacts) -> int:
+    """Return the bytes of parameters that the instance must load to be whole."""
+    return sum(_bytes(model, instance, layer) for layer in model.all_layers if layer not in instance.loaded)
 
 
 def _bytes(model: ModelFacts, instance: InstanceFacts, layer: int) -> int:

@@ -1,0 +1,186 @@
+"""Parameters beside those that a group computes with: what its members hold then, and what room is left meanwhile.
+
+    restore in one step    stop ─► load ─────────────────► whole instances            readers wait for the load
+    restore beside         load, while the group serves with less KV ─► whole instances, which have nothing to load
+
+A group whose members have the whole model resident has room for as many tokens as its *least* stage:
+
+    pages of parameters    all layers, in every member
+    blocks                 KV of its own layers only, in what is left of the budget (`capacity`)
+
+With stages of equal size that is what its members have alone, together; with others it is less. So a load is planned
+only if what the group wants is below the ratio of that room too.
+
+Pure. Source: KunServe v1, section 4.2, v2, section 4.4 (parameters are pulled beside serving). Deviations: room is made
+before the first byte is loaded, and all of a group's members load, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts, groups_of, wanted_tokens
+from services.planner.policy.restore import RestoreRefusal, missing_bytes, why_no_room
+from shared.ids import WorkerId
+from shared.layers import LayerRange, check_tiling
+
+
+class Residence(StrEnum):
+    """What the members of a group have beside the layers that they compute with."""
+
+    NOTHING = "nothing"
+    BY_HALF = "by half"  # some have room for the whole model, others not: a plan did not come to its end
+    LOADING = "loading"  # all have room for the whole model, and not all of it is there
+    LOADED = "loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentGroup:
+    """A group whose members change what they hold, and not what they compute."""
+
+    group_id: str
+    members: tuple[WorkerId, ...]
+    """In the order of the pipeline; the first one leads."""
+    num_blocks: int
+    """KV blocks that each of them has afterwards, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencePlan:
+    """What is to be done."""
+
+    groups: tuple[ResidentGroup, ...]
+    resident: LayerRange | None
+    """Layers whose parameters the members have afterwards, or load; None: those that they compute with."""
+    reason: str
+
+    def check_invariants(self, facts: ClusterFacts) -> None:
+        """Check that these groups can carry the plan out; raises AssertionError naming the law that is broken."""
+        groups = groups_of(facts)
+        rule = CapacityRule(facts.model)
+        named = [member for group in self.groups for member in group.members]
+        assert len(named) == len(set(named)), "an instance has two places"
+        for group in self.groups:
+            stages = pipeline_of(facts.model, groups[group.group_id])
+            assert group.members == tuple(each.instance_id for each in stages), "the stages are not those that stand"
+            assert 0 < group.num_blocks <= rule.group_blocks(stages, self.resident), "there is no memory for so much KV"
+            if self.resident is not None:
+                wanted = -(-wanted_tokens(stages) // facts.model.block_size)
+                assert wanted <= group.num_blocks, "what is in use does not fit"
+
+
+def pipeline_of(model: ModelFacts, members: Sequence[InstanceFacts]) -> tuple[InstanceFacts, ...]:
+    """Return the members of a group by stage; () if they are no whole pipeline: one is missing, or it is alone."""
+    stages = sorted(members, key=lambda each: each.layers)
+    try:
+        check_tiling([stage.layers for stage in stages], model.num_layers)
+    except ValueError:
+        return ()
+    leads = stages[0].instance_id == stages[0].group
+    return tuple(stages) if len(stages) > 1 and leads else ()
+
+
+def residence_of(model: ModelFacts, members: Iterable[InstanceFacts]) -> Residence:
+    """Return what the members of a group have beside."""
+    beside = [member.is_beside for member in members]
+    if not any(beside):
+        return Residence.NOTHING
+    if not all(member.resident == model.all_layers for member in members):
+        return Residence.BY_HALF
+    is_loaded = all(member.loaded_ratio == 1.0 for member in members)
+    return Residence.LOADED if is_loaded else Residence.LOADING
+
+
+def beside_groups(facts: ClusterFacts, instance_ids: Iterable[WorkerId]) -> tuple[str, ...]:
+    """Return the groups that stand, have a member among these instances, and parameters beside; sorted."""
+    named = dict.fromkeys(instance_ids)
+    return tuple(
+        sorted(
+            name
+            for name, members in groups_of(facts).items()
+            if any(member.instance_id in named for member in members)
+            and residence_of(facts.model, members) is not Residence.NOTHING
+            and pipeline_of(facts.model, members)
+        )
+    )
+
+
+def can_load(model: ModelFacts, members: Iterable[InstanceFacts]) -> bool:
+    """Return whether each member can load what it lacks beside serving: from its own host."""
+    whole = model.all_layers
+    return all(
+        member.resident is not None and member.host_copy is not None and member.host_copy.covers(whole)
+        for member in members
+    )
+
+
+def beside_tokens(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
+    """Return the KV that a group has room for while each of its members has the whole model, tokens."""
+    return rule.tokens(rule.group_blocks(stages, rule.model.all_layers))
+
+
+def why_not_loaded(
+    rule: CapacityRule, group_id: str, stages: Sequence[InstanceFacts], max_use_ratio: float
+) -> RestoreRefusal | None:
+    """Return why a group cannot load the whole model beside serving; None: it can.
+
+    Args:
+        rule: of the model.
+        group_id: for the reason.
+        stages: of the group.
+        max_use_ratio: what requests want is below this share of the room that is left meanwhile.
+    """
+    if not can_load(rule.model, stages):
+        return RestoreRefusal(f"{group_id}: not all of its members can load parameters beside serving")
+    room, wanted = beside_tokens(rule, stages), wanted_tokens(stages)
+    if room == 0 or wanted >= max_use_ratio * room:
+        return RestoreRefusal(
+            f"{group_id}: its requests want {wanted} tokens of KV; beside the whole model it has room for {room}"
+        )
+    return why_no_room(rule, group_id, stages)
+
+
+def plan_load(facts: ClusterFacts, group_id: str, max_use_ratio: float) -> ResidencePlan | RestoreRefusal:
+    """Plan that the members of a group that stands load what they lack while they serve; see `why_not_loaded`."""
+    model, rule = facts.model, CapacityRule(facts.model)
+    stages = pipeline_of(model, groups_of(facts)[group_id])
+    if not stages:
+        return RestoreRefusal(f"{group_id} is no group that stands")
+    refusal = why_not_loaded(rule, group_id, stages, max_use_ratio)
+    if refusal is not None:
+        return refusal
+    num_blocks = rule.group_blocks(stages, model.all_layers)
+    num_bytes = sum(missing_bytes(model, stage) for stage in stages)
+    reason = (
+        f"{num_bytes / 2**30:.2f} GiB of parameters are loaded beside serving; "
+        f"room for {rule.tokens(num_blocks)} tokens meanwhile, {rule.tokens(rule.group_blocks(stages))} before"
+    )
+    return ResidencePlan((_resident(group_id, stages, num_blocks),), model.all_layers, reason)
+
+
+def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> ResidencePlan:
+    """Plan that groups give what they have beside back to KV; each is a whole pipeline.
+
+    Args:
+        facts: of the cluster, now.
+        group_ids: which; at least one.
+        why: in words.
+    """
+    rule, groups = CapacityRule(facts.model), groups_of(facts)
+    changes = []
+    before = after = 0
+    for name in group_ids:
+        stages = pipeline_of(facts.model, groups[name])
+        assert stages, f"{name} is no group that stands"
+        changes.append(_resident(name, stages, rule.group_blocks(stages)))
+        before += rule.group_blocks(stages, facts.model.all_layers)
+        after += changes[-1].num_blocks
+    reason = f"{why}; room for {rule.tokens(after)} tokens, now {rule.tokens(before)}"
+    return ResidencePlan(tuple(changes), None, reason)
+
+
+def _resident(group_id: str, stages: Sequence[InstanceFacts], num_blocks: int) -> ResidentGroup:
+    return ResidentGroup(group_id, tuple(stage.instance_id for stage in stages), num_blocks)

@@ -1,0 +1,370 @@
+"""Loads beside serving: what fits, and when a group loads, gives back, or has all it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ClusterFacts, groups_of, wanted_tokens
+from services.planner.policy.pacing import PacingParams, RestoreWatch
+from services.planner.policy.residence import (
+    Residence,
+    ResidencePlan,
+    beside_groups,
+    beside_tokens,
+    pipeline_of,
+    plan_load,
+    plan_unload,
+    residence_of,
+)
+from services.planner.policy.residence_watch import MAX_LOADS, Due, ResidenceWatch
+from services.planner.policy.restore import RestorePlan, RestoreRefusal, plan_restore
+from shared.ids import WorkerId
+from shared.layers import LayerRange
+from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts
+
+PACING = PacingParams(restore_hold_s=10.0, retry_s=2.0, max_retry_s=20.0, load_stall_s=30.0)
+WHOLE = LayerRange(0, 8)
+GROUP = "w00000"
+
+
+def able(facts: ClusterFacts, resident: LayerRange | None = None, loaded_ratio: float = 1.0) -> ClusterFacts:
+    """Return instances that can load beside serving; those in groups have these layers beside, None: nothing."""
+    whole = facts.model.all_layers
+    return replace(
+        facts,
+        instances=tuple(
+            replace(
+                each,
+                resident=(resident if each.group_id else None) or each.layers,
+                loaded_ratio=loaded_ratio if resident and each.group_id else 1.0,
+                host_copy=whole,
+            )
+            for each in facts.instances
+        ),
+    )
+
+
+def group_of(used: int = 0, **fields: object) -> ClusterFacts:
+    """Two stages of 4 layers, 64 pages each: 3 blocks of 16 tokens alone, 7 as a group, (64 - 16) / 8 = 6 beside."""
+    pair = make_group(0, (4, 8))
+    return able(make_facts([replace(pair[0], used_tokens=used, **fields), pair[1]]))  # type: ignore[arg-type]
+
+
+def beside(facts: ClusterFacts, ratio: float = 1.0) -> ClusterFacts:
+    return able(facts, WHOLE, ratio)
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_nothing_is_loaded_that_does_not_fit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    facts, ratio = able(random_facts(rng, num_drops=3)), float(rng.choice([0.1, 0.5, 1.0]))
+    for name, members in groups_of(facts).items():
+        stages = pipeline_of(facts.model, members)
+        if not stages:
+            assert isinstance(plan_load(facts, name, ratio), RestoreRefusal), "it is alone"
+            continue
+        whole = facts.model.all_layers
+        room = min(literal_blocks(facts.model, s.layers, s.num_pages, s.max_blocks, whole) for s in stages)
+        fits = room and wanted_tokens(stages) < ratio * room * facts.model.block_size
+        plan = plan_load(facts, name, ratio)
+        if isinstance(plan, RestoreRefusal):
+            assert not fits or isinstance(plan_restore(facts, (name,)), RestoreRefusal), plan.reason
+            continue
+        assert fits
+        assert isinstance(plan_restore(facts, (name,)), RestorePlan), "what is loaded for nothing"
+        assert [(group.group_id, group.num_blocks) for group in plan.groups] == [(name, room)]
+        plan.check_invariants(facts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_given_back_is_the_room_that_there_was_before_the_load(seed: int) -> None:
+    before = able(random_facts(np.random.default_rng(seed), num_drops=3))
+    names = [name for name, members in groups_of(before).items() if pipeline_of(before.model, members)]
+    if not names:
+        return
+    plan = plan_unload(able(before, before.model.all_layers), names, "enough")
+    plan.check_invariants(before)
+    rule = CapacityRule(before.model)
+    expected = [rule.group_blocks(groups_of(before)[name]) for name in names]
+    assert [group.num_blocks for group in plan.groups] == expected
+    assert plan.resident is None
+    assert plan.reason.startswith(f"enough; room for {sum(expected) * before.model.block_size} tokens, now ")
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(20, 300))
+def test_stages_of_equal_size_have_as_much_beside_the_whole_model_as_alone_together(
+    size: int, num_stages: int, pages: int
+) -> None:
+    model = make_model(size * num_stages)
+    stages = make_group(0, [size * (i + 1) for i in range(num_stages)], pages=pages)
+    rule = CapacityRule(model)
+    assert rule.tokens(rule.whole_blocks(stages)) <= beside_tokens(rule, stages)
+
+
+def test_a_load_says_its_bytes_and_the_room_before_and_meanwhile() -> None:
+    model = make_model(8, layer_bytes=(2**30,) * 8, page_bytes=2**30, block_bytes=2**30)
+    facts = able(make_facts(make_group(0, (4, 8)), model))
+    plan = plan_load(facts, GROUP, 0.5)
+    assert isinstance(plan, ResidencePlan)
+    said = "8.00 GiB of parameters are loaded beside serving; room for 112 tokens meanwhile, 112 before"
+    assert plan.reason == said, "(64 - 8) / 8 = 7 blocks of 16, and (64 - 4) / 8 = 7"
+
+
+def test_what_is_loaded_already_is_not_counted_again() -> None:
+    plan = plan_restore(beside(group_of()))
+    assert isinstance(plan, RestorePlan)
+    assert plan.loads == ()
+    assert "their parameters are loaded already; room for 96 tokens, now 96" in plan.reason
+    half = plan_restore(beside(group_of(), 0.9))
+    assert isinstance(half, RestorePlan)
+    assert sum(load.num_bytes for load in half.loads) == 8 * 128, "nobody knows which"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"resident": None}, "w00000: not all of its members can load parameters beside serving"),
+        ({"host_copy": None}, "w00000: not all of its members can load parameters beside serving"),
+        ({"host_copy": LayerRange(0, 7)}, "w00000: not all of its members can load parameters beside serving"),
+        (
+            {"used_tokens": 40, "demanded_tokens": 8},
+            "w00000: its requests want 48 tokens of KV; beside the whole model it has room for 96",
+        ),
+        ({"num_pages": 16}, "w00000: its requests want 0 tokens of KV; beside the whole model it has room for 0"),
+        ({"num_pages": 28}, "w00000: a whole copy leaves an instance no room for KV"),
+    ],
+)
+def test_why_a_group_cannot_load(change: dict[str, object], reason: str) -> None:
+    first, second = group_of().instances
+    refusal = plan_load(make_facts([replace(first, **change), second]), GROUP, 0.5)  # type: ignore[arg-type]
+    assert isinstance(refusal, RestoreRefusal)
+    assert refusal.reason == reason
+
+
+@pytest.mark.parametrize("which", [[0], [1], [0, 2], [1, 2]])
+def test_a_group_that_lacks_a_member_is_no_pipeline(which: list[int]) -> None:
+    stages = make_group(0, (2, 5, 8))
+    assert [each.layers.first for each in pipeline_of(make_model(), stages[::-1])] == [0, 2, 5]
+    assert pipeline_of(make_model(), [stages[i] for i in which]) == ()
+    assert pipeline_of(make_model(), [make_instance(0)]) == ()
+    assert pipeline_of(make_model(), [replace(each, group_id="w00001") for each in stages]) == (), "led by another"
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        (((0, 4), 1.0, (4, 8), 1.0), Residence.NOTHING),
+        (((0, 8), 1.0, (4, 8), 1.0), Residence.BY_HALF),
+        (((0, 4), 1.0, (0, 8), 0.5), Residence.BY_HALF),
+        (((0, 8), 1.0, (2, 8), 1.0), Residence.BY_HALF),
+        (((0, 8), 1.0, (0, 8), 0.99), Residence.LOADING),
+        (((0, 8), 1.0, (0, 8), 1.0), Residence.LOADED),
+    ],
+)
+def test_what_a_group_has_beside_is_what_each_of_its_members_has(
+    members: tuple[tuple[int, int], float, tuple[int, int], float], expected: Residence
+) -> None:
+    first, second = make_group(0, (4, 8))
+    stages = [
+        replace(first, resident=LayerRange(*members[0]), loaded_ratio=members[1]),
+        replace(second, resident=LayerRange(*members[2]), loaded_ratio=members[3]),
+    ]
+    assert residence_of(make_model(), stages) is expected
+    names = (GROUP,) if expected is not Residence.NOTHING else ()
+    assert beside_groups(make_facts([*stages, make_instance(5)]), [WorkerId("w00001"), WorkerId("w00005")]) == names
+    assert beside_groups(make_facts(stages), [WorkerId("w00005")]) == ()
+
+
+# --- when ------------------------------------------------------------------------------------------------------------
+
+
+def due(facts: ClusterFacts, now_s: float = 0.0, watch: ResidenceWatch | None = None, *, is_idle: bool = True) -> Due:
+    return (watch or ResidenceWatch(PACING)).apply(facts, (GROUP,) if is_idle else (), now_s)
+
+
+def test_a_group_that_is_idle_loads_and_one_that_has_all_is_restored() -> None:
+    assert due(group_of()) == Due(load=(GROUP,))
+    assert due(group_of(), is_idle=False) == Due()
+    assert due(beside(group_of(), 0.5)) == Due(), "it loads"
+    assert due(beside(group_of(47))) == Due(restore=(GROUP,))
+    assert due(beside(group_of(47)), is_idle=False) == Due(restore=(GROUP,)), "no second hold"
+    assert due(beside(group_of(48))) == Due(), "3 of 6 blocks: not below half"
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_a_group_that_runs_short_or_fills_up_gives_back(ratio: float) -> None:
+    """Half way from 0.5 to 1: 72 of 96 tokens are kept."""
+    assert due(beside(group_of(72), ratio)) == Due()
+    assert due(beside(group_of(60, demanded_tokens=13), ratio)).unload == (
+        (GROUP, "w00000: its requests want 73 tokens of KV, over 75% of the room there is"),
+    )
+    assert due(beside(group_of(throttled=True), ratio)).unload == ((GROUP, "w00000: it runs short of memory"),)
+
+
+def test_of_a_group_that_lost_a_member_nothing_is_due() -> None:
+    facts = beside(group_of(throttled=True))
+    assert due(make_facts(facts.instances[:1])) == Due()
+
+
+def test_without_loads_beside_groups_are_restored_in_one_step_from_wherever_they_are() -> None:
+    watch = ResidenceWatch(replace(PACING, restore_beside=False))
+    for facts in (group_of(), beside(group_of(), 0.5), beside(group_of())):
+        assert due(facts, watch=watch) == Due(restore=(GROUP,))
+    assert due(beside(group_of(), 0.5), watch=watch, is_idle=False) == Due()
+
+
+def test_who_cannot_load_beside_is_restored_in_one_step() -> None:
+    """Stages of 1 and 7 layers have (64 - 16) / 14 = 3 blocks beside, and alone 6: 24 tokens are half of 3 only."""
+    first, second = group_of().instances
+    assert due(make_facts([first, replace(second, resident=None)])) == Due(restore=(GROUP,))
+    small, large = make_group(0, (1, 8))
+    assert due(able(make_facts([replace(small, used_tokens=24), large]))) == Due(restore=(GROUP,))
+    assert due(able(make_facts([replace(small, used_tokens=23), large]))) == Due(load=(GROUP,))
+
+
+def test_a_load_that_makes_no_progress_is_given_up_after_the_limit() -> None:
+    watch = ResidenceWatch(PACING)
+    assert [due(beside(group_of(), ratio), at_s, watch).unload for at_s, ratio in [(0, 0.5), (29, 0.5), (30, 0.6)]] == [
+        (),
+        (),
+        (),
+    ]
+    assert due(beside(group_of(), 0.6), 59.9, watch) == Due()
+    expected = ((GROUP, "w00000: nothing has been loaded for 30 s"),)
+    assert due(beside(group_of(), 0.6), 60.0, watch).unload == expected
+    watch.forget()
+    assert due(beside(group_of(), 0.6), 61.0, watch) == Due(), "nobody has seen it meanwhile"
+
+
+def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a_restore_in_one_step() -> None:
+    watch, now_s = ResidenceWatch(PACING), 0.0
+    for number in range(MAX_LOADS):
+        assert due(group_of(), now_s, watch) == Due(load=(GROUP,))
+        watch.loaded([GROUP], now_s, is_done=False)
+        if number < MAX_LOADS - 1:
+            pause_s = 2.0 * 2**number
+            assert due(group_of(), now_s + pause_s - 0.1, watch) == Due()
+            now_s += pause_s
+    assert due(group_of(), now_s, watch) == Due(restore=(GROUP,))
+    assert due(make_facts([]), now_s, watch) == Due(), "the group is no more"
+    assert due(group_of(), now_s, watch) == Due(load=(GROUP,)), "the next of this name begins anew"
+
+
+def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None:
+    others = [
+        replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(make_group(0, (4, 8)))
+    ]
+    facts = make_facts([*make_group(0, (4, 8)), *others])
+    facts = beside(replace(facts, instances=tuple(replace(each, throttled=True) for each in facts.instances)))
+    watch = ResidenceWatch(PACING)
+    assert [name for name, _ in due(facts, 0.0, watch).unload] == [GROUP, "x0"]
+    watch.unloaded([GROUP, "x0"], 0.0, is_done=False)
+    assert due(facts, 1.9, watch).unload == ()
+    assert [name for name, _ in due(facts, 2.0, watch).unload] == [GROUP]
+    watch.unloaded([GROUP], 2.0, is_done=False)
+    assert [name for name, _ in due(facts, 2.1, watch).unload] == ["x0"]
+    watch.unloaded(["x0"], 2.1, is_done=True)
+    assert [name for name, _ in due(facts, 60.0, watch).unload] == ["x0"], "who has not refused goes first"
+
+
+def test_what_has_all_is_restored_before_those_that_stop_to_load() -> None:
+    """One plan of both would keep the planner busy until the last has loaded."""
+    slow = [replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(make_group(0, (4, 8)))]
+    facts = make_facts([*beside(group_of()).instances, *slow])
+    watch = ResidenceWatch(PACING)
+    assert watch.apply(facts, (GROUP, "x0"), 0.0) == Due(restore=(GROUP,))
+    assert watch.apply(make_facts(slow), ("x0",), 0.0) == Due(restore=("x0",))
+
+
+def test_a_load_that_came_to_its_end_makes_up_for_those_that_failed() -> None:
+    watch = ResidenceWatch(PACING)
+    watch.loaded([GROUP], 0.0, is_done=False)
+    watch.loaded([GROUP], 2.0, is_done=False)
+    assert due(beside(group_of(60)), 10.0, watch) == Due(), "all is there"
+    watch.loaded([GROUP], 20.0, is_done=False)
+    assert due(group_of(), 21.9, watch) == Due()
+    assert due(group_of(), 22.0, watch) == Due(load=(GROUP,)), "the first pause again"
+
+
+# --- over time -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """One group, a planner that does at once what is due, and loads that take 3 ticks of half a second."""
+
+    watch: ResidenceWatch = field(default_factory=lambda: ResidenceWatch(PACING))
+    restores: RestoreWatch = field(default_factory=lambda: RestoreWatch(PACING))
+    resident: LayerRange | None = None
+    ratio: float = 1.0
+    now_s: float = 0.0
+    loads_s: list[float] = field(default_factory=list)
+    restored_s: float | None = None
+
+    def tick(self, used: int, *, throttled: bool, fails: bool) -> None:
+        """Half a second with this load; plans fail if they are to."""
+        if self.restored_s is not None:
+            return
+        self.now_s += 0.5
+        self.ratio = min(self.ratio + 0.2, 1.0)
+        facts = able(group_of(used, throttled=throttled), self.resident, self.ratio)
+        found = self.watch.apply(facts, self.restores.apply(facts, self.now_s), self.now_s)
+        todo = [*found.load, *found.restore, *(name for name, _ in found.unload)]
+        assert todo in ([], [GROUP]), "two things are due at once with one group"
+        assert bool(found.unload) <= (self.resident is not None), "nothing is there to be given back"
+        assert bool(found.load) <= (self.resident is None and not throttled and used < 48)
+        assert bool(found.restore) <= (not throttled and used < 48)
+        self._carry_out(found, fails=fails)
+
+    def _carry_out(self, found: Due, *, fails: bool) -> None:
+        if found.load:
+            self.loads_s.append(self.now_s)
+            self.watch.loaded([GROUP], self.now_s, is_done=not fails)
+            if not fails:
+                self.resident, self.ratio = WHOLE, 0.5
+        elif found.unload:
+            self.watch.unloaded([GROUP], self.now_s, is_done=not fails)
+            self.restores.forget([GROUP])
+            if not fails:
+                self.resident = None
+        elif found.restore and not fails:
+            self.restored_s = self.now_s
+
+
+TICKS = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(0, 100), st.booleans(), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(TICKS)
+def test_however_the_load_changes_a_group_loads_once_per_hold_and_calm_makes_it_whole(
+    ticks: list[tuple[int, int, bool, bool]],
+) -> None:
+    """Each stretch lasts some ticks, with some tokens in use; tries that fail are paused for 2 s and more."""
+    world = World()
+    for count, used, throttled, fails in ticks:
+        for _ in range(count):
+            world.tick(used, throttled=throttled, fails=fails)
+    gaps = np.diff(world.loads_s)
+    assert (gaps >= 2.0).all()
+    if not any(fails for *_, fails in ticks):
+        assert (gaps >= PACING.restore_hold_s).all()
+    for _ in range(2 * 60):
+        world.tick(0, throttled=False, fails=False)
+    assert world.restored_s is not None
+
+
+def test_a_calm_group_holds_loads_and_is_whole() -> None:
+    world = World()
+    while world.restored_s is None:
+        world.tick(10, throttled=False, fails=False)
+    assert (world.loads_s, world.restored_s) == ([10.5], 12.0)
