@@ -186,7 +186,13 @@ class SimWorker:
             return self._open_device()
         self.groups = ModelledGroupDevice(
             ModelledDeviceParams(
-                params.elastic, params.cost, params.block_size, self.draw, params.failure, params.remap_s
+                params.elastic,
+                params.cost,
+                params.block_size,
+                self.draw,
+                params.failure,
+                params.remap_s,
+                params.host_link_bytes_per_s,
             ),
             network,
             self._take_device,

@@ -170,7 +170,7 @@ class _Run:
 
     def _judge(self, cluster: FaultCluster, begun_s: float) -> None:
         draw = TokenDraw.of_vocabulary(VOCABULARY, (2,), FIRST_TOKEN)
-        self._violations += Checker(self._scenario, begun_s, draw).judge(cluster.calls)
+        self._violations += Checker(self._scenario, begun_s, draw, cluster.felt).judge(cluster.calls)
         self._violations += judge_numbers(self._trace.epochs, self._trace.attempts)
         self._violations += judge_peaks(cluster.peaks, sum(len(call.answers) for call in cluster.calls))
         for node in cluster.nodes:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 
 from services.dispatcher.session.request import FailureCode
 from services.worker.executor.shadow_kv import TokenDraw
@@ -43,12 +44,20 @@ class Checker:
         scenario: what was to happen.
         begun_s: when the faults' clock began.
         draw: how the modelled device chooses tokens.
+        felt: the processes that a fault is felt by; the target alone where nothing is said.
     """
 
-    def __init__(self, scenario: Scenario, begun_s: float, draw: TokenDraw) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        begun_s: float,
+        draw: TokenDraw,
+        felt: Mapping[Fault, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
         self._scenario = scenario
         self._begun_s = begun_s
         self._draw = draw
+        self._felt = felt
         self._has_poison = any(ask.request.seed == POISON_SEED for ask in scenario.asks)
 
     def judge(self, calls: Sequence[Call]) -> list[str]:
@@ -114,7 +123,8 @@ class Checker:
     def _had_no_worker(self, dispatcher: str, begun_s: float, ended_s: float) -> bool:
         if self._has_poison or self._troubles({dispatcher, MONITOR, BROKER}, begun_s, ended_s, RECOVERY_S):
             return True
-        struck = {fault.target for fault in self._overlapping(begun_s, ended_s, RECOVERY_S)}
+        faults = self._overlapping(begun_s, ended_s, RECOVERY_S)
+        struck = {name for fault in faults for name in self._felt.get(fault, {fault.target})}
         return struck.issuperset(worker.worker_id for worker in self._scenario.workers)
 
     def _may_be_blamed(self, answer: SimAnswer | None) -> bool:

@@ -86,6 +86,8 @@ class FaultCluster:
         self.broker = MemoryBroker(deliver=self._deliver)
         self.calls: list[Call] = []
         self.peaks = Peaks()
+        self.felt: dict[Fault, frozenset[str]] = {}
+        """Of each fault that has begun: the processes that it is felt by."""
         self._loop = asyncio.get_running_loop()
         self._random = np.random.default_rng([scenario.seed, 1])
         self._message_faults: list[Fault] = []
@@ -168,6 +170,8 @@ class FaultCluster:
     def apply(self, fault: Fault) -> None:
         """Let a fault begin; it ends by itself."""
         self.trace.say(f"FAULT    {fault}")
+        self.conductor.note(fault)
+        self.felt[fault] = self._felt_by(fault.target)
         if fault.kind in MESSAGE_KINDS:
             self._message_faults.append(fault)
             self._later(fault, partial(self._message_faults.remove, fault))
@@ -179,6 +183,11 @@ class FaultCluster:
             self._cut_link(fault)
         else:
             self._apply_to_node(fault, self._by_name[fault.target])
+
+    def _felt_by(self, name: str) -> frozenset[str]:
+        """Return the process of this name, and the members of its group, which is lost with it."""
+        group = next((worker.group for worker in self.workers if worker.name == name), "")
+        return frozenset({name, *(worker.name for worker in self.workers if group and worker.group == group)})
 
     def _later(self, fault: Fault, action: Callable[[], None]) -> None:
         def mend() -> None:

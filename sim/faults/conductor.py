@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from shared.ids import WorkerId
-from shared.layers import even_split
+from services.planner.policy.capacity import CapacityRule
+from services.planner.policy.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.merging import Merger
+from services.planner.policy.observe import ObserveParams, observe
+from shared.layers import LayerRange, even_split
 from shared.memory_bus import MemoryBroker
-from shared.messages.plan import AbortPlan, CommitPlan, PlannedGroup, PlanState
-from shared.messages.report import WorkerPhase, WorkerReport
-from sim.faults.kinds import Fault, FaultKind
-from sim.plan_driver import PlanDriver, alone, group_of
+from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlanState
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from sim.faults.kinds import CHANGE_KINDS, Fault, FaultKind
+from sim.plan_driver import PlanDriver, alone, beside, group_of
 
 ATTEMPTS = 12
 PAUSE_S = 1.0
@@ -33,6 +36,11 @@ class Conductor:
         """What workers said, and what changed."""
         self._driver = PlanDriver(broker.connect("conductor"))
         self._say = say
+        self._num_merges = 0
+        """Under way."""
+        self._num_formed = 0
+        self._num_turns = 0
+        """How often it was the turn of a group that joins no other one."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -44,6 +52,11 @@ class Conductor:
         task = asyncio.ensure_future(self._change(fault))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def note(self, fault: Fault) -> None:
+        """Hear of a fault that begins now."""
+        if self._num_merges and fault.kind not in CHANGE_KINDS:
+            self.answers["merge struck"] += 1
 
     async def restore_all(self) -> None:
         """Make every worker whole again."""
@@ -73,35 +86,79 @@ class Conductor:
             await self._finish(groups, fault.kind)
 
     def _choose(self, name: str) -> list[PlannedGroup]:
-        """A worker that is alone forms a group with others that are; the group of one is dissolved."""
-        known = {report.worker_id: report for report in self._known()}
-        report = known.get(WorkerId(name))
+        """A worker that is alone forms a group with others that are; of two groups of two one of four is made.
+
+        Every other group loads parameters beside, gives them up again, or is dissolved. What would leave a layer
+        without a second copy is not done.
+        """
+        known = self._known()
+        report = next((each for each in known if each.worker_id == name), None)
         if report is None:
             return []
-        if report.num_stages > 1:
-            return [alone(member) for member in known.values() if member.group == report.group]
-        others = [other for other in known.values() if other.num_stages == 1 and other.worker_id != name]
-        members = [report, *others[: 1 + self._driver.epoch % 2]]
-        if len(members) < 2:
-            return []
-        return [group_of(members, even_split(report.num_layers, len(members)))]
+        if report.num_stages == 1:
+            others = [other for other in known if other.num_stages == 1 and other.worker_id != name]
+            self._num_formed += 1
+            members = [report, *others[: 2 - self._num_formed % 2]]
+            if len(members) < 2 or not _leaves_copies(known, len(members)):
+                return []
+            return [group_of(members, even_split(report.num_layers, len(members)))]
+        own = [member for member in known if member.group == report.group]
+        merged = _merge_pairs(own, known) if _leaves_copies(known, 2) else None
+        if merged is not None:
+            return [merged]
+        self._num_turns += 1
+        residence = _residence(own) if self._num_turns % 3 else None
+        return [alone(member) for member in own] if residence is None else [residence]
 
     async def _finish(self, groups: list[PlannedGroup], kind: FaultKind) -> None:
+        if not _is_merge(groups):
+            await self._carry_out(groups, kind)
+            return
+        self._num_merges += 1
+        try:
+            self.answers[f"merge {await self._carry_out(groups, kind)}"] += 1
+        finally:
+            self._num_merges -= 1
+
+    async def _carry_out(self, groups: list[PlannedGroup], kind: FaultKind) -> str:
+        """Return in a word how far the change came."""
         plan_id, answers = await self._driver.prepare(*groups)
-        workers = list(answers)
+        workers = _in_turn(groups)
+        what = _what(groups)
         self._note("prepare", [answer.state if answer is not None else None for answer in answers.values()])
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
         self._say(f"plan     {plan_id} of {', '.join(workers)}: {'prepared' if good else 'not prepared'}")
         if kind is FaultKind.CHANGE_ABANDONED:
-            return
+            return "abandoned"
         if kind is FaultKind.CHANGE_BY_HALF:
             workers = workers[: len(workers) // 2]
-        if kind is FaultKind.CHANGE_TWICE:
+        if kind is FaultKind.CHANGE_TWICE and what == "change":
             await self._speak_twice(plan_id, workers, commit=good)
-        ends = await self._driver.finish(plan_id, workers, commit=good)
-        self._note(
-            "commit" if good else "abort", [answer.state if answer is not None else None for answer in ends.values()]
-        )
+        elif kind is FaultKind.CHANGE_TWICE:
+            workers = [name for name in workers for _ in range(2)]
+        ends = await self._end(plan_id, workers, commit=good, one_by_one=what != "change")
+        states = [answer.state if answer is not None else None for answer in ends]
+        self._note("commit" if good else "abort", states)
+        if good and all(state is PlanState.DONE for state in states):
+            self.answers[f"{what} done"] += 1
+        if not good:
+            return "aborted"
+        if kind is FaultKind.CHANGE_BY_HALF:
+            return "by half"
+        return "committed" if all(state is PlanState.DONE for state in states) else "broken"
+
+    async def _end(
+        self, plan_id: int, workers: Sequence[str], *, commit: bool, one_by_one: bool
+    ) -> list[PlanAnswer | None]:
+        """Tell all at once, or one after the other as long as each has done it; the rest hear that it is off."""
+        if not one_by_one:
+            return list((await self._driver.finish(plan_id, workers, commit=commit)).values())
+        ends: list[PlanAnswer | None] = []
+        for name in workers:
+            answer = (await self._driver.finish(plan_id, [name], commit=commit))[name]
+            commit &= answer is not None and answer.state is PlanState.DONE
+            ends.append(answer)
+        return ends
 
     async def _speak_twice(self, plan_id: int, workers: list[str], *, commit: bool) -> None:
         """Send the word that ends the plan at once with others that contradict it under an older epoch."""
@@ -114,3 +171,81 @@ class Conductor:
 
     def _note(self, word: str, states: list[PlanState | None]) -> None:
         self.answers.update(f"{word} {'silent' if state is None else state.value}" for state in states)
+
+
+def _residence(own: Sequence[WorkerReport]) -> PlannedGroup | None:
+    """Return the group with all parameters beside, or without if they are; None: not all of its stages are known."""
+    stages = sorted(own, key=lambda report: report.stage)
+    if [stage.stage for stage in stages] != list(range(own[0].num_stages)):
+        return None
+    facts = _facts(stages)
+    if facts is None:
+        return None
+    rule, whole = CapacityRule(facts.model), facts.model.all_layers
+    is_beside = any(LayerRange(*stage.resident) != LayerRange(*stage.layers) for stage in stages)
+    num_blocks = min(
+        rule.blocks(each.layers, each.num_pages, each.max_blocks, None if is_beside else whole)
+        for each in facts.instances
+    )
+    return beside(stages, num_blocks, None if is_beside else whole) if num_blocks else None
+
+
+def _what(groups: Sequence[PlannedGroup]) -> str:
+    """Return in a word what a plan is."""
+    if not groups[0].is_residence:
+        return "change"
+    return "load" if groups[0].loads_beside else "unload"
+
+
+def _in_turn(groups: Sequence[PlannedGroup]) -> list[str]:
+    """Return whom to tell first: the leader is the last one to have more room."""
+    workers = [stage.worker_id for group in groups for stage in group.stages]
+    return [*workers[1:], workers[0]] if _what(groups) == "unload" else list(workers)
+
+
+def _is_merge(groups: Sequence[PlannedGroup]) -> bool:
+    """Return whether a group forms of workers that are in groups already."""
+    return any(
+        len(group.stages) > 1 and any(stage.held != (0, group.stages[-1].layers[1]) for stage in group.stages)
+        for group in groups
+    )
+
+
+def _merge_pairs(own: Sequence[WorkerReport], known: Sequence[WorkerReport]) -> PlannedGroup | None:
+    """Return the group of four that a group of two forms with another one, if there is one; ranges are halved."""
+    first = _pair(own)
+    others = dict.fromkeys(other.group for other in known if other.num_stages == 2 and other.group != own[0].group)
+    for group in others:
+        second = _pair([other for other in known if other.group == group])
+        if not first or [each.layers for each in first] != [each.layers for each in second]:
+            continue
+        members = [member for pair in zip(first, second, strict=True) for member in pair]
+        ranges = [LayerRange(*each.layers) for each in first]
+        if min(map(len, ranges)) > 1:
+            return group_of(members, [half for layers in ranges for half in _halves(layers)])
+    return None
+
+
+def _pair(reports: Sequence[WorkerReport]) -> list[WorkerReport]:
+    """Return the stages of a group of two in order; none if they are not both known."""
+    members = sorted(reports, key=lambda report: report.stage)
+    return members if [(each.stage, each.num_stages) for each in members] == [(0, 2), (1, 2)] else []
+
+
+def _halves(layers: LayerRange) -> list[LayerRange]:
+    return [LayerRange(layers.first + half.first, layers.first + half.end) for half in even_split(len(layers), 2)]
+
+
+def _leaves_copies(known: Sequence[WorkerReport], num_merged: int) -> bool:
+    """Return whether so many groups may become one by the planner's rule of second copies."""
+    facts = _facts(known)
+    assert facts is not None, "their layers can be dropped"
+    merger = Merger(facts, DropParams(), required_tokens=1)
+    return merger.num_groups - num_merged + 1 >= merger.min_groups
+
+
+def _facts(known: Sequence[WorkerReport]) -> ClusterFacts | None:
+    """Return what a planner would know by these reports; None: no plan could count on them."""
+    workers = tuple(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.0, report=report) for report in known)
+    view = ClusterView(sequence_number=0, workers=workers)
+    return observe(view, 0.0, ObserveParams(throughput=(1.0,))).snapshot.facts

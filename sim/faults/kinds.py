@@ -6,7 +6,7 @@ runs about different things. After the last fault comes a quiet time in which ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -109,6 +109,27 @@ def draw_faults(space: FaultSpace, random: np.random.Generator) -> FaultPlan:
     return FaultPlan(tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind, fault.target))), num_poisonous)
 
 
+def draw_merging(space: FaultSpace, random: np.random.Generator) -> tuple[Fault, ...]:
+    """Return faults for four workers: two groups of two form, then one is to join the other while something fails.
+
+    The change is tried twice or three times, half of the times by a planner that dies or says everything twice. The
+    fault comes up to a fifth of a second later: while workers prepare, are prepared, change, meet, or serve again while
+    KV is on its way.
+    """
+    kinds = [kind for kind in FaultKind if kind not in CHANGE_KINDS]
+    changes = sorted(CHANGE_KINDS)
+    faults = [Fault(0.3, FaultKind.CHANGE, space.workers[0], 2.0), Fault(1.3, FaultKind.CHANGE, space.workers[2], 2.0)]
+    at_s = 2.0
+    for _ in range(int(random.integers(2, 4))):
+        at_s = round(at_s + float(random.uniform(0.6, 2.5)), 3)
+        kind = FaultKind.CHANGE if random.random() < 0.5 else changes[int(random.integers(len(changes)))]
+        worker = space.workers[int(random.integers(len(space.workers)))]
+        faults.append(Fault(at_s, kind, worker, round(float(random.uniform(0.5, 2.0)), 3)))
+        fault = _draw_fault(space, kinds[int(random.integers(len(kinds)))], random)
+        faults.append(replace(fault, at_s=round(at_s + float(random.uniform(0.0, 0.2)), 3)))
+    return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind, fault.target)))
+
+
 def _draw_fault(space: FaultSpace, kind: FaultKind, random: np.random.Generator) -> Fault:
     ratio = float(random.choice([0.1, 0.3, 1.0])) if kind in MESSAGE_KINDS | {FaultKind.FAILING_STEP} else 1.0
     return Fault(
@@ -138,7 +159,7 @@ def _draw_target(space: FaultSpace, kind: FaultKind, random: np.random.Generator
         return BROKER
     groups = [space.workers, space.dispatchers, space.others]
     chances = [0.65, 0.2, 0.15] if space.others else [0.75, 0.25, 0.0]
-    names = space.workers if kind in WORKER_KINDS else groups[int(random.choice(3, p=chances))]
+    names = space.workers if kind in WORKER_KINDS | {FaultKind.LINK_CUT} else groups[int(random.choice(3, p=chances))]
     return names[int(random.integers(len(names)))]
 
 

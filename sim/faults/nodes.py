@@ -212,6 +212,12 @@ class WorkerNode(Node):
         self.num_poisoned = 0
         """Times that a request killed it."""
 
+    @property
+    def group(self) -> str:
+        """Name of its group's leader; empty: it is alone, or its process has not begun."""
+        agent = None if self.worker is None else self.worker.service.agent
+        return "" if agent is None else agent.role.group
+
     async def serve(self, bus: MemoryBus) -> None:
         """See `Node`."""
         assert self.process is not None, "it serves in one"

@@ -9,7 +9,7 @@ import numpy as np
 from shared.cost import CostModel
 from shared.messages.report import ElasticFacts
 from shared.types import QoeTarget
-from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults
+from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults, draw_merging
 from sim.faults.nodes import POISON_SEED
 from sim.requests import DAY_S, SimRequest
 from sim.worker import SimWorkerParams
@@ -28,6 +28,9 @@ KV_BYTES, HOST_BLOCKS, BLOCK_COPY_S = 1024, 24, 0.005
 
 LINK_BYTES_PER_S = (5e3, 2e5)
 """A worker's KV takes a fraction of a second to change hands, or some seconds."""
+
+MERGING_RATIO = 0.45
+"""Of the seeds in which groups come and go: those in which groups of two become one of four."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,18 @@ def draw_group_scenario(seed: int) -> Scenario:
     link_bytes_per_s = (
         float("inf") if random.random() < 0.2 else float(np.exp(random.uniform(*np.log(LINK_BYTES_PER_S))))
     )
-    return replace(scenario, workers=workers, asks=tuple(asks), plan=plan, link_bytes_per_s=link_bytes_per_s)
+    scenario = replace(scenario, workers=workers, asks=tuple(asks), plan=plan, link_bytes_per_s=link_bytes_per_s)
+    merging = np.random.default_rng([seed, 4])
+    return _draw_merging(scenario, merging) if merging.random() < MERGING_RATIO else scenario
+
+
+def _draw_merging(scenario: Scenario, random: np.random.Generator) -> Scenario:
+    """Return the scenario with four workers, whose two groups of two become one while something fails."""
+    workers = tuple(replace(scenario.workers[0], worker_id=f"w{i}") for i in range(4))
+    names = tuple(worker.worker_id for worker in workers)
+    space = FaultSpace(names, scenario.dispatchers, (MONITOR, *scenario.planners))
+    asks = tuple(ask for ask in scenario.asks if ask.request.seed != POISON_SEED)
+    return replace(scenario, workers=workers, asks=asks, plan=FaultPlan(draw_merging(space, random), 0))
 
 
 def _elastic_facts(num_blocks: int) -> ElasticFacts:

@@ -16,10 +16,12 @@ from cli.status import run_status
 from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import set_up_with
-from tests.support.fault_checks import unchanged
-from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until_async
+from tests.support.fault_checks import assert_same, unchanged
+from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
 from tests.support.fault_streams import Ask, answers, long_prompts, mixed_load, reading, seen, undisturbed
 from tests.support.group_changes import (
+    BY_ITSELF,
+    FLAGS,
     NUM_LASTING,
     change,
     change_until_done,
@@ -67,7 +69,7 @@ async def drop_among_prompts(
                 await change_while_readers_leave(cluster, bus, "drop", tap, leavers)
             found = await answers(readers)
     for each in fresh:
-        assert found[each.name] == expected[each.name], each.name
+        assert_same(each.name, found[each.name], expected[each.name])
 
 
 async def check_pages(cluster: Cluster, num_stages: int) -> None:
@@ -113,6 +115,37 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
         assert len(changes) == 8, "each worker has changed its role four times"
         assert sum(event["num_prefills"] for event in drops) > 0, "a drop met a prefill"
         assert sum(event["num_decodes"] for event in drops) > 0, "a drop met a decode"
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Dropped by hand; the planner has each group load beside, and restores it when all is there."""
+    rng = np.random.default_rng(seed)
+    quiet = Shape(num_workers=2, env=BY_ITSELF, flags=FLAGS)
+    with running(tmp_path_factory.mktemp("cluster"), quiet) as cluster:
+        asks = mixed_load()
+        stage = set_up_with(cluster, asks)
+        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+            await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
+            for count in (1, 2):
+                await change_until_done(cluster, bus, "drop")
+                await until(lambda n=count: len(done(cluster, "restore")) == n, "the group is whole again", 40.0)
+                await check_pages(cluster, num_stages=1)
+                await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
+        beside = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "parameters_beside"]
+        assert len(beside) >= 4, "both workers, twice"
+        assert sum(event["num_decodes"] for event in beside) > 0, "a load met a decode"
+        restored = [event for name in cluster.workers for event in role_changes(cluster, name) if not event["group"]]
+        assert len(restored) == 4
+
+
+def done(cluster: Cluster, lever: str) -> list[dict[str, Any]]:
+    """Return what the planner says of plans of this kind that were carried out."""
+    words = {"load": "loaded beside", "restore": "become whole"}[lever]
+    events = cluster.events("planner")
+    return [e for e in events if e.get("event") == "plan_done" and words in e["reason"]]
 
 
 def role_changes(cluster: Cluster, name: str) -> list[dict[str, Any]]:

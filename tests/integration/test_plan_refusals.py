@@ -141,7 +141,6 @@ def facts(**changes: object) -> ElasticFacts:
         "page_bytes": PAGE,
         "num_pages": 224,
         "max_blocks": 10_000,
-        "token_s": 0.0001,
         "has_host_copy": True,
     }
     return ElasticFacts.model_validate(fields | changes)
@@ -166,6 +165,7 @@ def report(index: int, elastic: ElasticFacts, *, is_short: bool = False, **chang
         num_head_blocks=1 if is_short else 0,
         num_queued_for_memory=3 if is_short else 0,
         num_running=5,
+        token_s=0.0001,
     ).model_copy(update=changes)
 
 

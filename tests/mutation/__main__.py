@@ -32,6 +32,7 @@ SAME_PROGRAM = "any_process"
 _BLOCKS = (
     "tests/unit/test_engine_blocks.py",
     "tests/unit/test_engine_prefix.py",
+    "tests/unit/test_engine_compaction.py",
     "tests/sim/test_engine_properties.py",
 )
 _SESSION = (
@@ -48,7 +49,10 @@ _WORKER = (
 )
 SUITES = {
     "services.worker.engine.blocks": _BLOCKS,
+    "services.worker.engine.block_pool": _BLOCKS,
+    "services.worker.engine.compaction": _BLOCKS,
     "services.worker.engine.free_blocks": _BLOCKS,
+    "services.worker.engine.limit": _BLOCKS,
     "services.worker.intake": _WORKER,
     "services.worker.emitter": _WORKER,
     "services.dispatcher.session.session": _SESSION,

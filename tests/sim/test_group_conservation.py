@@ -1,5 +1,7 @@
 """Whole simulated clusters in which groups come and go: at every instant no page is lost, counted twice, or made up.
 
+And at every instant every layer is in two places, whether all hosts have a copy of the parameters, one, or none.
+
 Drops, restores, plans that are abandoned or carried out by half, deaths, partitions, cut links, lost messages, clients
 that leave: `draw_group_scenario` says what a seed stands for. Beside every worker lives a real memory (`page_twins`).
 """
@@ -14,7 +16,9 @@ import pytest
 
 from shared.messages.report import ElasticFacts
 from sim.faults.campaign import run_scenario
+from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import Scenario, draw_group_scenario
+from tests.support.layer_watch import LayerWatch
 from tests.support.page_twins import PageWatch
 
 NUM_SEEDS = 20
@@ -50,20 +54,31 @@ def odd_facts(rng: np.random.Generator, num_blocks: int) -> ElasticFacts:
 def scenario_of(seed: int) -> Scenario:
     scenario, rng = draw_group_scenario(seed), np.random.default_rng([seed, 9])
     facts = odd_facts(rng, scenario.workers[0].num_blocks)
-    return replace(scenario, workers=tuple(replace(params, elastic=facts) for params in scenario.workers))
+    num_copies = int(rng.choice([0, 0, 1, len(scenario.workers)]))
+    workers = tuple(
+        replace(params, elastic=facts.model_copy(update={"has_host_copy": index < num_copies}))
+        for index, params in enumerate(scenario.workers)
+    )
+    return replace(scenario, workers=workers)
 
 
 def live_through(seed: int) -> Counter[str]:
     """Each seed runs once, whichever test asks first; return what workers' memories went through."""
     if seed not in _done:
-        watch = PageWatch()
+        watch, layers = PageWatch(), LayerWatch()
+
+        def look(cluster: FaultCluster) -> None:
+            watch(cluster)
+            layers(cluster)
+
         try:
-            report = run_scenario(scenario_of(seed), watch=watch)
+            report = run_scenario(scenario_of(seed), watch=look)
         finally:
             watch.close()
         assert not report.violations, "\n".join(report.violations)
         assert watch.num_looks > 500, "it looks at every instant"
         _done[seed] = watch.done + report.coverage
+        _done[seed].update({f"places {num}": count for num, count in layers.num_places.items()})
     return _done[seed]
 
 
@@ -78,7 +93,8 @@ def test_memories_went_through_every_kind_of_change() -> None:
     for seed in range(NUM_SEEDS):
         total.update(live_through(seed))
     wanted = (
-        *("dropped", "restored", "groups of 2", "groups of 3", "led"),
+        *("dropped", "restored", "loads beside", "gave up", "groups of 2", "groups of 3", "groups of 4", "led"),
+        *("places 2", "places 3", "places 8"),
         *("commit done", "commit failed", "abort aborted", "log group_broken"),
         *("fault change_abandoned", "fault change_by_half", "fault link_cut", "fault crash", "call left"),
     )

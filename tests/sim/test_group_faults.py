@@ -35,6 +35,7 @@ REQUIRED = (
     "sent refused stage",
     "finished length",
     "preempted",
+    *(f"merge {word}" for word in ("committed", "aborted", "abandoned", "by half", "broken", "struck")),
 )
 """Paths that the seeds together must reach."""
 
@@ -50,6 +51,14 @@ def test_the_invariants_hold_whatever_fails_while_groups_come_and_go(first: int)
 def test_every_step_of_the_protocol_was_reached_and_struck() -> None:
     total = SEEDS.check_coverage(REQUIRED)
     assert total["commit done"] > 3 * NUM_SEEDS, "most seeds change roles several times"
+
+
+@pytest.mark.timeout(900)  # by itself it runs all seeds
+def test_groups_of_two_became_groups_of_four_and_every_step_of_that_was_struck() -> None:
+    """Struck: a fault began between the first word and the last, or the planner died in between."""
+    assert SEEDS.num_seeds_with("merge committed") >= 50
+    assert SEEDS.num_seeds_with("merge struck", "merge abandoned", "merge by half") >= 50
+    assert SEEDS.num_seeds_with("merge broken", "merge aborted") >= 10
 
 
 def test_one_seed_gives_one_trace_in_any_process() -> None:

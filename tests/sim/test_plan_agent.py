@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from services.worker.executor.channel import ModelledLink
 from services.worker.groups.modelled_device import ModelledGroupDevice
+from shared.bus import Message
 from shared.ids import Incarnation
 from shared.layers import LayerRange, even_split
+from shared.messages.event import Event
 from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlannedStage, PlanState, PreparePlan
+from shared.wire import decode_json
 from sim.plan_driver import PlanDriver, alone, group_of, states
 from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room
 
@@ -39,13 +44,28 @@ async def prepare(room: Room, group: PlannedGroup, worker_id: str = "w0") -> Pla
     return answer
 
 
+async def refusals(room: Room) -> list[tuple[str, str]]:
+    """A list that grows by the worker and the reason of each refusal that is told."""
+    told: list[tuple[str, str]] = []
+
+    def on_event(message: Message) -> None:
+        event = decode_json(message.data, Event)
+        if (event.service, event.name) == ("worker", "plan_refused"):
+            told.append((event.instance_id, event.reason))
+
+    await room.driver.bus.subscribe("sluice.*.event.>", on_event)
+    return told
+
+
 async def check_refused(room: Room, group: PlannedGroup, reason: str) -> None:
     """Check that w0 refuses a plan for a reason, and stays what it is."""
-    before = room.role(0), room.num_blocks(0)
+    before, told = (room.role(0), room.num_blocks(0)), await refusals(room)
     answer = await prepare(room, group)
     assert answer.state is PlanState.REFUSED
     assert re.search(reason, answer.reason), answer.reason
     assert (room.role(0), room.num_blocks(0)) == before
+    await asyncio.sleep(0.01)
+    assert told == [("w0", f"plan {answer.plan_id}: {answer.reason}")]
 
 
 @pytest.mark.parametrize("question", [PreparePlan, CommitPlan, AbortPlan])
@@ -99,7 +119,8 @@ def test_a_stage_refuses_layers_that_it_does_not_hold() -> None:
         await asyncio.sleep(1.0)
         wider = [LayerRange(0, 5), LayerRange(5, NUM_LAYERS)]
         group = group_of([room.driver.reports[name] for name in NAMES], wider)
-        await check_refused(room, group, "are not all among those held")
+        words = r"layers \[0, 5\) are not all among those held, \[0, 4\), as stage 1 of 2 in the group of w0"
+        await check_refused(room, group, words)
 
     in_room(main, group_params())
 
@@ -173,11 +194,49 @@ def test_a_step_that_takes_longer_than_the_limit_is_not_waited_for() -> None:
         assert worker.device is not None
         worker.device.stuck_until_s = asyncio.get_running_loop().time() + 3.0
         driver.limit_s = 1.0
+        told = await refusals(room)
         _, answers = await driver.prepare(pair(driver))
-        first = answers["w0"]
+        first, reason = answers["w0"], "a step, or a copy to the host, was under way for 1 s"
         assert first is not None
-        assert (first.state, first.reason) == (PlanState.ABORTED, "a step, or KV, was under way for 1 s")
+        assert (first.state, first.reason) == (PlanState.ABORTED, reason)
         await room.check()
+        assert told == [("w0", f"plan 1: {reason}")]
+
+    in_room(main, group_params())
+
+
+def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_limit() -> None:
+    """The link carries 0.3 MB/s: KV of the drop is on its way for more than a second."""
+
+    async def main(room: Room) -> None:
+        driver, told = room.driver, await refusals(room)
+        room.ask(*draw_requests(2, 12))
+        await asyncio.sleep(0.4)
+        assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)  # reports show it
+        assert room.cluster.workers[0].service.engine.stats.num_coming_blocks
+        driver.limit_s = 0.1
+        _, answers = await driver.prepare(*(alone(driver.reports[name]) for name in NAMES))
+        first, reason = answers["w0"], "KV of the last change was on its way for 0.1 s"
+        assert first is not None
+        assert (first.state, first.reason) == (PlanState.ABORTED, reason)
+        await asyncio.sleep(0.01)
+        assert told == [("w0", f"plan 2: {reason}")]
+        await room.check()
+        driver.limit_s = 5.0
+        assert states(await driver.restore(NAMES)) == ["done"] * 2
+
+    in_room(main, replace(group_params(num_pages=900), link=ModelledLink(bytes_per_s=3e5)))
+
+
+def test_a_plan_that_its_planner_abandons_is_no_refusal() -> None:
+    async def main(room: Room) -> None:
+        driver, told = room.driver, await refusals(room)
+        plan_id, prepared = await driver.prepare(pair(driver))
+        assert states(prepared) == ["prepared"] * 2
+        assert states(await driver.finish(plan_id, NAMES, commit=False)) == ["aborted"] * 2
+        await asyncio.sleep(0.1)
+        assert not told
 
     in_room(main, group_params())
 

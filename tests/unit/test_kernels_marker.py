@@ -6,7 +6,12 @@ import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-WAYS_TO_A_MODEL = {"tests.support.runners", "tests.support.cluster", "services.worker.executor.runner"}
+WAYS_TO_A_MODEL = {
+    "tests.support.runners",
+    "tests.support.exchanged_kv",
+    "tests.support.cluster",
+    "services.worker.executor.runner",
+}
 """Modules that load a model or start a worker that does."""
 NOT_ABOUT_NUMBERS = {"gpu", "faults"}
 """Folders whose tests need a device, or kill processes whatever these compute."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import fcfs_reference as reference
-from benchmarks.load_replay import WHOLE_PROMPTS, Instance, Outcome, replay, replay_scenario
+from benchmarks.load_replay import WHOLE_PROMPTS, Instance, Outcome, Row, replay, replay_scenario
 from shared.cost import load_profile
 from shared.log import only_from
 from sim.experiment.run import run_system
@@ -117,7 +117,21 @@ def test_short_memory_preempts_and_makes_wait() -> None:
     assert short.ttft_p99_s > 10 * long.ttft_p99_s
 
 
-def test_requests_go_where_least_memory_is_asked_for() -> None:
+def test_the_load_of_an_instance_is_the_dispatchers() -> None:
+    """Steps of 2 048 tokens: of 5 000 that wait 2 952 are left, then 904; half of a second of them is a whole memory.
+
+    One that runs holds half a block more than its tokens.
+    """
+    (instance,) = of_instances(None, whole_prompts=False)
+    instance.put(Row(0, 0.0, 5_000, 2))
+    for until_s, num_left in ((0.0, 5_000), (1e-9, 2_952), (0.4, 904)):
+        instance.advance(until_s)
+        assert instance.uncomputed_tokens == num_left
+        expected = (5_008 if num_left < 5_000 else 5_000) / 40_000 + 0.5 * num_left * COST.b1_s
+        assert instance.load(40_000) == pytest.approx(expected)
+
+
+def test_requests_go_where_the_load_is_least() -> None:
     """Four at once on two instances: 900 | 500, then 500 + 300 is still the lesser, and 800 + 200 too."""
     nobody = np.full(4, np.nan)
     workload = dataclasses.replace(
@@ -143,6 +157,8 @@ def _of(workload: Workload, count: int) -> Outcome:
 
 class _Priced:
     """Counts the tokens of the steps that it prices."""
+
+    b1_s = COST.b1_s
 
     def __init__(self) -> None:
         self.num_tokens = 0

@@ -159,6 +159,16 @@ def test_no_capacity_needs_that_every_worker_was_struck() -> None:
     assert judge(call, one, other) == []
 
 
+def test_no_capacity_is_explained_by_a_fault_that_every_worker_feels() -> None:
+    """They are one group, and its leader leaves; a fault of which nothing is said is its target's alone."""
+    call = whole_call()
+    _refuse(call)
+    fault = Fault(0.5, FaultKind.RESTART, "w0", 5.0)
+    for felt, laws in (({"w0", "w1"}, []), ({"w0"}, ["I1"])):
+        checker = Checker(scenario(fault), 100.0, DRAW, {fault: frozenset(felt)})
+        assert [line.partition(":")[0] for line in checker.judge([call])] == laws
+
+
 def test_only_poison_and_what_was_at_two_lost_workers_may_be_blamed() -> None:
     blamed = whole_call()
     blamed.answers[0].failure = FailureCode.REQUEST_FAILED
