@@ -1,10 +1,14 @@
 """Bursts that throttle two live workers, on one system after the other: what dropping parameters saves readers.
 
     python -m benchmarks.live_burst [--seeds 1,2,3,4,5] [--systems fcfs,fcfs-chunked,fcfs-pp,kunserve] [--json FILE]
+                                    [--memory 100MiB] [--stretch 1]
 
 For each system `sluice up` starts a broker, monitor, planner, two workers of one thread and a dispatcher; then all of
 them get the same requests, seed by seed, from the client of `sluice replay`. The model (25.7 M parameters, bfloat16)
 takes about half of each worker's memory. The row `fcfs, unthrottled` is the same on workers with much more of it.
+
+A machine with less arithmetic for its memory reaches the one limit before the other: then no memory helps. There a
+smaller memory and a stretched load make memory the first one again.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,7 +35,7 @@ from cli.bench.server import Server
 from cli.replay.records import is_silent, lateness_p99_s, records_of
 from cli.replay.sender import Sender, token_prompts
 from shared.cluster_views import ViewFeed
-from shared.messages.report import ClusterView
+from shared.messages.report import ClusterView, WorkerReport
 from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
 from shared.systems import find_live_system
@@ -67,11 +71,11 @@ class BurstCluster(EngineProcess):
         self._view: ClusterView | None = None
         self._watch: BurstWatch | None = None
 
-    async def start(self, system: str, memory: str, checkpoint: Path, log: Path) -> None:
+    async def start(self, system: str, memory: str, checkpoint: Path, log: Path, settings: Mapping[str, str]) -> None:
         """Return when it serves, joined to pipelines if the system has them."""
         flags = ["--model", str(checkpoint), "--dtype", "bfloat16", "--memory", memory, "--workers", "2"]
         flags += ["--threads", "1", "--port", "0", "--system", system, "--log-dir", str(log.with_suffix(""))]
-        await self.spawn(sys.executable, "-m", "cli.main", "up", "--json", *flags, env=SETTINGS, log=log)
+        await self.spawn(sys.executable, "-m", "cli.main", "up", "--json", *flags, env=dict(settings), log=log)
         line = await self.read_line(START_LIMIT_S)
         self.url = line["url"]
         self._bus = await NatsBus.connect(line["nats_url"], name="burst")
@@ -86,6 +90,16 @@ class BurstCluster(EngineProcess):
         if self._bus is not None:
             await self._bus.close()
         await super().stop()
+
+    @property
+    def reports(self) -> list[WorkerReport]:
+        """Of its workers, as the newest view has them."""
+        return [] if self._view is None else [status.report for status in self._view.workers]
+
+    async def ask(self, subject: str) -> bytes:
+        """Ask one of its services something."""
+        assert self._bus is not None, "it has been started"
+        return await self._bus.request(subject, b"", timeout_s=REST_LIMIT_S)
 
     def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
         if not is_fresh:
@@ -138,20 +152,24 @@ def _is_at_rest(view: ClusterView, num_stages: int) -> bool:
 
 
 @asynccontextmanager
-async def burst_cluster(system: str, memory: str, checkpoint: Path, log: Path) -> AsyncIterator[BurstCluster]:
+async def burst_cluster(
+    system: str, memory: str, checkpoint: Path, log: Path, settings: Mapping[str, str] = SETTINGS
+) -> AsyncIterator[BurstCluster]:
     """Give a cluster that serves and is warm; end it afterwards."""
     cluster = BurstCluster()
     try:
-        await cluster.start(system, memory, checkpoint, log)
+        await cluster.start(system, memory, checkpoint, log, settings)
         await cluster.send(sequential(12, 200, 20, 0.1, seed=90))
         yield cluster
     finally:
         await cluster.stop()
 
 
-async def measure(title: str, seeds: Sequence[int], figures: Figures, folder: Path, max_tries: int) -> None:
+async def measure(
+    title: str, seeds: Sequence[int], figures: Figures, folder: Path, *, max_tries: int, memory: str
+) -> None:
     """Send the loads of these seeds to one system, again where others used the machine meanwhile."""
-    system, memory = ("fcfs", MUCH_MEMORY) if title == UNTHROTTLED else (title, MEMORY)
+    system, memory = ("fcfs", MUCH_MEMORY) if title == UNTHROTTLED else (title, memory)
     num_stages = find_live_system(system).num_stages
     log = folder / f"{title.replace(', ', '-')}.log"
     async with burst_cluster(system, memory, folder / "small", log) as cluster:
@@ -180,8 +198,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 3, 4, 5])
     parser.add_argument("--systems", type=lambda text: text.split(","), default=[*SYSTEMS, "unthrottled"])
     parser.add_argument("--stretch", type=float, default=1.0, help="times between arrivals, in multiples of their own")
+    parser.add_argument("--memory", default=MEMORY, help="of each worker; parameters take 49 MiB [%(default)s]")
     parser.add_argument("--tries", type=int, default=4, help="of a run while others use the machine [4]")
-    parser.add_argument("--json", type=Path, help="keeps figures; quiet runs that it has are not done again")
+    parser.add_argument(
+        "--json", type=Path, help="keeps figures; quiet runs that it has are not done again: one file for each memory"
+    )
     parser.add_argument("--folder", type=Path, help="checkpoint and logs go here [a temporary one]")
     chosen = parser.parse_args()
     figures = Figures(BurstShape(stretch=chosen.stretch), chosen.json)
@@ -192,7 +213,7 @@ def main() -> None:
         make_checkpoint("small", folder / "small")
         for title in titles:
             if seeds := figures.missing(title, chosen.seeds):
-                asyncio.run(measure(title, seeds, figures, folder, chosen.tries))
+                asyncio.run(measure(title, seeds, figures, folder, max_tries=chosen.tries, memory=chosen.memory))
     report([run for title in titles for run in figures.of(title, chosen.seeds)])
 
 

@@ -4,7 +4,7 @@
         [--windows 0:640 1084:1724] [--factors 60 70 80] [--seed 0]
 
 Steps of instances, as the engine forms them and the cost model prices them, for `fcfs` (whole prompts first),
-`fcfs-chunked` and `oracle` (chunked, memory without end); requests go where least memory is asked for. What makes it
+`fcfs-chunked` and `oracle` (chunked, memory without end); requests are placed by the dispatcher's rule. What makes it
 fast: sequences that decode are a count and a sum of tokens, and each is looked at again only in the step that ends it.
 
 Left out, against the simulator: messages (each placement knows every instance as it will be after its present step),
@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks.harness import print_table
 from benchmarks.standard_loads import parse_window
+from services.dispatcher.policy.placement import WAITING_WEIGHT
 from shared.cost import CostModel, prefill_pairs
 from sim.experiment.setup import BLOCK_SIZE
 from sim.scenarios.files import load_scenario
@@ -97,6 +98,15 @@ class Instance:
     def wanted_tokens(self) -> float:
         """Token slots that requests hold or wait for."""
         return self._held() + self._waiting_tokens
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Tokens of prompts, under way and waiting, that are still to be computed."""
+        return self._waiting_tokens + sum(row.num_known - row.num_computed for row in self._prefills)
+
+    def load(self, kv_tokens: int) -> float:
+        """Return what the dispatcher compares, of an instance with so many slots (`place_least_loaded`)."""
+        return self.wanted_tokens / kv_tokens + WAITING_WEIGHT * self._cost.b1_s * self.uncomputed_tokens
 
     def put(self, row: Row) -> None:
         """Queue a request that arrives now."""
@@ -226,7 +236,7 @@ def replay(instances: Sequence[Instance], workload: Workload, kv_tokens: int, un
 
     Args:
         instances: fresh ones.
-        workload: each request goes to the instance of which least memory is asked for.
+        workload: each request goes to the instance with the least load.
         kv_tokens: slots that an instance really has.
         until_s: the means are over the time before.
     """
@@ -235,7 +245,7 @@ def replay(instances: Sequence[Instance], workload: Workload, kv_tokens: int, un
     for row in rows:
         for instance in instances:
             instance.advance(row.arrival_s)
-        min(instances, key=lambda each: each.wanted_tokens).put(row)
+        min(instances, key=lambda each: each.load(kv_tokens)).put(row)
     held, peak = 0.0, 0.0
     for instance in instances:
         instance.advance(math.inf)

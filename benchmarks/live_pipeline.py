@@ -1,0 +1,102 @@
+"""What a group of two live workers costs against the same two apart: steps, their time, and tokens.
+
+    python -m benchmarks.live_pipeline [--streams 24] [--tokens 250] [--rounds 2]
+
+So many streams begin at once, on `fcfs-chunked` and on `kunserve` after a drop by hand; both have memory for all of
+them. A group's step time is that of its stages together. The model and the processes are those of `live_burst`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.burst_load import BurstShape
+from benchmarks.live_burst import MEMORY, SETTINGS, BurstCluster, burst_cluster
+from benchmarks.peers_load import wait_idle
+from benchmarks.peers_model import make_checkpoint
+from shared.subjects import Subjects
+
+SYSTEMS = ("fcfs-chunked", "kunserve")
+KEPT = {**SETTINGS, "SLUICE_PLANNER_RESTORE_RATIO": "0"}
+"""The group stays."""
+SETTLE_S = 0.8
+"""Until reports show the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One round."""
+
+    system: str
+    tokens_per_s: float
+    steps_per_s: float
+    """Of all workers that lead or stand alone."""
+    step_ms: float
+    """Moving average at the end, mean over these workers."""
+
+
+async def measure(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost:
+    """Send the load once."""
+    await wait_idle()
+    before = {report.worker_id: report.num_steps for report in cluster.reports}
+    began_s = time.perf_counter()
+    await cluster.send(shape.draw(1))
+    elapsed_s = time.perf_counter() - began_s
+    await asyncio.sleep(SETTLE_S)
+    leaders = [report for report in cluster.reports if not report.stage]
+    assert len(leaders) == (1 if system == "kunserve" else 2), "nobody has formed a group or left one"
+    num_tokens = shape.burst_requests * shape.output_tokens[0]
+    num_steps = sum(report.num_steps - before[report.worker_id] for report in leaders)
+    step_s = sum(report.step_time_s for report in leaders) / len(leaders)
+    return Cost(system, num_tokens / elapsed_s, num_steps / elapsed_s, 1e3 * step_s)
+
+
+async def compare(shape: BurstShape, num_rounds: int) -> list[Cost]:
+    """Return every round, system by system."""
+    found = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_checkpoint("small", folder / "small")
+        for system in SYSTEMS:
+            log = folder / f"{system}.log"
+            async with burst_cluster(system, MEMORY, folder / "small", log, KEPT) as cluster:
+                if system == "kunserve":
+                    answer = json.loads(await cluster.ask(Subjects("default").admin("planner", "planner", "drop")))
+                    if not answer["done"]:
+                        raise RuntimeError(f"no drop: {answer['reason']}")
+                    await asyncio.sleep(SETTLE_S)
+                found += [await measure(cluster, system, shape) for _ in range(num_rounds)]
+    return found
+
+
+def main() -> None:
+    """Measure."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that no cluster is left behind
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=250, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=2)
+    chosen = parser.parse_args()
+    shape = BurstShape(
+        calm_s=0.1,
+        calm_requests=0,
+        burst_s=0.3,
+        burst_requests=chosen.streams,
+        num_bursts=1,
+        prompt_tokens=(80, 80),
+        output_tokens=(chosen.tokens, chosen.tokens),
+    )
+    print("| system | tokens/s | steps/s | step, ms |\n|---|---|---|---|")
+    for cost in asyncio.run(compare(shape, chosen.rounds)):
+        print(f"| {cost.system} | {cost.tokens_per_s:.0f} | {cost.steps_per_s:.0f} | {cost.step_ms:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
