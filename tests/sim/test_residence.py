@@ -222,3 +222,61 @@ def test_survivors_of_a_group_load_only_what_has_not_come_yet(lost: int) -> None
         assert all(report.num_stages == 1 for report in room.driver.reports.values())
 
     in_room(main, slow_params())
+
+
+async def wait_until_broken(room: Room) -> None:
+    """Let `w1` leave the group; return when `w0` is about to be whole again, of which no report tells yet."""
+    agent = room.cluster.workers[0].service.agent
+    assert agent is not None
+    asyncio.ensure_future(room.driver.restore(["w1"]))  # noqa: RUF006  it ends long before the test does
+    while not agent._is_mending:
+        await asyncio.sleep(0.001)
+
+
+def test_nothing_is_loaded_beside_a_group_that_is_over() -> None:
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        stages, count = [room.driver.reports[name] for name in BOTH], beside_blocks(room)
+        await wait_until_broken(room)
+        await asyncio.sleep(LOAD_S / 2)
+        assert room.driver.reports["w0"].group == "w0", "says what it was"
+        asked = PreparePlan(epoch=room.driver.epoch, plan_id=9, group=beside(stages, count, WHOLE))
+        answer = await room.driver.ask("w0", asked)
+        assert answer is not None
+        assert answer.state is PlanState.REFUSED
+        assert "its group is over" in answer.reason
+        await asyncio.sleep(LOAD_S)
+        assert room.role(0) == ("", 0, (0, NUM_LAYERS)), "whole, and nobody's stage"
+        assert room.driver.reports["w0"].num_stages == 1
+        await room.check()
+
+    in_room(main, slow_params())
+
+
+def test_a_group_that_ends_while_blocks_are_left_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan was taken when the group stood; it gets its turn when the worker is whole again."""
+    monkeypatch.setattr(compaction, "MAX_MOVED_BLOCKS", 1)
+
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        stages, count = [room.driver.reports[name] for name in BOTH], beside_blocks(room)
+        room.ask(*draw_requests(3, 40))
+        engine = room.cluster.workers[0].service.engine
+        while engine.stats.num_waiting or not 10 < engine.stats.num_used_blocks < 0.8 * count:
+            await asyncio.sleep(0.01)
+        agent = room.cluster.workers[0].service.agent
+        assert agent is not None
+        asked = PreparePlan(epoch=9, plan_id=9, group=beside(stages, count, WHOLE))
+        preparing = asyncio.ensure_future(room.driver.ask("w0", asked))
+        await asyncio.sleep(0.001)
+        agent._on_end(agent.role.plan_id, "the connection was cut")
+        answer = await preparing
+        assert answer is not None
+        assert answer.state is PlanState.REFUSED
+        assert "the plan was made for" in answer.reason
+        assert room.role(0) == ("", 0, (0, NUM_LAYERS))
+        await room.check()
+
+    in_room(main, slow_params())

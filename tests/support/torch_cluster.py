@@ -246,7 +246,7 @@ class TorchCluster:
         for worker in self.workers.values():
             agent = worker.service.agent
             assert agent is not None
-            if agent.role.num_stages > 1 and agent._turn is None and agent._broken is None:
+            if agent.role.num_stages > 1 and agent._turn is None and not agent._is_mending:
                 groups.setdefault(agent.role.plan_id, []).append(worker)
         for members in groups.values():
             roles = [member.service.agent.role for member in members]  # type: ignore[union-attr]
@@ -270,7 +270,7 @@ class TorchCluster:
         role = agent.role
         if report is None or report.phase is not WorkerPhase.READY:
             return False
-        if agent._turn is not None or agent._broken is not None:
+        if agent._turn is not None or agent._is_mending:
             return False
         said = (report.layers, report.group, report.plan_id, report.incarnation)
         return said == (

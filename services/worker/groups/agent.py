@@ -113,6 +113,8 @@ class PlanAgent:
         """In the group that stands."""
         self._broken: str | None = None
         """Why that pipeline is over, until this worker has left it."""
+        self._is_mending = False
+        """The group is over, and this worker may not be whole again yet."""
         reporter.take_role(self.role)
         reporter.watch_parameters(self._parameters)
 
@@ -210,8 +212,8 @@ class PlanAgent:
         return self._device.refusal(LayerRange(*part.layers))
 
     def _why_not_resident(self, residence: Residence, group: PlannedGroup) -> str | None:
-        if self._broken is not None:
-            return f"its group is over: {self._broken}"
+        if self._is_mending:
+            return "its group is over: " + (self._broken or "it is about to be whole again")
         num_blocks = self._device.blocks_beside(residence.layers)
         return why_not_resident(residence, group, self._num_layers, num_blocks)
 
@@ -229,10 +231,14 @@ class PlanAgent:
                 busy_with = "a step, or a copy to the host, was under way"
                 async with self._gate.exclusive():
                     limit.reschedule(None)
-                    turn.is_ready.set_result(True)
-                    await asyncio.wait([turn.decision], timeout=max(turn.until_s - self._now(), 0.0))
-                    if turn.is_to_be_done:
+                    reason = self._refusal(turn.ask.group)  # its group may have ended while the gate was waited for
+                    if reason is None:
+                        turn.is_ready.set_result(True)
+                        await asyncio.wait([turn.decision], timeout=max(turn.until_s - self._now(), 0.0))
+                    if turn.is_to_be_done and reason is None:
                         outcome = await self._change(turn.ask)
+                    elif reason is not None:
+                        outcome = Outcome(plan_id, PlanState.REFUSED, reason)
         except GateClosedError:
             outcome = Outcome(plan_id, PlanState.REFUSED, "it is about to stop")
         except BlocksNeededError as error:
@@ -425,7 +431,7 @@ class PlanAgent:
 
     def _break(self, reason: str) -> None:
         if self._broken is None:
-            self._broken = reason
+            self._broken, self._is_mending = reason, True
             self._tasks.start(self._mend(), name="mend-group")
 
     async def _mend(self) -> None:
@@ -437,3 +443,4 @@ class PlanAgent:
                     await self._stand_alone(self.role.plan_id)
         except GateClosedError:
             pass  # the worker stops
+        self._is_mending = self._broken is not None  # a group that came meanwhile may be over too
