@@ -3,7 +3,9 @@
     python -m benchmarks.live_pipeline [--streams 24] [--tokens 250] [--rounds 2]
 
 So many streams begin at once, on `fcfs-chunked` and on `kunserve` after a drop by hand; both have memory for all of
-them. A group's step time is that of its stages together. The model and the processes are those of `live_burst`.
+them. A group's step time is that of its stages together. "CPU" is what all processes of the cluster and the client take
+of the cores' time for a step, steps included; "cores idle" is what nobody took. The model and the processes are those
+of `live_burst`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import tempfile
 import time
@@ -19,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.burst_load import BurstShape
 from benchmarks.live_burst import MEMORY, SETTINGS, BurstCluster, burst_cluster
-from benchmarks.peers_load import wait_idle
+from benchmarks.peers_load import Share, foreign_share, wait_idle
 from benchmarks.peers_model import make_checkpoint
 from shared.subjects import Subjects
 
@@ -40,22 +43,47 @@ class Cost:
     """Of all workers that lead or stand alone."""
     step_ms: float
     """Moving average at the end, mean over these workers."""
+    cpu_ms: float
+    """Of a step, all processes."""
+    idle_ratio: float
+    """Of all cores."""
+    foreign_ratio: float
+    """Of all cores, by processes that have nothing to do with it."""
+
+    def line(self) -> str:
+        """Return a line of the table."""
+        cells = (
+            f"{self.tokens_per_s:.0f} | {self.steps_per_s:.0f} | {self.step_ms:.1f}",
+            f"{self.cpu_ms:.1f} | {self.idle_ratio:.0%} | {self.foreign_ratio:.0%}",
+        )
+        return f"| {self.system} | {' | '.join(cells)} |"
 
 
 async def measure(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost:
     """Send the load once."""
     await wait_idle()
     before = {report.worker_id: report.num_steps for report in cluster.reports}
-    began_s = time.perf_counter()
+    num_cores = os.cpu_count() or 1
+    share, began_s = Share.take(cluster.pid), time.perf_counter()
     await cluster.send(shape.draw(1))
-    elapsed_s = time.perf_counter() - began_s
+    elapsed_s, used = time.perf_counter() - began_s, Share.take(cluster.pid)
     await asyncio.sleep(SETTLE_S)
     leaders = [report for report in cluster.reports if not report.stage]
     assert len(leaders) == (1 if system == "kunserve" else 2), "nobody has formed a group or left one"
     num_tokens = shape.burst_requests * shape.output_tokens[0]
     num_steps = sum(report.num_steps - before[report.worker_id] for report in leaders)
     step_s = sum(report.step_time_s for report in leaders) / len(leaders)
-    return Cost(system, num_tokens / elapsed_s, num_steps / elapsed_s, 1e3 * step_s)
+    own_s = used.own_s - share.own_s
+    foreign_ratio = foreign_share(share, used, elapsed_s, num_cores)
+    return Cost(
+        system,
+        tokens_per_s=num_tokens / elapsed_s,
+        steps_per_s=num_steps / elapsed_s,
+        step_ms=1e3 * step_s,
+        cpu_ms=1e3 * own_s / num_steps,
+        idle_ratio=max(1 - own_s / (elapsed_s * num_cores) - foreign_ratio, 0.0),
+        foreign_ratio=foreign_ratio,
+    )
 
 
 async def compare(shape: BurstShape, num_rounds: int) -> list[Cost]:
@@ -93,9 +121,10 @@ def main() -> None:
         prompt_tokens=(80, 80),
         output_tokens=(chosen.tokens, chosen.tokens),
     )
-    print("| system | tokens/s | steps/s | step, ms |\n|---|---|---|---|")
+    print("| system | tokens/s | steps/s | step, ms | CPU per step, ms | cores idle | used by others |")
+    print("|---|---|---|---|---|---|---|")
     for cost in asyncio.run(compare(shape, chosen.rounds)):
-        print(f"| {cost.system} | {cost.tokens_per_s:.0f} | {cost.steps_per_s:.0f} | {cost.step_ms:.1f} |")
+        print(cost.line())
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def test_lanes_that_became_unequal_are_equal_again_soon() -> None:
             for i in range(32):
                 live.add(new_sequence(i, num_prompt=1, max_tokens=60, arrival_s=0.0))
             await asyncio.sleep(1.0)
-            for row in live.engine.flights[0].rows.tolist():
+            for row in next(iter(live.engine.flights)).rows.tolist():
                 live.engine.cancel(*live.engine.table.sequence(row).key)
             seen = len(live.batches)
             await live.until_idle()

@@ -47,9 +47,6 @@ class Flights:
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._queue)
 
-    def __getitem__(self, index: int) -> Flight:
-        return self._queue[index]
-
     @property
     def rows(self) -> I32:
         """Rows in flight, each once."""
