@@ -26,6 +26,13 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class LoadFrom(StrEnum):
+    """Where dropped parameters come back from beside serving."""
+
+    HOST = "host"
+    PEERS = "peers"
+
+
 class KernelKind(StrEnum):
     """What computes the forward pass."""
 
@@ -77,6 +84,10 @@ class WorkerSettings(ServiceSettings):
     exchange_gb_per_s: Annotated[float, Field(gt=0, le=10_000)] = 1.0
     """At which KV changes hands, 10^9 bytes per second each way: what a planner counts with. One, with a checksum, is
     what two processes of one machine reach."""
+    load_from: LoadFrom = LoadFrom.HOST
+    """Where dropped parameters come back from beside serving: `host`, the checkpoint in the host's memory or on its
+    disk, or `peers`, the stages of the group that compute with them. What the one does not give, or with other bytes
+    than were loaded first, the other is asked for. Only systems that drop layers take it."""
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16

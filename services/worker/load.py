@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from services.worker.build import ModelFacts
-from services.worker.config import Dtype, ExecutorKind, WorkerSettings
+from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
 from services.worker.engine.types import Executor, HostMemory
 from services.worker.executor.modelled import ModelledExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
@@ -146,6 +146,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         exchange_bytes=settings.exchange_memory,
         exchange_limit_s=settings.exchange_limit_s,
         exchange_bytes_per_s=settings.exchange_gb_per_s * 1e9,
+        peers_first=settings.load_from is LoadFrom.PEERS,
     )
     return Loaded((await device.alone()).executor, facts, device)
 

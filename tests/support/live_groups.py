@@ -234,6 +234,7 @@ async def live_devices(
     folder: Path | None = None,
     exchange_bytes: int = 16 * MIB,
     exchange_limit_s: float = 30.0,
+    peers_first: bool = False,
     **changes: object,
 ) -> AsyncIterator[list[TorchGroupDevice]]:
     """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
@@ -245,7 +246,8 @@ async def live_devices(
         model = open_elastic_model(SHAPES[name], folder, **changes)
         listener = await StageListener.open(wait_s=wait_s)
         limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s, "part_limit_s": 20.0}
-        devices.append(TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, **limits))
+        device = TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, peers_first=peers_first, **limits)
+        devices.append(device)
         await devices[-1].alone()
     try:
         yield devices

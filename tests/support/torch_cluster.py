@@ -22,7 +22,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
 from services.worker.build import build_worker, make_reporter
-from services.worker.config import KernelKind, WorkerSettings
+from services.worker.config import KernelKind, LoadFrom, WorkerSettings
 from services.worker.executor import opening
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.load import check_start, load_executor
@@ -182,6 +182,7 @@ class TorchCluster:
             kernels=KernelKind(KERNELS),
             report_period_s=0.03,
             stage_limit_s=STAGE_LIMIT_S,
+            load_from=LoadFrom.PEERS if self._names.index(name) % 2 else LoadFrom.HOST,
         )
 
     async def start_worker(self, name: str) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from services.worker.engine.loop import ExecutorBrokenError
+from services.worker.executor.parameter_sources import SourceLostError
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.groups.device import GroupFailedError
+from services.worker.groups.parameter_lending import PeerSource
 from services.worker.groups.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.layers import LayerRange
@@ -183,8 +188,11 @@ async def test_what_a_device_cannot_have_beside_is_refused_and_the_group_goes_on
         await be_alone(*devices)
 
 
-async def test_layers_that_cannot_be_loaded_beside_are_no_matter_until_the_restore(tmp_path: Path) -> None:
+async def test_layers_that_cannot_be_loaded_beside_are_no_matter_until_the_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Path(shutil.copytree(stored_checkpoint(SHAPES["llama"])[0], tmp_path / "model"))
+    monkeypatch.setattr(PeerSource, "fill", lost_peer)
     async with live_devices(2, folder=folder) as devices:
         group = await form(devices, HALVES)
         away = (folder / "model.safetensors").rename(tmp_path / "away")
@@ -203,6 +211,89 @@ async def test_layers_that_cannot_be_loaded_beside_are_no_matter_until_the_resto
         with pytest.raises(StartupError, match="is not the file that was loaded"):
             await devices[1].alone()
         away.rename(folder / "model.safetensors")
+        await be_alone(*devices)
+
+
+def lost_peer(source: PeerSource, *_args: object) -> Iterator[int]:
+    raise SourceLostError(f"made up: {source.name} gives nothing")
+
+
+async def test_the_other_stages_have_what_the_checkpoint_does_not_give(tmp_path: Path, gate: LoadingGate) -> None:
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPES["llama"])[0], tmp_path / "model"))
+    async with live_devices(3, folder=folder) as devices:
+        group = await form(devices, ranges_of(1, 2, 4))
+        (folder / "model.safetensors").rename(tmp_path / "away")
+        blocks = await all_beside(devices)
+        assert await texts_of(group.executor, num_blocks=blocks) == await calm()
+        await loaded(devices)
+        assert [device.loaded_ratio for device in devices] == [1, 1, 1]
+        await group.executor.close()
+        await be_alone(*devices)
+        assert not gate.num_pieces, "no file was read"
+
+
+async def test_parameters_can_come_from_the_other_stages_first(gate: LoadingGate) -> None:
+    async with live_devices(2, "tied", dtype="bfloat16", peers_first=True) as devices:
+        group = await form(devices, HALVES)
+        for _ in range(2):
+            blocks = await all_beside(devices)
+            assert await texts_of(group.executor, num_blocks=blocks) == await calm_texts("tied", "bfloat16", KERNELS)
+            await loaded(devices)
+            assert [device.loaded_ratio for device in devices] == [1, 1]
+            await own_only(devices)
+        await all_beside(devices)
+        await loaded(devices)
+        await group.executor.close()
+        for device in devices:
+            executor = (await device.alone()).executor
+            assert await texts_of(executor) == await calm_texts("tied", "bfloat16", KERNELS)
+        assert not gate.num_pieces, "no file was read"
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 4, 11])
+@pytest.mark.parametrize("is_wrong", [False, True])
+async def test_a_source_that_dies_halfway_or_lies_is_replaced(
+    num_pieces: int, is_wrong: bool, gate: LoadingGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 29. What has come, or comes with other bytes, is served by nobody; the group goes on meanwhile."""
+    receive, counts = PeerSource._receive_into, Counter[PeerSource]()
+
+    def receiving(source: PeerSource, piece: torch.Tensor) -> None:
+        receive(source, piece)
+        counts[source] += 1
+        if counts[source] > num_pieces:
+            if is_wrong:
+                piece[len(piece) // 2] ^= 16
+            else:
+                source._sock.shutdown(socket.SHUT_RDWR)
+
+    monkeypatch.setattr(PeerSource, "_receive_into", receiving)
+    async with live_devices(2, peers_first=True) as devices:
+        group = await form(devices, HALVES)
+        blocks = await all_beside(devices)
+        assert await texts_of(group.executor, num_blocks=blocks) == await calm()
+        await loaded(devices)
+        assert len(counts) == 2, "each asked the other"
+        assert gate.num_pieces, "the checkpoint gave the rest"
+        assert [device.loaded_ratio for device in devices] == [1, 1]
+        read = gate.num_pieces
+        await group.executor.close()
+        await be_alone(*devices)
+        assert gate.num_pieces == read
+
+
+async def test_a_stage_that_lends_can_leave(gate: LoadingGate) -> None:
+    """While others load from it: they have the checkpoint, and a group that is over."""
+    async with live_devices(2, peers_first=True) as devices:
+        group = await form(devices, HALVES)
+        await all_beside(devices)
+        lender = devices[1]._lender
+        assert lender is not None
+        await devices[1].alone()
+        assert lender._is_closed
+        assert not devices[1]._listener._lenders, "nobody is let in any more"
+        with pytest.raises(ExecutorBrokenError):
+            await texts_of(group.executor)
         await be_alone(*devices)
 
 

@@ -246,10 +246,10 @@ async def test_a_listener_tells_others_the_name_that_it_was_given() -> None:
 
 
 def test_every_place_wants_its_leader_and_the_stages_before_it_and_nobody_else() -> None:
-    """All of 2 members, 4 roles and 3 senders."""
+    """All of 2 members, 5 roles and 3 senders; and of the leader, who is asked for parameters alone."""
     wanted = set()
-    for index in (1, 2):
-        for role in StageRole:
+    for index in range(3):
+        for role in StageRole if index else (StageRole.PARAMETERS,):
             for sender in range(3):
                 said = hello(place_of(sender), index, role)
                 if why_refused(said, place_of(index)) is None:
@@ -260,7 +260,33 @@ def test_every_place_wants_its_leader_and_the_stages_before_it_and_nobody_else()
         (2, StageRole.LEADER, 0),
         (2, StageRole.PREVIOUS, 1),
         *((index, role, sender) for index, sender in ((1, 0), (2, 0), (2, 1)) for role in KV_ROLES),
+        *((index, StageRole.PARAMETERS, sender) for index in range(3) for sender in range(3) if sender != index),
     }
+
+
+async def test_parameters_are_lent_to_the_other_stages_of_a_group_that_stands() -> None:
+    taken: list[socket.socket] = []
+    async with listening() as listener:
+        with ExitStack() as sockets:
+            early = asyncio.create_task(dial(place_of(1, listener.address), 0, StageRole.PARAMETERS, sockets))
+            await asyncio.sleep(0.05)
+            assert not early.done(), "the group may be about to stand"
+            listener.lend(place_of(0), taken.append)
+            while not taken:
+                await asyncio.sleep(0.005)
+            await say(taken[0], WELCOME)
+            assert (await early)[1] == WELCOME
+            with pytest.raises(GroupFailedError, match="w0 is no other stage of the group"):
+                await dial(place_of(0, listener.address), 0, StageRole.PARAMETERS, sockets)
+            wrong = replace(place_of(2, listener.address), token="another")
+            with pytest.raises(GroupFailedError, match="the token is not that of plan"):
+                await dial(wrong, 0, StageRole.PARAMETERS, sockets)
+            listener.lend_no_more(place_of(0))
+            listener.lend_no_more(place_of(0))
+            with pytest.raises(GroupFailedError, match="has not joined plan"):
+                await dial(place_of(2, listener.address), 0, StageRole.PARAMETERS, sockets)
+            assert len(taken) == 1
+            taken[0].close()
 
 
 @pytest.mark.parametrize("parting", [False, True])

@@ -18,6 +18,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.worker.executor.link_turns import URGENT_PRIORITY, LinkTurns, set_priority
 from services.worker.executor.stage_messages import FRAME, Activation, StageMessage, pack, read_frame, unpack
 from shared.errors import WireError
 
@@ -124,20 +125,23 @@ class SocketChannel:
 
     Args:
         sock: connected; owned from now on.
+        turns: of this worker's connections: what is sent here goes first; None: it has no others.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, turns: LinkTurns | None = None) -> None:
         sock.setblocking(True)  # noqa: FBT003  the library's own signature
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_priority(sock, URGENT_PRIORITY)
         self._socket = sock
+        self._turns = turns or LinkTurns()
         self._sending = threading.Lock()
 
     def send(self, message: StageMessage) -> None:
         """Send a message; blocks while the other end's buffers are full."""
         parts = [memoryview(part).cast("B") for part in pack(message)]
         try:
-            with self._sending:
+            with self._turns.urgent(), self._sending:
                 self._send(parts)
         except OSError as error:
             raise ChannelLostError(f"cannot send: {error}") from error

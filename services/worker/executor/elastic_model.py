@@ -10,19 +10,20 @@ It is closed by a change of what is computed: then rows do not survive, and of K
 goes on after `reside`, which changes what is there beside. Blocks; one thread at a time.
 
 Source: KunServe v2, section 4.1 (parameters are dropped by mapping their memory to the KV); v1, section 4.2 (they come
-back beside serving). Deviation: dropped layers come back from the host's own copy of the checkpoint, where the paper
-also pulls them from other instances.
+back beside serving, from the host or from other instances).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from services.worker.engine.types import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.parameter_loading import ParameterLoading
+from services.worker.executor.parameter_sources import ParameterSource
 from services.worker.executor.runner import LoadedModel, Progress, load_model
 from services.worker.memory import holdings
 from services.worker.memory.change import MemoryLostError
@@ -31,6 +32,7 @@ from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.spans import Spans
+from services.worker.models.weights import ModelWeights, stage_parts
 from shared.errors import StartupError
 from shared.layers import LayerRange
 
@@ -154,7 +156,13 @@ class ElasticModel:
         else:
             self._changed(self._memory.grow)
 
-    def reside(self, layers: LayerRange, num_blocks: int) -> int:
+    def reside(
+        self,
+        layers: LayerRange,
+        num_blocks: int,
+        before: Sequence[ParameterSource] = (),
+        after: Sequence[ParameterSource] = (),
+    ) -> int:
         """Have the parameters of some layers beside those that are held, and load what is not loaded in a thread.
 
         A runner may be open: it goes on with the blocks that there are then, at their addresses. Even a step may be
@@ -164,6 +172,8 @@ class ElasticModel:
         Args:
             layers: that contain those held; just these: what is loaded beside becomes memory for KV.
             num_blocks: that there have to be; those with higher ids are not used any more.
+            before: sources that are asked before the checkpoint is read; owned, whatever happens.
+            after: those that are asked for what it does not give; owned.
 
         Returns:
             KV blocks that there are.
@@ -173,16 +183,29 @@ class ElasticModel:
             MemoryLostError: pages are not where they should be; only `close` is left to do.
             OSError, MemoryError: the system refuses; there may be fewer blocks than before.
         """
-        if (fitting := self.blocks_with(self.layers, layers)) < num_blocks:
-            raise ValueError(f"{fitting} blocks fit beside layers {layers}, {num_blocks} were promised")
-        try:
-            self._make_room(layers, min(num_blocks, self._memory.num_blocks))
-            self._changed(self._memory.grow)
-        finally:
-            self._describe()
-            if self._lost is None:
-                self._loading.begin()
+        with contextlib.ExitStack() as sources:
+            for source in (*before, *after):
+                sources.callback(source.close)
+            if (fitting := self.blocks_with(self.layers, layers)) < num_blocks:
+                raise ValueError(f"{fitting} blocks fit beside layers {layers}, {num_blocks} were promised")
+            try:
+                self._make_room(layers, min(num_blocks, self._memory.num_blocks))
+                self._changed(self._memory.grow)
+            finally:
+                self._describe()
+                if self._lost is None:
+                    sources.pop_all()
+                    self._loading.begin(before, after)
         return self._memory.num_blocks
+
+    @property
+    def lendable(self) -> ModelWeights:
+        """The parameters of the layers that are held, which stay loaded until those change."""
+        return self._opener.weights.of_stage(self._opener.spec, self.layers)
+
+    def outer_names(self, layers: LayerRange) -> tuple[str, ...]:
+        """Return the names of the parts outside of the layers that a stage with these needs."""
+        return tuple(part.name for part in stage_parts(self._opener.spec, layers))
 
     def restore(self) -> None:
         """Hold all layers again, with as many KV blocks as at the start. Called again after a failure, it goes on.

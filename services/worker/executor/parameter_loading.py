@@ -1,25 +1,29 @@
-"""Parameters that have memory but are not loaded yet: which they are, and their way there from the checkpoint.
+"""Parameters that have memory but are not loaded yet: which they are, and their way there.
 
     take_in(new) ─► lacking ──load──► loaded                        at once: nobody serves meanwhile
                        ▲  └───begin─► buffer by buffer ─► loaded    in a thread of its own, beside steps
                        └────stop──────────┘                         what is under way is read again
 
 Only what is lacking is written. A runner that is open has none of it (`ModelWeights.of_stage`), though bytes of both
-may lie in one page. `begin` reads in pieces, each by one thread that does not hold the interpreter meanwhile.
+may lie in one page. `begin` reads in pieces, each by one thread that does not hold the interpreter meanwhile. What has
+come counts as loaded when its digests are those of the first loading; else, and where a source is lost, the next source
+is asked for it. The host's checkpoint is always among them.
 
-Source: KunServe v1, section 4.2 (parameters are pulled beside serving). Deviation: from the host's checkpoint only.
+Source: KunServe v1, section 4.2 (parameters are pulled beside serving).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from services.worker.executor.parameter_sources import ParameterSource, SourceLostError
 from services.worker.memory.spans import Spans
 from services.worker.models.checkpoint import TensorEntry
+from services.worker.models.digests import digests_of, wrong_parts
 from services.worker.models.loader import copy_pieces
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
@@ -49,6 +53,39 @@ class _FileState:
         return cls(found.st_size, found.st_mtime_ns, found.st_ino)
 
 
+class CheckpointSource:
+    """The checkpoint that was loaded, in the host's memory or on its disk.
+
+    Args:
+        tensors: by name; where they are.
+    """
+
+    name = "the checkpoint"
+
+    def __init__(self, tensors: dict[str, TensorEntry]) -> None:
+        self._tensors = tensors
+        self._files = {path: _FileState.of(path) for path in sorted({each.path for each in tensors.values()})}
+
+    def has(self, layer: int | None, part: str) -> bool:
+        """Return that it has every part."""
+        return True
+
+    def fill(self, layer: int | None, buffer: ParameterBuffer, piece_elements: int | None) -> Iterator[int]:
+        """Read the parts of a buffer; see `ParameterSource`."""
+        self._check_files(buffer)
+        for _, num_bytes in copy_pieces((buffer,), self._tensors, piece_elements):
+            yield num_bytes
+
+    def close(self) -> None:
+        """Keep nothing open: there is nothing."""
+
+    def _check_files(self, buffer: ParameterBuffer) -> None:
+        sources = (source for part in buffer.parts for source in part.sources)
+        for path in sorted({self._tensors[source.name].path for source in sources}):
+            if not path.exists() or _FileState.of(path) != self._files[path]:
+                raise StartupError(f"{path.name} is not the file that was loaded", "Start the worker again")
+
+
 class ParameterLoading:
     """See the module. Used by one thread at a time, but for `loaded_ratio`.
 
@@ -62,7 +99,8 @@ class ParameterLoading:
         self._spec = spec
         self._weights = weights
         self._tensors = tensors
-        self._files = {path: _FileState.of(path) for path in sorted({each.path for each in tensors.values()})}
+        self._checkpoint = CheckpointSource(tensors)
+        self._digests = digests_of(weights)
         self._lacking: dict[int | None, ParameterBuffer] = {}
         """By layer, None: outside of the layers; with only the parts that are not loaded."""
         self._bytes = (0, 1)
@@ -102,20 +140,27 @@ class ParameterLoading:
         self._count(sum(each.num_bytes for each in (stage.outer, *stage.layers)))
 
     def load(self) -> None:
-        """Load all that is lacking. Blocks; called again after a failure, it goes on. Nothing is under way.
+        """Load all that is lacking, from the checkpoint. Blocks; called again after a failure, it goes on.
+
+        Nothing is under way.
 
         Raises:
             StartupError: the checkpoint is not what it was.
         """
-        self._load(None)
+        self._load((self._checkpoint,), None)
 
-    def begin(self) -> None:
-        """Load what is lacking beside other work, until `stop`. Nothing is under way."""
+    def begin(self, before: Sequence[ParameterSource] = (), after: Sequence[ParameterSource] = ()) -> None:
+        """Load what is lacking beside other work, until `stop`. Nothing is under way.
+
+        Args:
+            before: sources that are asked before the checkpoint, in this order; owned.
+            after: those that are asked for what it does not give; owned.
+        """
         assert self._thread is None, "parameters are being loaded"
-        if self._lacking:
-            self._stopping.clear()
-            self._thread = threading.Thread(target=self._work, name="parameter loading", daemon=True)
-            self._thread.start()
+        self._stopping.clear()
+        work = threading.Thread(target=self._work, args=(before, after), name="parameter loading", daemon=True)
+        self._thread = work
+        work.start()
 
     def stop(self) -> None:
         """End what `begin` has begun, within a piece. Idempotent."""
@@ -125,40 +170,74 @@ class ParameterLoading:
             self._thread = None
         self._stopping.clear()
 
-    def _work(self) -> None:
+    def _work(self, before: Sequence[ParameterSource], after: Sequence[ParameterSource]) -> None:
         """Body of the thread."""
         on_cpu = self._weights.outer.storage.device.type == "cpu"
         try:
-            self._load(CPU_PIECE_ELEMENTS if on_cpu else GPU_PIECE_ELEMENTS)
+            self._load((*before, self._checkpoint, *after), CPU_PIECE_ELEMENTS if on_cpu else GPU_PIECE_ELEMENTS)
         except Exception as error:  # whatever the system and torch come up with: `load` tries again, and says it
             _log.warning("parameters_not_loaded", reason=f"{type(error).__name__}: {error}")
+        finally:
+            for source in (*before, *after):
+                source.close()
 
-    def _load(self, piece_elements: int | None) -> None:
+    def _load(self, sources: Sequence[ParameterSource], piece_elements: int | None) -> None:
+        lost: list[ParameterSource] = []
         for layer, buffer in list(self._lacking.items()):
-            self._check_files(buffer)
             try:
-                if not self._fill(buffer, piece_elements):
+                if not self._fill(layer, buffer, [each for each in sources if each not in lost], piece_elements, lost):
                     return
                 del self._lacking[layer]
             finally:
                 self._count(self._bytes[1])
 
-    def _fill(self, buffer: ParameterBuffer, piece_elements: int | None) -> bool:
-        """Load a buffer; return whether all of it is there."""
-        left = buffer.num_bytes
-        for _, num_bytes in copy_pieces((buffer,), self._tensors, piece_elements):
-            left -= num_bytes
-            lacking, resident = self._bytes
-            self._bytes = lacking - num_bytes, resident
-            if not left or self._stopping.is_set():
-                break
-        return not left
+    def _fill(
+        self,
+        layer: int | None,
+        buffer: ParameterBuffer,
+        sources: Sequence[ParameterSource],
+        piece_elements: int | None,
+        lost: list[ParameterSource],
+    ) -> bool:
+        """Load a buffer, each part from the first source that gives it; return False if it was stopped before."""
+        left = {part.name for part in buffer.parts}
+        cause: Exception | None = None
+        for source in sources:
+            parts = buffer.only({name for name in left if source.has(layer, name)})
+            if not parts.parts:
+                continue
+            try:
+                if not self._take(source.fill(layer, parts, piece_elements), parts.num_bytes):
+                    return False
+                self._check(layer, parts)
+            except (SourceLostError, StartupError) as error:
+                cause = error
+                lost.append(source)
+                where = "outside of the layers" if layer is None else layer
+                _log.warning("parameter_source_lost", source=source.name, layer=where, reason=str(error))
+                self._count(self._bytes[1])
+            else:
+                left.difference_update(part.name for part in parts.parts)
+        if not left:
+            return True
+        if isinstance(cause, StartupError):
+            raise cause
+        raise StartupError(f"parameters cannot be loaded again: {cause}", "Start the worker again") from cause
 
-    def _check_files(self, buffer: ParameterBuffer) -> None:
-        sources = (source for part in buffer.parts for source in part.sources)
-        for path in sorted({self._tensors[source.name].path for source in sources}):
-            if not path.exists() or _FileState.of(path) != self._files[path]:
-                raise StartupError(f"{path.name} is not the file that was loaded", "Start the worker again")
+    def _check(self, layer: int | None, buffer: ParameterBuffer) -> None:
+        """Compare the bytes of all parts of a buffer with those that were loaded first."""
+        if wrong := wrong_parts(self._digests, layer, buffer):
+            raise SourceLostError(f"{', '.join(wrong)} came with other bytes than were loaded first")
+
+    def _take(self, pieces: Iterator[int], num_bytes: int) -> bool:
+        """Let so many bytes be written; return whether all of them are."""
+        for piece_bytes in pieces:
+            num_bytes -= piece_bytes
+            lacking, resident = self._bytes
+            self._bytes = lacking - piece_bytes, resident
+            if not num_bytes or self._stopping.is_set():
+                break
+        return not num_bytes
 
     def _count(self, resident_bytes: int) -> None:
         self._bytes = sum(buffer.num_bytes for buffer in self._lacking.values()), resident_bytes

@@ -6,6 +6,7 @@
        └────── leader ───► stage 2 ◄─────────┘
 
 Each member is also dialled by every stage before it for KV, when the group forms and when it dissolves (`gather.py`).
+While a group stands, any of its stages is dialled by the others for parameters (`parameter_lending.py`).
 Members are told of a plan at different times, so who dials may be early: the listener keeps a connection for a plan
 that it has not heard of for a while.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from services.worker.groups.device import GroupFailedError, GroupPlace
@@ -107,6 +108,7 @@ class StageListener:
         self._host = host
         self._wait_s = wait_s
         self._expected: dict[int, Seats] = {}
+        self._lenders: dict[int, tuple[GroupPlace, Callable[[socket.socket], None]]] = {}
         self._changed = asyncio.Event()
 
     @classmethod
@@ -147,14 +149,27 @@ class StageListener:
     def expect(self, place: GroupPlace, *, parting: bool = False) -> Seats:
         """Let in the connections of a group from now on, those that came early first; `parting` as for `Seats`."""
         seats = self._expected[place.plan_id] = Seats(place, parting=parting)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake()
         return seats
 
     def forget(self, seats: Seats) -> None:
         """Let in no more connections of a group. Idempotent."""
         if self._expected.get(seats.place.plan_id) is seats:
             del self._expected[seats.place.plan_id]
+
+    def lend(self, place: GroupPlace, take: Callable[[socket.socket], None]) -> None:
+        """Let in the stages of a group that stands who want parameters, from now on.
+
+        Args:
+            place: in the group.
+            take: is given each connection, which it welcomes and owns.
+        """
+        self._lenders[place.plan_id] = place, take
+        self._wake()
+
+    def lend_no_more(self, place: GroupPlace) -> None:
+        """Let in nobody any more who wants parameters. Idempotent."""
+        self._lenders.pop(place.plan_id, None)
 
     async def close(self) -> None:
         """Listen no more; connections that were welcome stay. Idempotent."""
@@ -165,7 +180,10 @@ class StageListener:
             watch(sock)
             async with asyncio.timeout(GREETING_S):
                 said = read_greeting(await hear(sock), StageHello)
-            (await self._seats_of(said.plan_id)).take(said, sock)
+            if said.role is StageRole.PARAMETERS:
+                await self._give_to_lender(said, sock)
+            else:
+                (await self._known(self._expected, said.plan_id)).take(said, sock)
         except (OSError, TimeoutError, StageRefusedError) as error:
             await self._refuse(sock, address, str(error) or "no greeting in time")
 
@@ -175,14 +193,26 @@ class StageListener:
             async with asyncio.timeout(GREETING_S):
                 await say(sock, refused(reason))
 
-    async def _seats_of(self, plan_id: int) -> Seats:
+    async def _give_to_lender(self, said: StageHello, sock: socket.socket) -> None:
+        place, take = await self._known(self._lenders, said.plan_id)
+        reason = why_refused(said, place)
+        if reason is not None:
+            raise StageRefusedError(reason)
+        take(sock)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _known(self, by_plan: Mapping[int, T], plan_id: int) -> T:
+        """Return what there is for a plan, which may come a little later."""
         try:
             async with asyncio.timeout(self._wait_s):
-                while plan_id not in self._expected:
+                while plan_id not in by_plan:
                     await self._changed.wait()
         except TimeoutError:
             raise StageRefusedError(f"this worker has not joined plan {plan_id} within {self._wait_s:g} s") from None
-        return self._expected[plan_id]
+        return by_plan[plan_id]
 
 
 async def dial(

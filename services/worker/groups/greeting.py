@@ -7,17 +7,18 @@
 
 A member welcomes the stage before it at once, and the leader when it has all its other connections: so a leader that is
 welcome everywhere leads a whole group. Later, when the member can compute, it says `StageReady` there. Between any two
-stages there is a connection for KV besides, for a while; the one before in the pipeline dials. The token is shown as it
-is: these connections are for networks in which nobody else reads.
+stages there is a connection for KV besides, for a while; the one before in the pipeline dials. While the group stands,
+who loads parameters beside its own may dial any other stage for them. The token is shown as it is: these connections
+are for networks in which nobody else reads.
 """
 
 from __future__ import annotations
 
 import hmac
 from enum import StrEnum
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from services.worker.groups.device import GroupPlace
 from shared.errors import WireError, WireVersionError
@@ -37,6 +38,7 @@ class StageRole(StrEnum):
     PREVIOUS = "previous"  # the stage before: its activations come
     KV = "kv"  # any stage before: KV goes both ways when the group forms
     PARTING = "parting"  # any stage before: KV goes both ways when the group dissolves
+    PARAMETERS = "parameters"  # any other stage: parameters of the stage that listens go there
 
 
 class StageHello(ControlMessage):
@@ -50,8 +52,14 @@ class StageHello(ControlMessage):
     sender: WorkerId
     target: WorkerId
     """Who is to listen here."""
-    index: Annotated[int, Field(ge=1)]
-    """The target's place in the pipeline."""
+    index: Annotated[int, Field(ge=0)]
+    """The target's place in the pipeline. The leader, 0, is dialled for parameters alone."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> Self:
+        if not self.index and self.role is not StageRole.PARAMETERS:
+            raise ValueError(f"the leader is not dialled by a {self.role}")
+        return self
 
 
 class StageWelcome(ControlMessage):
@@ -132,6 +140,9 @@ def why_refused(said: StageHello, place: GroupPlace) -> str | None:
         return f"the token is not that of plan {place.plan_id}"
     if (said.target, said.index) != (place.own.worker_id, place.index):
         return f"stage {said.index}, {said.target}, was dialled, and this is stage {place.index}, {place.own.worker_id}"
+    if said.role is StageRole.PARAMETERS:
+        others = [stage.worker_id for stage in place.stages if stage.worker_id != place.own.worker_id]
+        return None if said.sender in others else f"{said.sender} is no other stage of the group"
     if said.role in (StageRole.KV, StageRole.PARTING):
         before = [stage.worker_id for stage in place.stages[: place.index]]
         return None if said.sender in before else f"{said.sender} is not before stage {place.index}"

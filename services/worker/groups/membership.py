@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 
 from services.worker.executor.channel import SocketChannel
+from services.worker.executor.link_turns import LinkTurns
 from services.worker.executor.stage import StageDevice
 from services.worker.executor.thread_stage import StageServer
 from services.worker.groups.threads import in_thread
@@ -24,6 +25,7 @@ class Membership:
         to_next: to the stage behind; None: this is the last one.
         on_end: called once on the running loop at the end, with the reason if the pipeline is broken, None if the
             leader has closed it; never after `leave`.
+        turns: of this worker's connections; None: it has no others.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class Membership:
         previous: socket.socket,
         to_next: socket.socket | None,
         on_end: Callable[[str | None], None],
+        turns: LinkTurns | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_end: Callable[[str | None], None] | None = on_end
-        ahead = SocketChannel(leader), SocketChannel(previous)
-        behind = () if to_next is None else (SocketChannel(to_next),)
+        ahead = SocketChannel(leader, turns), SocketChannel(previous, turns)
+        behind = () if to_next is None else (SocketChannel(to_next, turns),)
         self._channels = (*ahead, *behind)
         self._server = StageServer(device, *ahead, behind[0] if behind else None)
         self._watcher = threading.Thread(target=self._watch, name="stage watcher", daemon=True)

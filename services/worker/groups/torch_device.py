@@ -7,7 +7,8 @@
       │                                               in all states one model in one memory (`elastic_model.py`);
       └─ alone: leave, load, open ◄─────── anything   what runs on it is closed before another change than `reside`
 
-A stage may have parameters of other layers beside its own (`reside`): they are loaded while it computes.
+A stage may have parameters of other layers beside its own (`reside`): they are loaded while it computes, from the
+host's checkpoint or from the stages that compute with them (`parameter_lending.py`).
 
 Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
 not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
@@ -27,17 +28,19 @@ from collections.abc import Callable
 from services.worker.engine.types import NOTHING_KEPT, KeptKv, KvCapacity
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.elastic_model import ElasticModel
+from services.worker.executor.link_turns import LinkTurns
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.executor.thread_stage import ThreadStages
-from services.worker.groups.connect import StageListener
+from services.worker.groups.connect import StageListener, dial
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_to_part
-from services.worker.groups.greeting import StageReady, StageWelcome
+from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
 from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
 from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.membership import Membership
+from services.worker.groups.parameter_lending import ParameterLender, PeerSource
 from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
 from services.worker.sockets import what_failed
@@ -68,6 +71,8 @@ class TorchGroupDevice:
         exchange_limit_s: in which KV has to change hands; else it is computed again.
         part_limit_s: in which the stages of a group that dissolves have to find each other.
         exchange_bytes_per_s: at which KV changes hands, as reported.
+        peers_first: parameters come back beside a group from its other stages, and from the checkpoint what those do
+            not give; else the other way round.
     """
 
     def __init__(  # noqa: PLR0913  limits by name
@@ -80,6 +85,7 @@ class TorchGroupDevice:
         exchange_limit_s: float = EXCHANGE_LIMIT_S,
         part_limit_s: float = PART_LIMIT_S,
         exchange_bytes_per_s: float = 0.0,
+        peers_first: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -88,6 +94,10 @@ class TorchGroupDevice:
         self._exchange_bytes = exchange_bytes
         self._exchange_limit_s = exchange_limit_s
         self._part_limit_s = part_limit_s
+        self._peers_first = peers_first
+        self._turns = LinkTurns()
+        self._lender: ParameterLender | None = None
+        """Of the group that stands."""
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
         self._membership: Membership | None = None
@@ -168,14 +178,16 @@ class TorchGroupDevice:
                 stage = await self._become(place, exchange, offer)
                 try:
                     await all_ready(place, links, self._exchange_limit_s + self._limit_s)
-                    channels = [SocketChannel(sock) for sock in links.members]
-                    stages = ThreadStages(stage, SocketChannel(links.behind), channels, capacity, self._loop)
+                    channels = [SocketChannel(sock, self._turns) for sock in links.members]
+                    behind = SocketChannel(links.behind, self._turns)
+                    stages = ThreadStages(stage, behind, channels, capacity, self._loop)
                 except BaseException:
                     stage.close()
                     raise
                 sockets.pop_all()
             executor = PipelineExecutor(stages, self._loop.time, on_end)
-            self._executor, self._place = executor, place
+            self._executor = executor
+            self._stand(place)
             exchange.when_over(executor.end_writes)
             return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
@@ -206,8 +218,8 @@ class TorchGroupDevice:
                     if isinstance(error, OSError):
                         raise GroupFailedError(f"the leader is gone: {what_failed(error)}") from error
                     raise
-                self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end)
-                self._place = place
+                self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._turns)
+                self._stand(place)
                 sockets.pop_all()
             return offer.num_blocks
 
@@ -218,8 +230,12 @@ class TorchGroupDevice:
                 raise GroupFailedError("it is a stage of no group")
             if self._exchange_now is not None:
                 await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
+            peers = await self._peers(self._place) if layers != self._layers else ()
+            before, after = (peers, ()) if self._peers_first else ((), peers)
             try:
-                return await in_thread(lambda: self._model.reside(layers, num_blocks), "parameter mapping")
+                return await in_thread(
+                    lambda: self._model.reside(layers, num_blocks, before, after), "parameter mapping"
+                )
             except Exception as error:  # whatever the memory raises: `alone` says whether it can be mended
                 raise GroupFailedError(f"parameters of {layers}: {type(error).__name__}: {error}") from error
             finally:
@@ -258,6 +274,31 @@ class TorchGroupDevice:
             await self._listener.close()
             await in_thread(self._model.close, "model closing")
 
+    def _stand(self, place: GroupPlace) -> None:
+        """Be a stage of a group from now on, of which others may have parameters."""
+        self._place = place
+        lender = self._lender = ParameterLender(self._model.lendable, self._turns)
+        welcome = StageWelcome(num_blocks=self._model.cache.num_blocks, block_size=self._block_size)
+        self._listener.lend(place, lambda sock: lender.welcome(sock, welcome))
+
+    async def _peers(self, place: GroupPlace) -> tuple[PeerSource, ...]:
+        """Return the other stages of the group that can be asked for parameters now."""
+        found = []
+        for index, stage in enumerate(place.stages):
+            if index == place.index:
+                continue
+            with contextlib.ExitStack() as sockets:
+                try:
+                    async with asyncio.timeout(self._part_limit_s):
+                        sock, _ = await dial(place, index, StageRole.PARAMETERS, sockets)
+                except (GroupFailedError, TimeoutError) as error:
+                    _log.warning("parameter_source_lost", source=str(stage.worker_id), reason=str(error) or "silent")
+                    continue
+                sockets.pop_all()
+            names = self._model.outer_names(stage.layers)
+            found.append(PeerSource(str(stage.worker_id), sock, stage.layers, names))
+        return tuple(found)
+
     def _note_layers(self) -> None:
         self._layers, self._resident = self._model.layers, self._model.resident
 
@@ -267,7 +308,12 @@ class TorchGroupDevice:
 
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
+        if self._place is not None:
+            self._listener.lend_no_more(self._place)
         self._place = None
+        if self._lender is not None:
+            await in_thread(self._lender.close, "parameter lending")
+            self._lender = None
         if self._exchange_now is not None:
             await self._exchange_now.stop()
             self._exchange_now = None
