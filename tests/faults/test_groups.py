@@ -117,13 +117,13 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
         assert sum(event["num_decodes"] for event in drops) > 0, "a drop met a decode"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "load_from"), [(0, "host"), (1, "peers")])
 async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
-    seed: int, tmp_path_factory: pytest.TempPathFactory
+    seed: int, load_from: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Dropped by hand; the planner has each group load beside, and restores it when all is there."""
     rng = np.random.default_rng(seed)
-    quiet = Shape(num_workers=2, env=BY_ITSELF, flags=FLAGS)
+    quiet = Shape(num_workers=2, env={**BY_ITSELF, "SLUICE_WORKER_LOAD_FROM": load_from}, flags=FLAGS)
     with running(tmp_path_factory.mktemp("cluster"), quiet) as cluster:
         asks = mixed_load()
         stage = set_up_with(cluster, asks)
@@ -137,6 +137,16 @@ async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
         beside = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "parameters_beside"]
         assert len(beside) >= 4, "both workers, twice"
         assert sum(event["num_decodes"] for event in beside) > 0, "a load met a decode"
+        given = {
+            (name, source.partition(":")[0])
+            for name in cluster.workers
+            for event in cluster.events(name)
+            if event.get("event") == "parameters_loaded"
+            for source in event["sources"].split(", ")
+        }
+        first, second = cluster.workers
+        peers = {(first, second), (second, first)}
+        assert given == (peers if load_from == "peers" else {(name, "the checkpoint") for name in (first, second)})
         restored = [event for name in cluster.workers for event in role_changes(cluster, name) if not event["group"]]
         assert len(restored) == 4
 

@@ -15,6 +15,8 @@ Source: KunServe v1, section 4.2 (parameters are pulled beside serving).
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +107,8 @@ class ParameterLoading:
         """By layer, None: outside of the layers; with only the parts that are not loaded."""
         self._bytes = (0, 1)
         """Of the parameters that are lacking, and that have memory; replaced as one, for whoever asks meanwhile."""
+        self._given: Counter[str] = Counter()
+        """Bytes that were loaded since the last `begin`, by the name of the source."""
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self.take_in(LayerRange(0, spec.num_layers))
@@ -173,8 +177,16 @@ class ParameterLoading:
     def _work(self, before: Sequence[ParameterSource], after: Sequence[ParameterSource]) -> None:
         """Body of the thread."""
         on_cpu = self._weights.outer.storage.device.type == "cpu"
+        began_s, self._given = time.perf_counter(), Counter()
         try:
             self._load((*before, self._checkpoint, *after), CPU_PIECE_ELEMENTS if on_cpu else GPU_PIECE_ELEMENTS)
+            if self._given and self.is_complete:
+                _log.info(
+                    "parameters_loaded",
+                    num_bytes=self._given.total(),
+                    sources=", ".join(f"{name}: {count}" for name, count in self._given.items()),
+                    took_s=round(time.perf_counter() - began_s, 4),
+                )
         except Exception as error:  # whatever the system and torch come up with: `load` tries again, and says it
             _log.warning("parameters_not_loaded", reason=f"{type(error).__name__}: {error}")
         finally:
@@ -218,6 +230,7 @@ class ParameterLoading:
                 self._count(self._bytes[1])
             else:
                 left.difference_update(part.name for part in parts.parts)
+                self._given[source.name] += parts.num_bytes
         if not left:
             return True
         if isinstance(cause, StartupError):
