@@ -16,6 +16,7 @@ from services.worker.engine.stats import count_queued_for_memory
 from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity
 from services.worker.groups.agent import PlanAgent
 from services.worker.groups.device import GroupDevice
+from services.worker.groups.role_changes import RoleChanges
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.intake import Intake
 from services.worker.leases import Leases
@@ -158,7 +159,7 @@ class _Roles:
         self.agent: PlanAgent | None = None
 
     def on_lost(self, cause: str) -> bool:
-        return self.agent is not None and self.agent.on_lost(cause)
+        return self.agent is not None and self.agent.changes.on_lost(cause)
 
 
 def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _Roles) -> StepLoop:
@@ -193,7 +194,7 @@ def _leases(settings: WorkerSettings, parts: _Parts, loop: StepLoop) -> Leases:
 
 
 def _agent(parts: _Parts, device: GroupDevice, loop: StepLoop, intake: Intake) -> PlanAgent:
-    return PlanAgent(
+    changes = RoleChanges(
         worker_id=parts.worker_id,
         device=device,
         engine=parts.engine,
@@ -201,6 +202,16 @@ def _agent(parts: _Parts, device: GroupDevice, loop: StepLoop, intake: Intake) -
         gate=parts.gate,
         executor=parts.executor,
         intake=intake,
+        reporter=parts.reporter,
+        now=parts.now,
+        tasks=parts.tasks,
+    )
+    return PlanAgent(
+        worker_id=parts.worker_id,
+        changes=changes,
+        engine=parts.engine,
+        loop=loop,
+        gate=parts.gate,
         reporter=parts.reporter,
         now=parts.now,
         tasks=parts.tasks,

@@ -242,7 +242,7 @@ def test_the_end_of_an_earlier_pipeline_that_is_heard_late_breaks_no_later_one()
         for worker in room.cluster.workers:
             agent = worker.service.agent
             assert agent is not None
-            agent._on_end(1, "a connection of the first group is lost")
+            agent.changes._on_end(1, "a connection of the first group is lost")
         await asyncio.sleep(1.0)
         assert [room.role(index) for index in range(2)] == roles == [("w0", 0, (0, 4)), ("w0", 1, (4, 8))]
 
@@ -259,8 +259,8 @@ def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves() -> N
             await asyncio.sleep(0.02)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
-        assert agent._place_now is not None
-        shares = agent._share_out(agent._place_now)
+        assert agent.changes._place_now is not None
+        shares = agent.changes._share_out(agent.changes._place_now)
         names = [[request_id for request_id, _ in keys] for keys in shares]
         assert names == [["r9", "r7", "r5"], ["r8", "r6", "r4"]]
         await room.check()

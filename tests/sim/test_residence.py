@@ -229,7 +229,7 @@ async def wait_until_broken(room: Room) -> None:
     agent = room.cluster.workers[0].service.agent
     assert agent is not None
     asyncio.ensure_future(room.driver.restore(["w1"]))  # noqa: RUF006  it ends long before the test does
-    while not agent._is_mending:
+    while not agent.changes.is_mending:
         await asyncio.sleep(0.001)
 
 
@@ -271,7 +271,7 @@ def test_a_group_that_ends_while_blocks_are_left_loads_nothing(monkeypatch: pyte
         asked = PreparePlan(epoch=9, plan_id=9, group=beside(stages, count, WHOLE))
         preparing = asyncio.ensure_future(room.driver.ask("w0", asked))
         await asyncio.sleep(0.001)
-        agent._on_end(agent.role.plan_id, "the connection was cut")
+        agent.changes._on_end(agent.role.plan_id, "the connection was cut")
         answer = await preparing
         assert answer is not None
         assert answer.state is PlanState.REFUSED

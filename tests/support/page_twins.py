@@ -142,7 +142,7 @@ class PageWatch:
             if node is None or node.worker is None or node.worker.service.agent is None:
                 continue
             agent = node.worker.service.agent
-            if agent._pipeline == plan_id and agent.role.is_leader:
+            if agent.changes._pipeline == plan_id and agent.role.is_leader:
                 self._look_at_leader(node.worker, [stage.kv.num_blocks for stage in parts])
 
     def _look_at_leader(self, leader: SimWorker, rooms: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class PageWatch:
         beyond = (blocks.refcount[backed:] > 0) | (blocks.pins[backed:] > 0)
         assert not beyond.any(), f"{leader.params.worker_id} uses blocks without memory"
         assert engine.capacity_blocks <= backed <= min(rooms), f"{leader.params.worker_id} believes in more room"
-        is_changing = agent._turn is not None or agent._arriving.is_under_way or agent._limit._kept is not None
+        is_changing = agent._turn is not None or not agent.changes.is_settled
         assert engine.capacity_blocks == backed or is_changing, f"{leader.params.worker_id} has other room"
         self.done["serves with less"] += backed < min(rooms)
         self.done["led"] += 1

@@ -247,7 +247,7 @@ class TorchCluster:
         for worker in self.workers.values():
             agent = worker.service.agent
             assert agent is not None
-            if agent.role.num_stages > 1 and agent._turn is None and not agent._is_mending:
+            if agent.role.num_stages > 1 and not agent.is_changing:
                 groups.setdefault(agent.role.plan_id, []).append(worker)
         for members in groups.values():
             roles = [member.service.agent.role for member in members]  # type: ignore[union-attr]
@@ -271,7 +271,7 @@ class TorchCluster:
         role = agent.role
         if report is None or report.phase is not WorkerPhase.READY:
             return False
-        if agent._turn is not None or agent._is_mending:
+        if agent.is_changing:
             return False
         said = (report.layers, report.group, report.plan_id, report.incarnation)
         return said == (
