@@ -287,7 +287,7 @@ async def test_a_stage_that_lends_can_leave(gate: LoadingGate) -> None:
     async with live_devices(2, peers_first=True) as devices:
         group = await form(devices, HALVES)
         await all_beside(devices)
-        lender = devices[1]._lender
+        lender = devices[1]._peers._lender
         assert lender is not None
         await devices[1].alone()
         assert lender._is_closed

@@ -33,14 +33,14 @@ from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.executor.thread_stage import ThreadStages
-from services.worker.groups.connect import StageListener, dial
+from services.worker.groups.connect import StageListener
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_to_part
-from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
+from services.worker.groups.greeting import StageReady, StageWelcome
 from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
 from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.membership import Membership
-from services.worker.groups.parameter_lending import ParameterLender, PeerSource
+from services.worker.groups.parameter_peers import ParameterPeers
 from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
 from services.worker.sockets import what_failed
@@ -96,8 +96,7 @@ class TorchGroupDevice:
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
         self._turns = LinkTurns()
-        self._lender: ParameterLender | None = None
-        """Of the group that stands."""
+        self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
         self._membership: Membership | None = None
@@ -186,8 +185,8 @@ class TorchGroupDevice:
                     raise
                 sockets.pop_all()
             executor = PipelineExecutor(stages, self._loop.time, on_end)
-            self._executor = executor
-            self._stand(place)
+            self._executor, self._place = executor, place
+            self._peers.stand(place)
             exchange.when_over(executor.end_writes)
             return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
@@ -219,7 +218,8 @@ class TorchGroupDevice:
                         raise GroupFailedError(f"the leader is gone: {what_failed(error)}") from error
                     raise
                 self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._turns)
-                self._stand(place)
+                self._place = place
+                self._peers.stand(place)
                 sockets.pop_all()
             return offer.num_blocks
 
@@ -230,7 +230,7 @@ class TorchGroupDevice:
                 raise GroupFailedError("it is a stage of no group")
             if self._exchange_now is not None:
                 await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
-            peers = await self._peers(self._place) if layers != self._layers else ()
+            peers = await self._peers.sources() if layers != self._layers else ()
             before, after = (peers, ()) if self._peers_first else ((), peers)
             try:
                 return await in_thread(
@@ -274,31 +274,6 @@ class TorchGroupDevice:
             await self._listener.close()
             await in_thread(self._model.close, "model closing")
 
-    def _stand(self, place: GroupPlace) -> None:
-        """Be a stage of a group from now on, of which others may have parameters."""
-        self._place = place
-        lender = self._lender = ParameterLender(self._model.lendable, self._turns)
-        welcome = StageWelcome(num_blocks=self._model.cache.num_blocks, block_size=self._block_size)
-        self._listener.lend(place, lambda sock: lender.welcome(sock, welcome))
-
-    async def _peers(self, place: GroupPlace) -> tuple[PeerSource, ...]:
-        """Return the other stages of the group that can be asked for parameters now."""
-        found = []
-        for index, stage in enumerate(place.stages):
-            if index == place.index:
-                continue
-            with contextlib.ExitStack() as sockets:
-                try:
-                    async with asyncio.timeout(self._part_limit_s):
-                        sock, _ = await dial(place, index, StageRole.PARAMETERS, sockets)
-                except (GroupFailedError, TimeoutError) as error:
-                    _log.warning("parameter_source_lost", source=str(stage.worker_id), reason=str(error) or "silent")
-                    continue
-                sockets.pop_all()
-            names = self._model.outer_names(stage.layers)
-            found.append(PeerSource(str(stage.worker_id), sock, stage.layers, names))
-        return tuple(found)
-
     def _note_layers(self) -> None:
         self._layers, self._resident = self._model.layers, self._model.resident
 
@@ -308,12 +283,8 @@ class TorchGroupDevice:
 
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
-        if self._place is not None:
-            self._listener.lend_no_more(self._place)
         self._place = None
-        if self._lender is not None:
-            await in_thread(self._lender.close, "parameter lending")
-            self._lender = None
+        await self._peers.leave()
         if self._exchange_now is not None:
             await self._exchange_now.stop()
             self._exchange_now = None
