@@ -29,6 +29,9 @@ from shared.subjects import Subjects
 SYSTEMS = ("fcfs-chunked", "kunserve")
 KEPT = {**SETTINGS, "SLUICE_PLANNER_RESTORE_RATIO": "0"}
 """The group stays."""
+MAX_TRIES = 5
+FOREIGN_RATIO = 0.05
+"""Share of the machine that others may use during a round."""
 SETTLE_S = 0.8
 """Until reports show the end."""
 
@@ -86,6 +89,15 @@ async def measure(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost
     )
 
 
+async def measure_quietly(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost:
+    """Send the load, again while others use the machine; after `MAX_TRIES` return what there is."""
+    for _ in range(MAX_TRIES - 1):
+        cost = await measure(cluster, system, shape)
+        if cost.foreign_ratio <= FOREIGN_RATIO:
+            return cost
+    return await measure(cluster, system, shape)
+
+
 async def compare(shape: BurstShape, num_rounds: int) -> list[Cost]:
     """Return every round, system by system."""
     found = []
@@ -100,7 +112,7 @@ async def compare(shape: BurstShape, num_rounds: int) -> list[Cost]:
                     if not answer["done"]:
                         raise RuntimeError(f"no drop: {answer['reason']}")
                     await asyncio.sleep(SETTLE_S)
-                found += [await measure(cluster, system, shape) for _ in range(num_rounds)]
+                found += [await measure_quietly(cluster, system, shape) for _ in range(num_rounds)]
     return found
 
 
