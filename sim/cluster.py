@@ -7,9 +7,10 @@ async with SimCluster(ClusterParams(workers=(…))) as cluster:
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.service import DispatcherService
@@ -44,6 +45,10 @@ class ClusterParams:
     """Of every message, from sender to receiver."""
     link: ModelledLink | None = None
     """Between workers; None: it costs no time."""
+    exchange: bool = True
+    """Whether KV changes hands when groups form and dissolve; else it is computed again."""
+    planner: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the planner besides its name and system."""
 
 
 class SimCluster:
@@ -52,12 +57,14 @@ class SimCluster:
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
         self.broker = MemoryBroker(params.latency_s)
-        self.network = ModelledNetwork(params.link)
+        self.network = (
+            ModelledNetwork(params.link) if params.exchange else ModelledNetwork(params.link, exchange_limit_s=0)
+        )
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
         self._planner: Planner = build_planner(
-            PlannerSettings(instance_id="planner", system=params.system),
+            PlannerSettings(**{**params.planner, "instance_id": "planner", "system": params.system}),
             self.broker.connect("planner"),
             on_failure=self._fail,
             make_token=lambda: "same in every run",

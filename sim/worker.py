@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.worker.build import ModelFacts, build_worker, make_reporter
+from services.worker.build import EngineMaker, ModelFacts, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
@@ -18,7 +18,9 @@ from services.worker.executor.modelled_pipeline import PipelineParams, modelled_
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
 from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice, ModelledNetwork
+from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import Scheduler
+from services.worker.policy.work import Work
 from services.worker.service import WorkerService
 from shared.bus import Bus
 from shared.cost import CostModel
@@ -57,6 +59,8 @@ class SimWorkerParams:
     block_size: int = 16
     """Token slots of one block."""
     system: str = DEFAULT_SYSTEM
+    scheduler: str | None = None
+    """Which sequences run in the next step; None: the system's policy."""
     max_model_len: int = 4096
     """Most tokens of prompt and output together."""
     prefix_caching: bool = True
@@ -174,7 +178,7 @@ class SimWorker:
             ),
             self.reporter,
             self._fail,
-            make_engine=self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else None,
+            make_engine=self._engine_maker(),
             device=self.groups,
         )
 
@@ -235,6 +239,15 @@ class SimWorker:
         """The pipelines that this worker leads or has led."""
         led = [] if self.groups is None else self.groups.pipelines
         return led if self.pipeline is None else [self.pipeline]
+
+    def _engine_maker(self) -> EngineMaker | None:
+        """Return what makes another engine than the live one, or the same with another scheduler; None: as live."""
+        params = self.params
+        make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else Engine
+        if params.scheduler is None:
+            return None if make is Engine else make
+        other = make_scheduler(params.scheduler, Work(params.cost.b1_s, params.cost.a_s))
+        return lambda config, _, num_blocks: make(config, other, num_blocks)
 
     def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> Engine:
         assert self.kv is not None, "a pipeline's memory is bounded"

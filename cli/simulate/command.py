@@ -15,13 +15,14 @@ from cli.simulate.experiment import Experiment, describe, read_experiment
 from cli.simulate.jobs import Job, run_jobs
 from cli.simulate.progress import RunProgress
 from shared.errors import StartupError
-from shared.systems import DEFAULT_SYSTEM, UnknownSystemError, find_system
+from shared.systems import DEFAULT_SYSTEM, find_system
 from sim.experiment.compare import compare, to_json
 from sim.experiment.plan import InstancePlan, plan_instances
 from sim.experiment.plots import check_matplotlib, write_plots
 from sim.experiment.report import render
 from sim.experiment.result import RunResult
 from sim.experiment.summary import Summary, rounded
+from sim.scenarios.scenario import Scenario
 
 
 def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
@@ -33,7 +34,7 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
     """
     console = Console()
     experiment = read_experiment(flags)
-    names = _checked(systems or experiment.scenario.systems or (DEFAULT_SYSTEM,))
+    names = _checked(systems or experiment.scenario.systems or (DEFAULT_SYSTEM,), experiment.scenario)
     if experiment.plot_folder is not None:
         check_matplotlib()
     if experiment.instances_by_slo:
@@ -68,7 +69,7 @@ def run_plan(system: str, flags: Mapping[str, Any]) -> int:
     """
     console = Console()
     experiment = read_experiment(flags)
-    _checked([system])
+    _checked([system], experiment.scenario)
     _needs_slo(experiment)
     found = _plan(experiment, system, console)
     if experiment.json_file is not None:
@@ -83,17 +84,14 @@ def run_plan(system: str, flags: Mapping[str, Any]) -> int:
     return DONE
 
 
-def _checked(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the systems' names, each once.
+def _checked(names: Sequence[str], scenario: Scenario) -> tuple[str, ...]:
+    """Return the names of systems and variants, each once.
 
     Raises:
         StartupError: one of them does not exist.
     """
     for name in names:
-        try:
-            find_system(name)
-        except UnknownSystemError as error:
-            raise StartupError(str(error), "") from None
+        scenario.variant(name)
     return tuple(dict.fromkeys(names))
 
 
@@ -128,7 +126,7 @@ def _plan(experiment: Experiment, system: str, console: Console) -> InstancePlan
             console.line(f"{_instances(count)}: {100 * share:.2f} % in time")
         return share
 
-    step = find_system(system).num_stages
+    step = find_system(experiment.scenario.variant(system).system).num_stages
     return plan_instances(probe, experiment.target_share, max(experiment.max_instances, step), step)
 
 

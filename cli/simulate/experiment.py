@@ -100,6 +100,9 @@ def describe(experiment: Experiment) -> dict[str, Any]:
         "step_ms": {name.removesuffix("_s"): 1e3 * value for name, value in asdict(instance.cost).items()},
         "reader": None if scenario.reader is None else scenario.reader.model_dump(),
         "slo": None if scenario.slo is None else scenario.slo.model_dump(),
+        "variants": {
+            name: variant.model_dump(mode="json", exclude_defaults=True) for name, variant in scenario.variants.items()
+        },
         "left_open": list(scenario.left_open),
     }
 

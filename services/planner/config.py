@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.planner.execution import ExecutionParams
+from services.planner.policy.drop import DropStrategy
 from services.planner.policy.drop_facts import DropParams, KvFate
 from services.planner.policy.ladder import LadderParams
 from services.planner.policy.observe import ObserveParams, linear_profile
@@ -48,6 +49,9 @@ class PlannerSettings(ServiceSettings):
     """Seconds that a group is expected to last; higher makes slow groups dearer."""
     drop_wait_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """Seconds that a request without room is expected to wait if nothing is dropped; higher pays more for a drop."""
+    drop_strategy: DropStrategy = DropStrategy.THROUGHPUT_GREEDY
+    """How groups are chosen: `throughput-greedy` keeps them small, `memory-greedy` makes them large, `optimum` tries
+    all that there can be, of at most nine workers and groups."""
     restore_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
     """KV use, over its workers' capacity without drop, below which a group is restored; 0: only by hand."""
     restore_hold_s: Annotated[float, Field(ge=0, le=3600)] = 10.0

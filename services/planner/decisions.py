@@ -154,7 +154,9 @@ def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
         raise StartupError(str(error), "Choose one with --system") from None
     if system.num_stages > 1:
         return (PipelineLever(system.num_stages, settings.drop()),)
-    return (DropLever(settings.drop(), wait_s=settings.drop_wait_s),) if system.drops else ()
+    if not system.drops:
+        return ()
+    return (DropLever(settings.drop(), settings.drop_strategy, wait_s=settings.drop_wait_s),)
 
 
 def _is_awaited(outcome: Outcome, view: ClusterView) -> bool:

@@ -56,6 +56,7 @@ _ROWS: Final = (
     _Row("in time: TTFT", ("slo", "ttft_share"), _share),
     _Row("in time: TPOT", ("slo", "tpot_share"), _share),
     _Row("in time: both", ("slo", "both_share"), _share),
+    _Row("TTFT holds until", ("slo", "ttft_held_until_s"), _seconds),
     _Row("tokens/s", ("throughput_tokens_per_s",), _count, has_factor=True),
     _Row("KV peak", ("kv_peak_ratio",), _share),
     _Row("KV demand peak", ("demand_over_capacity_peak",), _share),

@@ -60,7 +60,7 @@ def run_system(
 
     Args:
         scenario: cluster and workload.
-        system: its name (`shared.systems`).
+        system: its name (`shared.systems`), or that of one of the scenario's variants.
         seed: of everything that is drawn.
         traces: folder of the traces that scenarios name.
         on_progress: called now and then.

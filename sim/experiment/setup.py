@@ -42,10 +42,18 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
     cache. A preempted request computes all of its KV again. Only where groups form is KV kept by what it holds, which
     is how it finds its way into the group.
 
+    Args:
+        scenario: cluster and variants.
+        system: name of a system, or of one of the scenario's variants.
+        workload: what will be asked of it.
+
     Raises:
-        StartupError: the catalogue has no such model or GPU, they do not fit, or the pipelines do not come out even.
+        StartupError: the catalogue has no such model or GPU, they do not fit, the pipelines do not come out even, or
+            there is no such system.
     """
-    instance, num_stages = scenario.instance(), find_system(system).num_stages
+    variant = scenario.variant(system)
+    facts = find_system(variant.system)
+    instance, num_stages = scenario.instance(), facts.num_stages
     if scenario.instances % num_stages:
         raise StartupError(
             f"system {system} joins {num_stages} instances to a pipeline: {scenario.instances} do not come out even",
@@ -61,23 +69,27 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             instance.cost,
             num_blocks=kv_tokens // BLOCK_SIZE,
             block_size=BLOCK_SIZE,
-            system=system,
+            system=variant.system,
+            scheduler=variant.scheduler,
             max_model_len=longest,
-            prefix_caching=find_system(system).drops,
+            prefix_caching=facts.drops,
             max_sequences=max(MAX_SEQUENCES, scenario.max_batch_rows),
             max_batch_rows=scenario.max_batch_rows,
             max_batch_tokens=scenario.max_batch_tokens,
             kv_bytes_per_token=instance.kv_bytes_per_token,
             host_link_bytes_per_s=instance.host_link_bytes_per_s,
             pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
-            elastic=_elastic_facts(instance) if find_system(system).drops else None,
+            elastic=_elastic_facts(instance, exchange=variant.exchange) if facts.drops else None,
         )
         for i in range(scenario.instances // num_stages)
     )
-    return ExperimentCluster(ClusterParams(workers, system=system, link=link), instance.tp * num_stages)
+    params = ClusterParams(
+        workers, system=variant.system, link=link, exchange=variant.exchange, planner=variant.planner
+    )
+    return ExperimentCluster(params, instance.tp * num_stages)
 
 
-def _elastic_facts(instance: InstanceFacts) -> ElasticFacts:
+def _elastic_facts(instance: InstanceFacts, *, exchange: bool) -> ElasticFacts:
     """Return an instance's memory in pages: embedding and head count as spread evenly over the layers."""
     num_layers, block_bytes = instance.num_layers, instance.kv_bytes_per_token * BLOCK_SIZE // (2 * instance.num_layers)
     layer_bytes = -(-instance.parameter_bytes // num_layers)
@@ -93,6 +105,6 @@ def _elastic_facts(instance: InstanceFacts) -> ElasticFacts:
         page_bytes=PAGE_BYTES,
         num_pages=num_pages,
         max_blocks=2 * num_pages * PAGE_BYTES // block_bytes,
-        link_bytes_per_s=instance.network_bytes_per_s,
+        link_bytes_per_s=instance.network_bytes_per_s if exchange else 0.0,
         has_host_copy=True,
     )

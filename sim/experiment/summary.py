@@ -19,6 +19,8 @@ Summary = dict[str, Any]
 PERCENTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 GOOD_QOE: Final = 0.95
 """Readers above it are counted as content."""
+HELD_WINDOW_S: Final = 5.0
+"""Arrivals of so many seconds together say whether a limit still holds."""
 SIGNIFICANT_DIGITS: Final = 6
 
 
@@ -107,6 +109,21 @@ def in_time(records: Records, slo: Slo) -> dict[str, F64]:
     return {name: kept.astype(np.float64) for name, kept in (("ttft", ttft), ("tpot", tpot), ("both", ttft & tpot))}
 
 
+def held_until_s(records: Records, limit_s: float) -> float:
+    """Return until when the TTFT holds: the begin of the first window of arrivals whose mean TTFT is above the limit.
+
+    The last arrival if there is no such window. A request without a whole answer, or a first token, is above.
+
+    Source: KunServe (arXiv 2412.18169v2), section 5.5, which names the second at which the SLO no longer holds.
+    """
+    is_served = records.is_complete & ~np.isnan(records.ttft_s)
+    window = (records.arrival_s / HELD_WINDOW_S).astype(np.int64)
+    counts = np.bincount(window)
+    ttft_s = np.bincount(window, weights=np.where(is_served, records.ttft_s, np.inf))
+    missed = np.flatnonzero(ttft_s > limit_s * counts)
+    return float(missed[0] * HELD_WINDOW_S) if missed.size else float(records.arrival_s[-1])
+
+
 def rounded(tree: Any) -> Any:
     """Return the tree with every float cut to six significant digits: beyond, platforms may differ."""
     if isinstance(tree, Mapping):
@@ -132,7 +149,8 @@ def _qoe(qoe: F64) -> dict[str, float | None]:
 def _slo(records: Records, slo: Slo) -> dict[str, float | None]:
     kept = in_time(records, slo)
     shares = {f"{name}_share": float(each.mean()) if len(records) else None for name, each in kept.items()}
-    return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **shares}
+    held_s = held_until_s(records, slo.ttft_s) if len(records) else None
+    return {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, **shares, "ttft_held_until_s": held_s}
 
 
 def _throughput(records: Records) -> float | None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, Any, Self, TypedDict, Unpack
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from shared.config_fields import did_you_mean
 from shared.errors import StartupError
+from shared.systems import SYSTEMS, UnknownSystemError, find_system
 from sim.catalog.instance import InstanceFacts, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals
 from sim.scenarios.load import Load
 from sim.scenarios.parts import AndesReaders, FixedReaders, Slo
+from sim.scenarios.variants import Variant
 
 _Count = Annotated[int, Field(ge=1)]
 
@@ -73,9 +75,32 @@ class Scenario(Load):
     slo: Slo | None = None
     """What counts as in time."""
     systems: tuple[str, ...] = ()
-    """What is compared unless others are named; the first one is the baseline."""
+    """What is compared unless others are named, systems and variants; the first one is the baseline."""
+    variants: dict[str, Variant] = Field(default_factory=dict)
+    """Systems with something changed, by names that no system has."""
     left_open: tuple[str, ...] = ()
     """What the source leaves open, each with the choice made."""
+
+    @model_validator(mode="after")
+    def _variants_have_names_of_their_own(self) -> Self:
+        for name in self.variants:
+            if name in SYSTEMS:
+                raise ValueError(f"variants.{name}: a system has this name; give the variant another one")
+        return self
+
+    def variant(self, name: str) -> Variant:
+        """Return what is run under this name: a variant of the scenario, or a system as it is.
+
+        Raises:
+            StartupError: there is neither.
+        """
+        if name in self.variants:
+            return self.variants[name]
+        try:
+            return Variant(system=find_system(name).name)
+        except UnknownSystemError as error:
+            own = f"The scenario's variants are {', '.join(self.variants)}" if self.variants else ""
+            raise StartupError(str(error), own) from None
 
     def instance(self) -> InstanceFacts:
         """Return the facts of one instance, with the scenario's `era_ms`, `kv_tokens` and network in their places.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from services.planner.config import PlannerSettings
+from services.planner.decisions import levers_of
+from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
 from services.planner.policy.drop_facts import InstanceFacts
 from services.planner.policy.drop_lever import DropLever, num_without_room
 from services.planner.policy.drop_plan import DropPlan
@@ -110,3 +113,29 @@ def test_another_plan_is_another_decision_newer_figures_are_not() -> None:
     assert not same.differs_from(first)
     more = decide(LadderParams(), (LEVER,), make_snapshot(busy(0, throttled=False), busy(1), busy(2)))
     assert more.differs_from(first)
+
+
+def test_the_strategy_is_the_one_of_the_settings() -> None:
+    """Eight, one of which is short of a little: each strategy offers its own plan, and they are not the same one."""
+    snapshot = make_snapshot(busy(0), *(calm(number) for number in range(1, 8)))
+    assert snapshot.facts is not None
+    required = tokens_short(snapshot.facts)
+    plans = []
+    for strategy in DropStrategy:
+        (lever,) = levers_of(PlannerSettings(instance_id="planner", system="kunserve", drop_strategy=strategy))
+        assert isinstance(lever, DropLever)
+        offer = replace(lever, params=LEVER.params, wait_s=None).offer(snapshot)
+        assert isinstance(offer, Offer)
+        assert offer.plan == plan_drop(snapshot.facts, LEVER.params, required, strategy)
+        plans.append(offer.plan)
+    assert any(plan != plans[0] for plan in plans)
+
+
+def test_the_optimum_of_many_groups_is_declined_and_not_an_error() -> None:
+    lever = DropLever(strategy=DropStrategy.OPTIMUM)
+    declined = lever.offer(make_snapshot(*(busy(number) for number in range(10))))
+    assert isinstance(declined, Declined)
+    assert declined.reason == (
+        "the optimum is searched for among at most 9 groups, not 10; set drop_strategy=throughput-greedy"
+    )
+    assert isinstance(LEVER.offer(make_snapshot(*(busy(number) for number in range(10)))), Offer)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.experiment.records import UNFINISHED, Recorder, Records
-from sim.experiment.summary import Slo, SystemFacts, in_time, rounded, summarise
+from sim.experiment.summary import Slo, SystemFacts, held_until_s, in_time, rounded, summarise
 from sluice_client.qoe import QoeTarget, final_qoe
 from tests.support.workloads import plain_workload
 
@@ -108,7 +108,26 @@ def test_the_summary_counts_what_it_says() -> None:
     assert summary["stall_s"] == {"max": 1.5, "p99": 1.49}
     assert summary["throughput_tokens_per_s"] == pytest.approx(6 / 6.5, rel=1e-5)
     assert summary["preemptions"] == 7
-    assert summary["slo"] == {"ttft_s": 2.0, "tpot_s": 0.5, "ttft_share": 0.5, "tpot_share": 0.25, "both_share": 0.25}
+    shares = {"ttft_share": 0.5, "tpot_share": 0.25, "both_share": 0.25}
+    assert summary["slo"] == {"ttft_s": 2.0, "tpot_s": 0.5, **shares, "ttft_held_until_s": 0.0}
+
+
+@given(st.lists(st.floats(0.1, 4.0), min_size=1, max_size=40), st.floats(0.1, 4.0))
+def test_a_ttft_holds_until_the_first_window_above_it(ttft_s: list[float], limit_s: float) -> None:
+    """A request per second: windows of five, the last one perhaps of fewer."""
+    held_s = held_until_s(record([[each] for each in ttft_s]), limit_s)
+    windows = [ttft_s[i : i + 5] for i in range(0, len(ttft_s), 5)]
+    sound = [sum(window) <= limit_s * len(window) + 1e-9 for window in windows]
+    expected = 5.0 * sound.index(False) if False in sound else len(ttft_s) - 1.0
+    assert held_s == expected or any(abs(sum(w) - limit_s * len(w)) < 1e-6 for w in windows)
+
+
+def test_a_request_without_a_whole_answer_does_not_hold() -> None:
+    answers: list[list[float]] = [[0.1]] * 12 + [[]] + [[0.1]] * 7
+    assert held_until_s(record(answers), 1.0) == 10.0
+    assert held_until_s(record([[0.1]] * 20), 1.0) == 19.0
+    early = record([[0.1]] * 3, arrival_s=[0.0, 1.0, 14.0])
+    assert held_until_s(early, 1.0) == 14.0
 
 
 def test_requests_before_the_warm_up_do_not_count() -> None:

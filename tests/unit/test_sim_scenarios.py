@@ -50,7 +50,8 @@ def test_every_scenario_that_ships_is_whole(name: str, traces: Path) -> None:
     assert scenario.title
     assert scenario.left_open
     assert scenario.systems[-1] == "oracle"
-    assert set(scenario.systems) <= set(SYSTEMS) | set(PLANNED_SYSTEMS)
+    assert set(scenario.systems) <= {*SYSTEMS, *PLANNED_SYSTEMS, *scenario.variants}
+    assert set(scenario.variants) <= set(scenario.systems)
     assert scenario.paper or name == "burst-demo"
     workload = scenario.workload(7, traces)
     instance = scenario.instance()

@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.drop_facts import ClusterFacts, DropParams, groups_of
 from services.planner.policy.drop_plan import DropPlan
 from services.planner.policy.ladder import ClusterSnapshot, Declined, Offer
+from services.planner.policy.optimum import MAX_GROUPS
 
 DROP_LEVER = "drop"
 
@@ -50,6 +51,11 @@ class DropLever:
             return Declined(snapshot.held_back)
         if not any(instance.throttled for instance in facts.instances):
             return Declined("no instance is short of memory by the monitor's rules")
+        if self.strategy is DropStrategy.OPTIMUM and (count := len(groups_of(facts))) > MAX_GROUPS:
+            return Declined(
+                f"the optimum is searched for among at most {MAX_GROUPS} groups, not {count}; "
+                f"set drop_strategy={DropStrategy.THROUGHPUT_GREEDY}"
+            )
         required_tokens = tokens_short(facts)
         worth_s = None if self.wait_s is None else self.wait_s * num_without_room(facts, required_tokens)
         plan = plan_drop(facts, self.params, required_tokens, self.strategy, worth_s)

@@ -1,0 +1,71 @@
+"""Variants of systems: one of them with some policies or settings changed, by which a paper's ablation is run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Self
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from services.planner.config import PlannerSettings
+from services.worker.policy.registry import SCHEDULERS
+from shared.config import ServiceSettings
+from shared.config_fields import did_you_mean
+from shared.systems import Preemption, UnknownSystemError, find_system
+from shared.types import Value
+
+PLANNER_FIELDS: Final = {
+    name: field
+    for name, field in PlannerSettings.model_fields.items()
+    if name not in ServiceSettings.model_fields and name != "system"
+}
+"""Settings of the planner that a variant may change."""
+
+
+def _is_system(name: str) -> str:
+    try:
+        return find_system(name).name
+    except UnknownSystemError as error:
+        raise ValueError(str(error)) from None
+
+
+def _is_scheduler(name: str) -> str:
+    if name not in SCHEDULERS:
+        raise ValueError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
+    return name
+
+
+def _are_settings(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name not in PLANNER_FIELDS:
+            hint = did_you_mean(name, PLANNER_FIELDS, "")
+            raise ValueError(f"the planner has no setting '{name}' that a variant may change. {hint}".rstrip())
+    try:
+        PlannerSettings(instance_id="planner", **given)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{path + ': ' if path else ''}{first['msg'].removeprefix('Value error, ')}") from None
+    return given
+
+
+class Variant(Value):
+    """A system, and what differs from it; with nothing changed it is that system."""
+
+    system: Annotated[str, AfterValidator(_is_system)]
+    """Name of the system (`shared.systems`)."""
+    scheduler: Annotated[str, AfterValidator(_is_scheduler)] | None = None
+    """Which sequences run in the next step; None: the system's policy."""
+    exchange: bool = True
+    """Whether KV changes hands when groups form and dissolve; false: it is computed again, as with a live worker's
+    `exchange_memory=0`."""
+    planner: Annotated[dict[str, Any], AfterValidator(_are_settings)] = Field(default_factory=dict)
+    """Settings of the planner (`services.planner.config`), by name."""
+
+    @model_validator(mode="after")
+    def _has_what_it_changes(self) -> Self:
+        system = find_system(self.system)
+        if self.scheduler is not None and system.preemption is Preemption.SWAP:
+            raise ValueError(f"the scheduler of {self.system} cannot be changed: it swaps, which others do not know of")
+        if not self.exchange and not system.drops:
+            raise ValueError(f"{self.system} exchanges no KV; leave `exchange` out")
+        return self

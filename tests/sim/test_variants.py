@@ -1,0 +1,171 @@
+"""Variants of systems: what is changed is changed in the run, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.main import run_command
+from shared.errors import StartupError
+from sim.experiment.run import run_system
+from sim.experiment.setup import build_cluster
+from sim.experiment.summary import Summary, summarise
+from sim.scenarios.scenario import Scenario, validated
+from tests.support.scenarios import SMALL
+
+QUICK = {"restore_hold_s": 1.0}
+"""Groups are restored within a run of seconds."""
+SCENARIO: dict[str, Any] = {
+    "name": "varied",
+    "model": "llama-3-8b",
+    "gpu": "a100",
+    "instances": 2,
+    "lengths": "200x60",
+    "duration_s": 20.0,
+    "kv_tokens": 2000,
+    "max_batch_tokens": 512,
+    "arrivals": {"kind": "one-burst", "rate_per_s": 4.0, "factor": 10.0, "burst_start_s": 2, "burst_end_s": 4},
+    "variants": {
+        "as-it-is": {"system": "kunserve"},
+        "quick": {"system": "kunserve", "planner": QUICK},
+        "stays": {"system": "kunserve", "planner": {**QUICK, "restore_ratio": 0.0}},
+        "computes-again": {"system": "kunserve", "exchange": False},
+        "by-count": {"system": "kunserve", "scheduler": "chunked"},
+        "cuts": {"system": "fcfs", "scheduler": "chunked"},
+        "does-not-cut": {"system": "fcfs-chunked", "scheduler": "fcfs"},
+        "cuts-by-work": {"system": "fcfs-chunked", "scheduler": "lookahead"},
+        "unlimited-fcfs": {"system": "oracle", "scheduler": "fcfs"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def scenario() -> Scenario:
+    return validated(SCENARIO, "scenario varied")
+
+
+@pytest.fixture(scope="module")
+def found(scenario: Scenario) -> dict[str, Summary]:
+    names = ("fcfs", "fcfs-chunked", "kunserve", "oracle", *scenario.variants)
+    runs = {name: run_system(scenario, name, seed=3) for name in names}
+    return {name: summarise(run.records, run.facts) for name, run in runs.items()}
+
+
+def test_a_variant_without_changes_is_its_system(found: dict[str, Summary]) -> None:
+    assert found["kunserve"]["drops"] > 0
+    assert found["as-it-is"] == found["kunserve"]
+
+
+def test_another_scheduler_makes_one_system_the_other(found: dict[str, Summary]) -> None:
+    """Those two differ in nothing else; and with one stage `lookahead` is `chunked`."""
+    assert found["fcfs"] != found["fcfs-chunked"]
+    assert found["cuts"] == found["fcfs-chunked"] == found["cuts-by-work"]
+    assert found["does-not-cut"] == found["fcfs"]
+
+
+def test_another_scheduler_leaves_memory_as_it_is(found: dict[str, Summary]) -> None:
+    assert found["unlimited-fcfs"]["preemptions"] == 0
+    assert found["unlimited-fcfs"]["kv_peak_ratio"] > 1 or found["unlimited-fcfs"]["demand_over_capacity_peak"] > 1
+    assert found["unlimited-fcfs"] != found["fcfs"]
+
+
+def test_another_scheduler_cuts_otherwise_in_groups(found: dict[str, Summary]) -> None:
+    assert found["by-count"]["drops"] > 0
+    assert found["by-count"]["bubble_ratio"] > found["kunserve"]["bubble_ratio"] > 0
+
+
+def test_without_restore_groups_stay(found: dict[str, Summary]) -> None:
+    assert found["quick"]["restores"] > 0
+    assert found["stays"]["drops"] > 0
+    assert found["stays"]["restores"] == 0
+
+
+def test_without_exchange_kv_is_computed_again(scenario: Scenario, found: dict[str, Summary]) -> None:
+    assert found["computes-again"]["drops"] > 0
+    assert found["computes-again"]["completed"] == found["kunserve"]["completed"] > 100
+    assert found["computes-again"]["ttft_s"] != found["kunserve"]["ttft_s"]
+    workload = scenario.workload(3)
+    links = {
+        name: build_cluster(scenario, name, workload).params.workers[0].elastic
+        for name in ("kunserve", "computes-again")
+    }
+    assert links["kunserve"] is not None
+    assert links["kunserve"].link_bytes_per_s > 0
+    assert links["computes-again"] is not None
+    assert links["computes-again"].link_bytes_per_s == 0
+
+
+def test_one_seed_is_one_result(scenario: Scenario, found: dict[str, Summary]) -> None:
+    for name in ("stays", "computes-again"):
+        again = run_system(scenario, name, seed=3)
+        assert summarise(again.records, again.facts) == found[name]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ({"system": "kunserv"}, "unknown system 'kunserv'; did you mean 'kunserve'?"),
+        (
+            {"system": "kunserve", "scheduler": "lokahead"},
+            "no scheduler is called 'lokahead'; there are: fcfs, chunked",
+        ),
+        ({"system": "swap", "scheduler": "fcfs"}, "the scheduler of swap cannot be changed"),
+        ({"system": "fcfs", "exchange": False}, "fcfs exchanges no KV; leave `exchange` out"),
+        ({"system": "kunserve", "exchnge": False}, "variants.x.exchnge: there is no such field"),
+        (
+            {"system": "kunserve", "planner": {"restore_rato": 0}},
+            "'restore_rato' that a variant may change. Did you mean",
+        ),
+        (
+            {"system": "kunserve", "planner": {"restore_ratio": 2}},
+            "restore_ratio: Input should be less than or equal to 1",
+        ),
+        (
+            {"system": "kunserve", "planner": {"system": "fcfs"}},
+            "the planner has no setting 'system' that a variant may",
+        ),
+        (
+            {"system": "kunserve", "planner": {"nats_url": "nats://x"}},
+            "no setting 'nats_url' that a variant may change",
+        ),
+        (
+            {"system": "kunserve", "planner": {"drop_strategy": "best"}},
+            "drop_strategy: Input should be 'throughput-greedy'",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_variant_is_said(variant: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        validated({**SCENARIO, "variants": {"x": variant}}, "scenario varied")
+    assert "scenario varied: variants.x" in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_variant_has_a_name_of_its_own() -> None:
+    with pytest.raises(StartupError, match="a system has this name; give the variant another one"):
+        validated({**SCENARIO, "variants": {"kunserve": {"system": "kunserve"}}}, "scenario varied")
+
+
+def test_a_name_that_is_neither_a_system_nor_a_variant_is_refused(scenario: Scenario) -> None:
+    with pytest.raises(
+        StartupError, match=r"unknown system 'stay'.*The scenario's variants are as-it-is, quick, stays"
+    ):
+        scenario.variant("stay")
+
+
+def test_variants_are_compared_like_systems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "mine.toml", tmp_path / "out.json"
+    path.write_text(f'{SMALL}\n[variants.cuts]\nsystem = "fcfs"\nscheduler = "chunked"\n')
+    flags = ("--scenario", str(path), "--duration", "3", "--jobs", "2", "--quiet", "--json", str(out))
+    assert run_command(["compare", "--systems", "fcfs,cuts,fcfs-chunked", *flags]) == 0
+    tree = json.loads(out.read_text())
+    assert list(tree["systems"]) == ["fcfs", "cuts", "fcfs-chunked"]
+    assert tree["systems"]["cuts"] == tree["systems"]["fcfs-chunked"] != tree["systems"]["fcfs"]
+    assert tree["scenario"]["variants"] == {"cuts": {"system": "fcfs", "scheduler": "chunked"}}
+    assert run_command(["plan", "--system", "cuts", *flags[:-2], "--slo", "ttft=0.3,tpot=0.05,share=0.5"]) == 0
+    assert "cuts" in capsys.readouterr().out
+    assert run_command(["compare", "--systems", "fcfs,cut", *flags]) == 2
+    assert "The scenario's variants are cuts" in capsys.readouterr().err
