@@ -280,3 +280,21 @@ def test_a_group_that_ends_while_blocks_are_left_loads_nothing(monkeypatch: pyte
         await room.check()
 
     in_room(main, slow_params())
+
+
+def test_a_worker_that_is_to_be_whole_may_have_become_so_by_itself() -> None:
+    """Its group ends while the plan waits for its turn: the plan is done, not refused."""
+
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        agent = room.cluster.workers[0].service.agent
+        assert agent is not None
+        agent.changes._on_end(agent.role.plan_id, "the connection was cut")
+        answers = await room.driver.restore(["w0"])
+        assert states(answers) == ["done"]
+        assert room.role(0) == ("", 0, (0, NUM_LAYERS))
+        room.ask(*draw_requests(4, 10))
+        await room.check()
+
+    in_room(main, slow_params())

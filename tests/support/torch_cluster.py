@@ -264,6 +264,10 @@ class TorchCluster:
             while not all(self._is_told(name) for name in self.workers):
                 await asyncio.sleep(0.005)
 
+    def _num_members(self, group: str) -> int:
+        roles = [worker.service.agent.role for worker in self.workers.values() if worker.service.agent is not None]
+        return sum(role.group == group and role.num_stages > 1 for role in roles)
+
     def _is_told(self, name: str) -> bool:
         report, worker = self.driver.reports.get(name), self.workers[name]
         agent = worker.service.agent
@@ -273,6 +277,8 @@ class TorchCluster:
             return False
         if agent.is_changing:
             return False
+        if role.num_stages > 1 and self._num_members(role.group) < role.num_stages:
+            return False  # somebody has left, and this worker has not heard of it yet
         said = (report.layers, report.group, report.plan_id, report.incarnation)
         return said == (
             (role.layers.first, role.layers.end),

@@ -192,7 +192,9 @@ class PlanAgent:
 
     async def _hear_word(self, turn: Turn) -> Outcome | None:
         """Be ready, wait for the planner's word, and take the part; the gate is held. None: it is not to be done."""
-        reason = self.changes.refusal(turn.ask.group)  # its group may have ended meanwhile
+        group = turn.ask.group
+        # its group may have ended meanwhile; then a worker that is to be whole is so already, and others cannot begin
+        reason = self.changes.refusal(group) if len(group.stages) > 1 else None
         if reason is not None:
             return Outcome(turn.ask.plan_id, PlanState.REFUSED, reason)
         turn.is_ready.set_result(True)
