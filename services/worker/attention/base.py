@@ -10,6 +10,9 @@ import torch
 
 from services.worker.engine.types import I32
 
+SPLIT_KEYS = 256
+"""Positions of a split, counted from 0: what one side computes by itself. kSplit in src/attention_work.h."""
+
 
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
@@ -38,7 +41,35 @@ class RaggedRows:
         return np.asarray(ends - self.num_tokens, dtype=np.int32)
 
 
+@dataclass(frozen=True, eq=False)
+class KeyRanges:
+    """Rows of a step, and of each row the positions that are to be folded in.
+
+    Keys behind a query's own position, or before its window, are not folded, whatever the range says.
+    """
+
+    rows: RaggedRows
+    first: I32
+    """[n] multiples of SPLIT_KEYS."""
+    end: I32
+    """[n] multiples of SPLIT_KEYS; at most `first`: nothing is folded."""
+
+
 PlanT = TypeVar("PlanT")
+
+
+class Fold(Protocol):
+    """Attention over a part of the context, prepared for all layers of a step; see `remote.py`."""
+
+    def __call__(self, layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
+        """Fold the keys and values of the ranges into the states, in place.
+
+        Args:
+            layer: numbered in the cache and in the model, whose spec says its window.
+            queries: [t, num_heads, head_dim] of the ranges' rows, rotated, not scaled.
+            states: [t, num_heads, head_dim + STATE_EXTRA] float32, contiguous, on the queries' device.
+        """
+        ...
 
 
 class Attention(Protocol[PlanT]):
@@ -56,6 +87,10 @@ class Attention(Protocol[PlanT]):
             layer: numbered in the cache and in the model, whose spec says its window.
             queries: [t, num_heads, head_dim], rotated, not scaled.
         """
+        ...
+
+    def plan_fold(self, ranges: KeyRanges) -> Fold:
+        """Prepare what all layers of a step share that fold a part of the context into states."""
         ...
 
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.attention.base import RaggedRows, slots_at
+from services.worker.attention.base import SPLIT_KEYS, RaggedRows, slots_at
 from services.worker.attention.merge import merge_states
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
-SPLIT_KEYS = 256
 QUERIES = 4
 TILES = 8
 

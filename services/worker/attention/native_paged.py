@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.attention.base import RaggedRows
+from services.worker.attention.base import SPLIT_KEYS, Fold, KeyRanges, RaggedRows
 from services.worker.engine.types import I32
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
@@ -22,8 +22,8 @@ from services.worker.native.structures import AttendArgs, RowsArgs
 
 MAX_GROUP = 64
 """Query heads that may share a key head (kMaxGroup in src/attention_work.h)."""
-_SPLIT, _ITEM_ROWS, _SPREAD, _MAX_PARTS = 256, 16, 4, 16 * 2**20
-"""kSplit, kItemRows, kSpread and kMaxParts there (src/attention_work.h)."""
+_ITEM_ROWS, _SPREAD, _MAX_PARTS = 16, 4, 16 * 2**20
+"""kItemRows, kSpread and kMaxParts there."""
 
 
 def split_bytes(spec: ModelSpec, context: int, num_threads: int) -> int:
@@ -31,11 +31,11 @@ def split_bytes(spec: ModelSpec, context: int, num_threads: int) -> int:
 
     It is taken only in steps of few rows, so a measurement of a large step does not show it.
     """
-    if context <= 2 * _SPLIT:
+    if context <= 2 * SPLIT_KEYS:
         return 0
     units = (_SPREAD * num_threads - 1) // spec.num_kv_heads * spec.num_kv_heads
     rows = max(_ITEM_ROWS // spec.group_size, 1) * spec.group_size
-    return 4 * min(units * -(-context // _SPLIT) * rows * (spec.head_dim + 2), _MAX_PARTS)
+    return 4 * min(units * -(-context // SPLIT_KEYS) * rows * (spec.head_dim + 2), _MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +98,35 @@ class NativePagedAttention:
         lse = torch.empty((queries.shape[0], self._spec.num_heads), dtype=torch.float32)
         return self._attend(plan, layer, queries, lse), lse
 
+    def plan_fold(self, ranges: KeyRanges) -> Fold:
+        """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`."""
+        rows = ranges.rows
+        plan = self.plan(rows)
+        columns = [np.ascontiguousarray(each, np.int32) for each in (ranges.first, ranges.end, rows.first_token)]
+
+        def fold(layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
+            args = self._args(plan, layer, queries)
+            first, end, place = columns
+            args.row_first, args.row_end, args.row_state = first.ctypes.data, end.ctypes.data, place.ctypes.data
+            args.states = states.data_ptr()
+            self._library.attend(ctypes.byref(args))
+
+        return fold
+
     def _attend(self, plan: NativePlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        spec, keys = self._spec, self._cache.keys[layer]
-        if queries.stride()[1:] != (spec.head_dim, 1):
+        if queries.stride()[1:] != (self._spec.head_dim, 1):
             queries = queries.contiguous()
-        out = queries.new_empty(queries.shape[0], spec.q_size)
-        args = AttendArgs(
+        out = queries.new_empty(queries.shape[0], self._spec.q_size)
+        args = self._args(plan, layer, queries)
+        args.out = out.data_ptr()
+        args.lse = None if lse is None else lse.data_ptr()
+        self._library.attend(ctypes.byref(args))
+        return out
+
+    def _args(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> AttendArgs:
+        spec, keys = self._spec, self._cache.keys[layer]
+        assert queries.stride()[1:] == (spec.head_dim, 1), "heads lie one behind the other"
+        return AttendArgs(
             rows=plan.args,
             num_threads=torch.get_num_threads(),
             is_bf16=int(keys.dtype == torch.bfloat16),
@@ -118,8 +141,4 @@ class NativePagedAttention:
             values=self._cache.values[layer].data_ptr(),
             queries=queries.data_ptr(),
             query_stride=queries.stride(0),
-            out=out.data_ptr(),
-            lse=None if lse is None else lse.data_ptr(),
         )
-        self._library.attend(ctypes.byref(args))
-        return out

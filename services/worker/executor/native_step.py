@@ -7,20 +7,23 @@ of rows, and attention folds fixed splits of the context. So this pass is the de
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from services.worker.attention.base import RaggedRows
 from services.worker.attention.native_paged import rows_args
+from services.worker.attention.remote import RemoteKeys, RemoteLostError, RemoteRows, new_states
 from services.worker.engine.types import F64, I32, I64, Batch
 from services.worker.executor.step import Scores
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
-from services.worker.native.library import NativeLibrary
-from services.worker.native.structures import LayerArgs, ModelArgs, StepArgs
+from services.worker.native.library import NativeLibrary, NotGivenError
+from services.worker.native.structures import FAR_CALL, FarArgs, LayerArgs, ModelArgs, StepArgs
 
 GROWTH_TOKENS = 128
 """Workspace grows by multiples of this."""
@@ -51,6 +54,54 @@ class _Workspace:
         return cls(num_tokens, *(torch.empty((num_tokens, width), dtype=dtype) for width in widths))
 
 
+class _FarStep:
+    """A step's rows some of whose keys lie elsewhere, as the library reads them, and what it calls for them.
+
+    Args:
+        spec: the model.
+        remote: those keys.
+        rows: of the step.
+        num_rows: of the whole step.
+        queries: of the layer that is being computed.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        remote: RemoteKeys,
+        rows: RemoteRows,
+        num_rows: int,
+        queries: Callable[[], torch.Tensor],
+    ) -> None:
+        self._remote = remote
+        self._rows = rows
+        self._queries = queries
+        self._tokens = torch.from_numpy(rows.tokens)
+        self._states = new_states(len(rows.tokens), spec.num_heads, spec.head_dim)
+        self._columns = np.zeros((3, num_rows), dtype=np.int32)
+        self._columns[0] = -1
+        self._columns[:, rows.place] = rows.rows.first_token, rows.first, rows.end
+        self.failure: Exception = RemoteLostError("it was not said why")
+        """Why a call has failed."""
+        state, first, end = (column.ctypes.data for column in self._columns)
+        self.args = FarArgs(state, first, end, self._states.data_ptr(), FAR_CALL(self._ask), FAR_CALL(self._take))
+
+    def _ask(self, layer: int) -> int:
+        return self._attempt(lambda: self._remote.ask(self._rows, layer, self._queries()[self._tokens], self._states))
+
+    def _take(self, _layer: int) -> int:
+        return self._attempt(self._remote.take)
+
+    def _attempt(self, call: Callable[[], None]) -> int:
+        """Call, and keep what it raises: no exception could pass through the library."""
+        try:
+            call()
+        except Exception as error:  # raised again behind the library's call
+            self.failure = error
+            return 1
+        return 0
+
+
 class NativeForward:
     """Layers of the model, those of the cache, on the CPU.
 
@@ -75,6 +126,8 @@ class NativeForward:
         )
         self._model = self._model_args()
         self._workspace = _Workspace.make(spec, 1, self._dtype)
+        self.remote: RemoteKeys | None = None
+        """Keys that lie elsewhere; see `ForwardPass`."""
         self.part_seconds: F64 | None = None
         """[len(PARTS)] seconds that the parts of the steps have taken, added up; None: not timed."""
         self._step = self._step_args()
@@ -94,6 +147,7 @@ class NativeForward:
 
     def _run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None) -> Scores:
         plan = rows_args(batch.num_tokens, batch.start, tables, batch.rows)
+        far = self._far_of(batch, tables)
         tokens = np.ascontiguousarray(batch.tokens, dtype=np.int32)
         finite = np.empty(len(batch.rows), dtype=np.bool_)
         largest = np.empty(len(sampled), dtype=np.int64)
@@ -108,10 +162,29 @@ class NativeForward:
         step.num_sampled, step.sampled = len(sampled), sampled.ctypes.data
         step.logits, step.largest = logits.data_ptr(), largest.ctypes.data
         step.seconds = None if self.part_seconds is None else self.part_seconds.ctypes.data
+        step.far = None if far is None else ctypes.pointer(far.args)
         self._model.num_blocks = self.cache.num_blocks  # it may have changed since the last step
-        self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
+        try:
+            self._library.forward(ctypes.byref(self._model), ctypes.byref(step))
+        except NotGivenError:
+            assert far is not None, "only what lies elsewhere is not given"
+            raise far.failure from None
+        finally:
+            step.far = None
         del plan, tokens  # they lived until here: `step` points into them
         return Scores(finite, logits, largest)
+
+    def _far_of(self, batch: Batch, tables: I32) -> _FarStep | None:
+        """Return what the library needs for rows some of whose keys lie elsewhere; None: there are none."""
+        if self.remote is None:
+            return None
+        rows = self.remote.rows_of(RaggedRows(batch.num_tokens, batch.start, tables[batch.rows]))
+        return None if rows is None else _FarStep(self._spec, self.remote, rows, len(batch.rows), self._queries)
+
+    def _queries(self) -> torch.Tensor:
+        """Return [num_tokens, num_heads, head_dim] of the layer that is being computed; a view."""
+        spec, heads = self._spec, self._workspace.heads
+        return heads[:, : spec.q_size].unflatten(1, (spec.num_heads, spec.head_dim))
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:
         """Return room for the logits of so many rows."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Attention
+from services.worker.attention.remote import RemoteKeys
 from services.worker.engine.types import I32, I64, Batch, Bool
 from services.worker.executor.draw import finite_largest
 from services.worker.executor.inputs import InputBuffers
@@ -38,6 +39,9 @@ class Scores:
 class ForwardPass(Protocol):
     """The layers of the model, or of one stage of it, over a cache of theirs."""
 
+    remote: RemoteKeys | None
+    """Keys of its rows that lie elsewhere, while KV is on its way; changed between steps. None: all are in the cache."""
+
     @property
     def cache(self) -> KVCache:
         """Keys and values of its layers; `cache.layers` says which they are."""
@@ -55,6 +59,7 @@ class ForwardPass(Protocol):
 
         Raises:
             IndexError: a token, position or block does not exist.
+            RemoteLostError: keys that lie elsewhere are not to be had.
         """
         ...
 
@@ -70,7 +75,7 @@ class ForwardPass(Protocol):
             [t, hidden_size] behind the last layer here, in the model's dtype; nobody else writes it.
 
         Raises:
-            IndexError: see `run`.
+            IndexError, RemoteLostError: see `run`.
         """
         ...
 
@@ -97,6 +102,8 @@ class TorchForward:
         deterministic: bool,
     ) -> None:
         self.cache = cache
+        self.remote: RemoteKeys | None = None
+        """Keys that lie elsewhere; see `ForwardPass`."""
         self._rope = rope
         self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
         self._attention = attention

@@ -16,8 +16,12 @@ from services.worker.native.build import library_path
 from services.worker.native.levels import read_cpu_flags, runnable
 from services.worker.native.structures import ABI, AttendArgs, ModelArgs, StepArgs
 
-_NO_MEMORY, _OUTSIDE = 1, 2
+_NO_MEMORY, _OUTSIDE, _NOT_GIVEN = 1, 2, 3
 """`enum Result` of src/model.h; 0 is success."""
+
+
+class NotGivenError(Exception):
+    """What the step called for failed; its results are of no use."""
 
 
 class NativeLibrary:
@@ -53,11 +57,14 @@ def _raise_failure(result: int, _function: Any, _arguments: Any) -> None:
     Raises:
         MemoryError: there is no memory for the call's workspace; nothing was computed.
         IndexError: the step names what does not exist; nothing was computed.
+        NotGivenError: see there.
     """
     if result == _NO_MEMORY:
         raise MemoryError("no memory for the workspace of the kernels")
     if result == _OUTSIDE:
         raise IndexError("a token, position or block of the step does not exist")
+    if result == _NOT_GIVEN:
+        raise NotGivenError("attention over keys that lie elsewhere was not to be had")
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-ABI = 5
+ABI = 6
 """`kAbi` of src/model.h."""
 
 _I32, _I64, _F32, _PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -85,6 +85,23 @@ PARTS = ("embed", "norms", "qkv", "rotate, store", "attention", "output", "mlp u
 """Names of `enum Part`."""
 
 
+FAR_CALL = ctypes.CFUNCTYPE(_I32, _I64)
+"""Called with a layer, by the thread that called the library; 0: it went well."""
+
+
+class FarArgs(ctypes.Structure):
+    """Rows some of whose keys lie elsewhere."""
+
+    _fields_ = [
+        ("row_state", _PTR),
+        ("row_first", _PTR),
+        ("row_end", _PTR),
+        ("states", _PTR),
+        ("ask", FAR_CALL),
+        ("take", FAR_CALL),
+    ]
+
+
 class StepArgs(ctypes.Structure):
     """One step through some layers."""
 
@@ -106,6 +123,7 @@ class StepArgs(ctypes.Structure):
         ("logits", _PTR),
         ("largest", _PTR),
         ("seconds", _PTR),
+        ("far", ctypes.POINTER(FarArgs)),
     ]
 
 
@@ -129,4 +147,8 @@ class AttendArgs(ctypes.Structure):
         ("query_stride", _I64),
         ("out", _PTR),
         ("lse", _PTR),
+        ("row_first", _PTR),
+        ("row_end", _PTR),
+        ("row_state", _PTR),
+        ("states", _PTR),
     ]

@@ -133,15 +133,58 @@ class Attention {
   void attend(const Item& item, int64_t kv_head, float* whole, Upcoming& upcoming) const {
     const Queries q = queries(item, kv_head);
     float* part = whole + q.count * args_.head_dim;
-    std::fill(whole, part, 0.0f);
     Running running[kMaxRows];
-    const int64_t last = q.position[q.count - 1];
-    for (int64_t split = lowest_key(q.position[0]) / kSplit; split <= last / kSplit; split++) {
+    begin(item, kv_head, q.count, running, whole);
+    for (int64_t split = first_split(item, q), end = end_split(item, q); split < end; split++) {
       Running of_split[kMaxRows];
       attend_split(item, kv_head, q, split, of_split, part, upcoming);
       fold(q.count, running, whole, of_split, part);
     }
-    store(item, kv_head, q.count, running, whole);
+    finish(item, kv_head, q.count, running, whole);
+  }
+
+  // The splits that one pass over these query rows takes.
+  int64_t first_split(const Item& item, const Queries& q) const {
+    const int64_t seen = lowest_key(q.position[0]) / kSplit;
+    return args_.row_first == nullptr ? seen : std::max<int64_t>(seen, args_.row_first[item.row] / kSplit);
+  }
+  int64_t end_split(const Item& item, const Queries& q) const {
+    const int64_t seen = q.position[q.count - 1] / kSplit + 1;
+    return args_.row_end == nullptr ? seen : std::min<int64_t>(seen, args_.row_end[item.row] / kSplit);
+  }
+
+  // The state of a query row: its weighted values, then the largest score and the sum.
+  float* state(const Item& item, int64_t kv_head, int r) const {
+    const int64_t token = args_.row_state[item.row] + item.offset + r / group_;
+    return args_.states + (token * args_.heads + kv_head * group_ + r % group_) * (args_.head_dim + 2);
+  }
+
+  // What came before the first split.
+  void begin(const Item& item, int64_t kv_head, int count, Running* running, float* whole) const {
+    const int64_t width = args_.head_dim;
+    if (args_.row_first == nullptr) {
+      std::fill(whole, whole + count * width, 0.0f);
+      return;
+    }
+    for (int r = 0; r < count; r++) {
+      const float* from = state(item, kv_head, r);
+      std::memcpy(whole + r * width, from, width * sizeof(float));
+      running[r] = Running{from[width], from[width + 1]};
+    }
+  }
+
+  void finish(const Item& item, int64_t kv_head, int count, const Running* running, const float* whole) const {
+    if (args_.row_end == nullptr) {
+      store(item, kv_head, count, running, whole);
+      return;
+    }
+    const int64_t width = args_.head_dim;
+    for (int r = 0; r < count; r++) {
+      float* to = state(item, kv_head, r);
+      std::memcpy(to, whole + r * width, width * sizeof(float));
+      to[width] = running[r].top;
+      to[width + 1] = running[r].total;
+    }
   }
 
   // Few items with long contexts: splits are computed by all threads, then folded in order as `attend` does.
@@ -153,7 +196,7 @@ class Attention {
       for (int64_t split = 0; split < splits; split++) {
         const Item& item = items[unit / args_.kv_heads];
         const Queries q = queries(item, unit % args_.kv_heads);
-        if (split < lowest_key(q.position[0]) / kSplit || split > q.position[q.count - 1] / kSplit) continue;
+        if (split < first_split(item, q) || split >= end_split(item, q)) continue;
         Upcoming nothing(*this, item, nullptr, 0);
         attend_split(item, unit % args_.kv_heads, q, split, work.running(unit, split), work.part(unit, split), nothing);
       }
@@ -162,11 +205,11 @@ class Attention {
       const Item& item = items[unit / args_.kv_heads];
       const Queries q = queries(item, unit % args_.kv_heads);
       float* whole = work.scratch(omp_get_thread_num());
-      std::fill(whole, whole + q.count * args_.head_dim, 0.0f);
       Running running[kMaxRows];
-      for (int64_t split = lowest_key(q.position[0]) / kSplit; split <= q.position[q.count - 1] / kSplit; split++)
+      begin(item, unit % args_.kv_heads, q.count, running, whole);
+      for (int64_t split = first_split(item, q), end = end_split(item, q); split < end; split++)
         fold(q.count, running, whole, work.running(unit, split), work.part(unit, split));
-      store(item, unit % args_.kv_heads, q.count, running, whole);
+      finish(item, unit % args_.kv_heads, q.count, running, whole);
     }
   }
 

@@ -24,6 +24,7 @@ struct Item {
   int32_t row, count;
   int64_t token;     // index in the batch of the first one
   int64_t position;  // its place in the sequence
+  int32_t offset;    // its place among the row's tokens of this step
 };
 
 // The fold over splits of one query row.
@@ -32,12 +33,17 @@ struct Running {
   float total = 0.0f;     // sum of 2^(score - top)
 };
 
+// Which rows of a step.
+enum class Which { kAll, kNear, kFar };  // kNear: all of whose keys are here, kFar: the others
+
 // What all layers of a step share.
 class AttentionWork {
  public:
-  AttentionWork(const Rows& rows, int64_t heads, int64_t kv_heads, int64_t head_dim, int num_threads)
+  // `row_state` is that of `Far`; null for all rows.
+  AttentionWork(const Rows& rows, int64_t heads, int64_t kv_heads, int64_t head_dim, int num_threads,
+                const int32_t* row_state = nullptr, Which which = Which::kAll)
       : head_dim_(head_dim) {
-    cut(rows, heads / kv_heads);
+    cut(rows, heads / kv_heads, row_state, which);
     scratch_.resize(static_cast<size_t>(num_threads * scratch_size()));
     const int64_t units = static_cast<int64_t>(items_.size()) * kv_heads;
     if (units < kSpread * num_threads && longest_ > 2 * kSplit) take_parts(units);
@@ -58,17 +64,19 @@ class AttentionWork {
   float* part(int64_t unit, int64_t split) { return slot(unit, split) + 2 * max_rows_; }
 
  private:
-  void cut(const Rows& rows, int64_t group) {
+  void cut(const Rows& rows, int64_t group, const int32_t* row_state, Which which) {
     const int32_t tokens = static_cast<int32_t>(std::max<int64_t>(1, kItemRows / group));
     items_.reserve(static_cast<size_t>(rows.num_rows));
     int64_t token = 0;
     for (int64_t row = 0; row < rows.num_rows; row++) {
       const int32_t start = rows.row_start[row], count = rows.row_tokens[row];
+      const int64_t first_token = token;
+      token += count;
+      if (which != Which::kAll && (row_state[row] < 0) != (which == Which::kNear)) continue;
       longest_ = std::max<int64_t>(longest_, start + count);
       max_rows_ = std::max(max_rows_, std::min(tokens, count) * group);
       for (int32_t first = 0; first < count; first += tokens)
-        items_.push_back({static_cast<int32_t>(row), std::min(tokens, count - first), token + first, start + first});
-      token += count;
+        items_.push_back({static_cast<int32_t>(row), std::min(tokens, count - first), first_token + first, start + first, first});
     }
   }
 

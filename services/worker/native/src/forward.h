@@ -136,11 +136,13 @@ class Forward {
       : model_(model),
         step_(step),
         places_(places),
-        work_(step.rows, model.heads, model.kv_heads, model.head_dim, step.num_threads),
+        work_(step.rows, model.heads, model.kv_heads, model.head_dim, step.num_threads, row_state(step),
+              step.far == nullptr ? Which::kAll : Which::kNear),
+        far_work_(far_rows(step), model.heads, model.kv_heads, model.head_dim, step.num_threads, row_state(step), Which::kFar),
         packed_(std::max(step.rows.num_tokens, step.num_sampled),
                 std::max({model.hidden, model.heads * model.head_dim, model.inner}), step.num_threads) {}
 
-  void run() {
+  Result run() {
 #pragma omp parallel num_threads(step_.num_threads)
     {
 #if SLUICE_AMX
@@ -157,7 +159,11 @@ class Forward {
         clock.end(kQkv);
         turn_and_store(layer);
         clock.end(kTurn);
-        attend(layer);
+        if (step_.far == nullptr) {
+          attend(attention(layer), work_);
+        } else if (!attend_with_far(i, layer)) {
+          break;
+        }
         clock.end(kAttention);
         add(as<T>(step_.attended), model_.heads * model_.head_dim, layer.output, layer.output_bias);
         clock.end(kOutput);
@@ -168,11 +174,14 @@ class Forward {
         add(as<T>(step_.inner), model_.inner, layer.down, layer.down_bias);
         clock.end(kDown);
       }
-      gather();
-      clock.end(kGather);
-      head();
-      clock.end(kHead);
+      if (!failed_) {
+        gather();
+        clock.end(kGather);
+        head();
+        clock.end(kHead);
+      }
     }
+    return failed_ ? kNotGiven : kDone;
   }
 
  private:
@@ -241,7 +250,16 @@ class Forward {
     }
   }
 
-  void attend(const Layer& layer) {
+  static const int32_t* row_state(const Step& step) { return step.far == nullptr ? nullptr : step.far->row_state; }
+
+  // The step's rows if some of their keys lie elsewhere; else none.
+  static Rows far_rows(const Step& step) {
+    Rows rows = step.rows;
+    if (step.far == nullptr) rows.num_rows = 0;
+    return rows;
+  }
+
+  Attend attention(const Layer& layer) const {
     Attend args{};
     args.rows = step_.rows;
     args.heads = model_.heads;
@@ -255,7 +273,31 @@ class Forward {
     args.queries = step_.heads;
     args.query_stride = heads_width();
     args.out = step_.attended;
-    Attention<T>(args).run(work_);
+    return args;
+  }
+
+  static void attend(const Attend& args, AttentionWork& work) { Attention<T>(args).run(work); }
+
+  // Rows whose keys are all here are attended while others do the part that is not. Whether it went well, to all threads.
+  bool attend_with_far(int64_t index, const Layer& layer) {
+    const Far& far = *step_.far;
+    Attend before = attention(layer);
+    before.row_state = far.row_state;
+    before.states = far.states;
+    before.row_end = far.row_first;
+    attend(before, far_work_);
+#pragma omp master
+    if (far.ask(index) != 0) failed_ = true;
+    attend(attention(layer), work_);
+#pragma omp master
+    if (!failed_ && far.take(index) != 0) failed_ = true;
+#pragma omp barrier
+    if (failed_) return false;
+    Attend after = before;
+    after.row_first = far.row_end;
+    after.row_end = nullptr;
+    attend(after, far_work_);
+    return true;
   }
 
   // hidden += in * weight^T + bias
@@ -335,7 +377,8 @@ class Forward {
   const Model& model_;
   const Step& step_;
   const Places& places_;
-  AttentionWork work_;
+  AttentionWork work_, far_work_;
+  bool failed_ = false;  // written by the first thread, read behind a barrier
   const Packed<T> packed_;
 };
 

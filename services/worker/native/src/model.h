@@ -5,13 +5,14 @@
 
 namespace sluice {
 
-constexpr int32_t kAbi = 5;  // raise it with every change of a structure or a function's arguments
+constexpr int32_t kAbi = 6;  // raise it with every change of a structure or a function's arguments
 
 // What every function returns.
 enum Result : int32_t {
   kDone = 0,
   kNoMemory = 1,
   kOutside = 2,  // a token, position or block does not exist; nothing was computed
+  kNotGiven = 3,  // attention over keys elsewhere was not to be had; what was computed is of no use
 };
 
 enum Activation : int32_t { kSilu = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3 };
@@ -61,6 +62,22 @@ struct Rows {
   const int32_t* table(int64_t row) const { return tables + (row_table == nullptr ? row : row_table[row]) * table_stride; }
 };
 
+// Rows some of whose keys lie elsewhere. Ranges of keys begin and end at multiples of 256 (kSplit of attention_work.h).
+//
+// A state is what attention over a row's first keys leaves: [heads, head_dim + 2] of one token, the weighted values of
+// each head, then the largest score, in units of log2, and the sum of 2^(score - largest). Whoever has the keys that
+// follow folds them in, split by split, to the very bits that one pass over all of them gives.
+struct Far {
+  const int32_t* row_state;  // [num_rows] place of the row's first token in `states`; -1: all of its keys are here
+  const int32_t* row_first;  // [num_rows] keys before are here, and come first
+  const int32_t* row_end;    // [num_rows] keys from here on are here again; those between lie elsewhere
+  float* states;             // [.., heads, head_dim + 2]
+  // In every layer: `ask` when queries and states are there, `take` to have the states of what lies elsewhere; called
+  // by the thread that called the library. 0: it went well; else the step ends.
+  int32_t (*ask)(int64_t layer);
+  int32_t (*take)(int64_t layer);
+};
+
 // Parts of a step, as they are timed.
 enum Part { kEmbed, kNorms, kQkv, kTurn, kAttention, kOutput, kUp, kDown, kGather, kHead, kNumParts };
 
@@ -82,6 +99,7 @@ struct Step {
   int64_t* largest;                 // [num_sampled] out: the id of the largest logit, the lowest one on a tie; vocab if a
                                     // logit is not a number or the largest one is infinite
   double* seconds;                  // [kNumParts] out: added to; null: not timed
+  const Far* far;                   // null: all keys are here
 };
 
 // Attention by itself, for queries from anywhere.
@@ -97,6 +115,11 @@ struct Attend {
   int64_t query_stride;   // elements between two tokens
   void* out;              // [num_tokens, heads * head_dim]
   float* lse;             // [num_tokens, heads], base 2; null: not wanted
+  const int32_t* row_first;  // [num_rows] multiple of 256: keys before are in the states; null: none are
+  const int32_t* row_end;    // [num_rows] multiple of 256: keys from here on are left out, and the result is a state
+                             // instead of `out`; null: all keys that a query sees
+  const int32_t* row_state;  // [num_rows] place of the row's first token in `states`; null: no states
+  float* states;             // [.., heads, head_dim + 2], see `Far`
 };
 
 }  // namespace sluice

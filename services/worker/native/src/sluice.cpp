@@ -10,8 +10,7 @@ template <class T>
 Result forward(const Model& model, const Step& step) {
   const Places places(model, step);
   if (!places.is_inside()) return kOutside;
-  Forward<T>(model, step, places).run();
-  return kDone;
+  return Forward<T>(model, step, places).run();
 }
 
 template <class T>
