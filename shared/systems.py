@@ -27,6 +27,13 @@ class Memory(StrEnum):
     UNLIMITED = "unlimited"  # as much as is asked for; only a simulated device has it
 
 
+class KvExchange(StrEnum):
+    """How the KV of ongoing requests comes to a pipeline group that forms."""
+
+    COORDINATED = "coordinated"  # a request stalls until its KV has moved (KunServe v2, section 4.2)
+    LIVE = "live"  # it goes on, and KV is attended where it lies until it has moved (v1, section 4.2)
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """Policy names of one system, one per decision."""
@@ -44,6 +51,8 @@ class System:
     """Instances that serve one copy of the model as a pipeline, for good. Live they join when they are ready."""
     drops: bool = False
     """Under pressure the planner has workers drop replicated parameters and form pipeline groups."""
+    exchange: KvExchange = KvExchange.COORDINATED
+    """How KV comes to such a group (worker)."""
 
     @property
     def forms_groups(self) -> bool:
@@ -68,13 +77,15 @@ SYSTEMS: dict[str, System] = {
         System("oracle", scheduler="chunked", placement="least-loaded", memory=Memory.UNLIMITED),
         # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
         System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True),
+        # As version 1 of the paper has it: prompts are cut by token count, and KV is exchanged live.
+        System("kunserve-v1", scheduler="chunked", placement="least-loaded", drops=True, exchange=KvExchange.LIVE),
+        # As version 2 has it.
+        System("kunserve-v2", scheduler="lookahead", placement="least-loaded", drops=True),
     )
 }
 
 PLANNED_SYSTEMS: tuple[str, ...] = (
     "migrate",
-    "kunserve-v1",
-    "kunserve-v2",
     "andes",
     "lqsf",
     "bros",

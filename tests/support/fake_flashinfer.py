@@ -54,7 +54,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
         assert num_qo_heads % num_kv_heads == 0
         assert head_dim_qk in (64, 128, 256)
-        assert causal
+        assert causal or window_left == -1, "calls without a causal mask have been reported to miss windows"
         assert window_left >= -1
         assert q_data_type in (torch.float16, torch.bfloat16)
         assert kv_data_type in (None, q_data_type)
@@ -111,6 +111,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         scale = plan["sm_scale"] if plan["sm_scale"] is not None else 1 / math.sqrt(plan["head_dim_qk"])
         place, key = torch.arange(num_queries)[:, None], torch.arange(num_keys)
         seen = key + num_queries <= num_keys + place
+        if not plan["causal"]:
+            seen = torch.ones_like(seen)
         if plan["window_left"] >= 0:
             seen &= key + num_queries + plan["window_left"] >= num_keys + place
         scores = torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(group, dim=1)) * scale

@@ -33,6 +33,7 @@ from services.worker.memory.spans import Spans
 from services.worker.policy.registry import make_scheduler
 from shared.ids import WorkerId
 from shared.layers import LayerRange
+from shared.systems import KvExchange
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.engine_builders import new_sequence
 from tests.support.leaks import whats_open
@@ -235,6 +236,7 @@ async def live_devices(
     exchange_bytes: int = 16 * MIB,
     exchange_limit_s: float = 30.0,
     peers_first: bool = False,
+    kv_exchange: KvExchange = KvExchange.COORDINATED,
     **changes: object,
 ) -> AsyncIterator[list[TorchGroupDevice]]:
     """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
@@ -246,7 +248,9 @@ async def live_devices(
         model = open_elastic_model(SHAPES[name], folder, **changes)
         listener = await StageListener.open(wait_s=wait_s)
         limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s, "part_limit_s": 20.0}
-        device = TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, peers_first=peers_first, **limits)
+        device = TorchGroupDevice(
+            model, listener, exchange_bytes=exchange_bytes, peers_first=peers_first, kv_exchange=kv_exchange, **limits
+        )
         devices.append(device)
         await devices[-1].alone()
     try:

@@ -259,7 +259,11 @@ def test_every_place_wants_its_leader_and_the_stages_before_it_and_nobody_else()
         (1, StageRole.PREVIOUS, 0),
         (2, StageRole.LEADER, 0),
         (2, StageRole.PREVIOUS, 1),
-        *((index, role, sender) for index, sender in ((1, 0), (2, 0), (2, 1)) for role in KV_ROLES),
+        *(
+            (index, role, sender)
+            for index, sender in ((1, 0), (2, 0), (2, 1))
+            for role in (*KV_ROLES, StageRole.ATTENTION)
+        ),
         *((index, StageRole.PARAMETERS, sender) for index in range(3) for sender in range(3) if sender != index),
     }
 

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import I32
-
-SPLIT_KEYS = 256
-"""Positions of a split, counted from 0: what one side computes by itself. kSplit in src/attention_work.h."""
+from services.worker.engine.types import SPLIT_KEYS as SPLIT_KEYS  # kSplit in src/attention_work.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class RaggedRows:
 
 @dataclass(frozen=True, eq=False)
 class KeyRanges:
-    """Rows of a step, and of each row the positions that are to be folded in.
+    """Rows of a step, and of each row the positions that are to be folded in; of its table no other entry is read.
 
     Keys behind a query's own position, or before its window, are not folded, whatever the range says.
     """

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.attention.base import RaggedRows
+from services.worker.attention.base import Fold, KeyRanges, RaggedRows
+from services.worker.attention.fixed_splits import FixedSplitAttention
+from services.worker.attention.merge import merge_states
 from services.worker.attention.torch_paged import first_keys
 from services.worker.engine.types import I32
 from services.worker.memory.kv_cache import KVCache
@@ -84,6 +86,9 @@ class FlashInferAttention:
         self._dtype = cache.keys[0].dtype
         self._workspace_bytes = workspace_bytes
         self._wrappers: dict[int | None, _Wrappers] = {}
+        self._fold_wrappers: dict[bool, Any] = {}
+        """By whether they are causal."""
+        self._workspace: torch.Tensor | None = None
         self._newest: FlashInferPlan | None = None
 
     def plan(self, rows: RaggedRows) -> FlashInferPlan:
@@ -113,6 +118,53 @@ class FlashInferAttention:
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(plan, layer, queries, lse), lse
 
+    def plan_fold(self, ranges: KeyRanges) -> Fold:
+        """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`.
+
+        Ranges before the queries are calls without a causal mask, those up to the last query causal ones, of a wrapper
+        each: of either kind only the newest plan is valid. FlashInfer counts windows from the end of the keys that it
+        is given, so layers with a window, and ranges of neither kind, are folded by torch.
+        """
+        by_torch = FixedSplitAttention(self._spec, self._cache).plan_fold(ranges)
+        rows, folds = ranges.rows, ranges.end > ranges.first
+        is_before = bool((ranges.end <= rows.start)[folds].all())
+        is_last = bool((ranges.end >= rows.num_keys)[folds].all())
+        if None not in self._spec.windows or not (is_before or is_last):
+            return by_torch
+        if not folds.any():
+            return lambda *_: None
+        place = np.flatnonzero(folds)
+        first = ranges.first[place]
+        end = np.minimum(ranges.end, rows.num_keys)[place]
+        chosen = np.concatenate([rows.first_token[i] + np.arange(rows.num_tokens[i], dtype=np.int64) for i in place])
+        tokens = torch.from_numpy(chosen).to(self._device)
+        wrapper = self._fold_wrapper(causal=not is_before)
+        part = RaggedRows(rows.num_tokens[place], rows.start[place], rows.tables[place])
+        self._plan_lists(wrapper, range_lists(part, first, end, self._cache.block_size), None, causal=not is_before)
+
+        def fold(layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
+            if self._spec.windows[layer] is not None:
+                by_torch(layer, queries, states)
+                return
+            mine = queries[tokens]
+            out = torch.empty(mine.shape, dtype=mine.dtype, device=mine.device)
+            lse = torch.empty(mine.shape[:2], dtype=torch.float32, device=mine.device)
+            wrapper.run(mine, (self._cache.keys[layer], self._cache.values[layer]), out=out, lse=lse, return_lse=True)
+            states[tokens] = joined(states[tokens], out, lse)
+
+        return fold
+
+    def _fold_wrapper(self, *, causal: bool) -> Any:
+        """Return FlashInfer's object for folds of one kind, when nothing is copied to the device any more."""
+        if not self._wrappers:
+            self._open()
+        if causal not in self._fold_wrappers:
+            wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
+            self._fold_wrappers[causal] = wrapper(self._workspace, "NHD", backend="fa2")
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._fold_wrappers[causal]
+
     def _attend(
         self, plan: FlashInferPlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
     ) -> torch.Tensor:
@@ -133,6 +185,7 @@ class FlashInferAttention:
     def _open(self) -> None:
         """Take the workspace. It may be shared by all wrappers: it holds nothing from one call to the next."""
         workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+        self._workspace = workspace
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
         for window in dict.fromkeys(self._spec.windows):
             self._wrappers[window] = _Wrappers(
@@ -142,8 +195,11 @@ class FlashInferAttention:
 
     def _plan(self, wrapper: Any, rows: RaggedRows, part: slice, window: int | None) -> None:
         """Plan consecutive rows. FlashInfer reads these tensors on the host, and sends them to the device itself."""
-        spec, block_size = self._spec, self._cache.block_size
-        lists = block_lists(rows, part, window, block_size)
+        lists = block_lists(rows, part, window, self._cache.block_size)
+        self._plan_lists(wrapper, lists, window, causal=True)
+
+    def _plan_lists(self, wrapper: Any, lists: BlockLists, window: int | None, *, causal: bool) -> None:
+        spec = self._spec
         wrapper.plan(
             torch.from_numpy(lists.query_starts),
             torch.from_numpy(lists.block_starts),
@@ -152,8 +208,8 @@ class FlashInferAttention:
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
-            block_size,
-            causal=True,
+            self._cache.block_size,
+            causal=causal,
             sm_scale=spec.head_dim**-0.5,
             window_left=-1 if window is None else window - 1,
             q_data_type=self._dtype,
@@ -208,6 +264,41 @@ def block_lists(rows: RaggedRows, part: slice, window: int | None, block_size: i
         blocks=np.ascontiguousarray(rows.tables[part][seen], dtype=np.int32),
         last_block_tokens=np.asarray((num_keys - 1) % block_size + 1, dtype=np.int32),
     )
+
+
+def range_lists(rows: RaggedRows, first: I32, end: I32, block_size: int) -> BlockLists:
+    """Return rows with the blocks of positions [first, end).
+
+    Args:
+        rows: of a step.
+        first: [n] multiples of the block size.
+        end: [n] above `first`.
+        block_size: token slots of a block.
+    """
+    columns = np.arange(rows.tables.shape[1], dtype=np.int32) * block_size
+    wanted = (columns >= first[:, None]) & (columns < end[:, None])
+    return BlockLists(
+        query_starts=_starts(rows.num_tokens),
+        block_starts=_starts(np.asarray(wanted.sum(axis=1), dtype=np.int32)),
+        blocks=np.ascontiguousarray(rows.tables[wanted], dtype=np.int32),
+        last_block_tokens=np.asarray((end - 1) % block_size + 1, dtype=np.int32),
+    )
+
+
+def joined(states: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Return states with another part of the context in them.
+
+    Args:
+        states: [t, num_heads, head_dim + STATE_EXTRA] float32
+        out: [t, num_heads, head_dim] of that part.
+        lse: [t, num_heads] of that part, base 2, float32.
+    """
+    values, top, total = states[..., : out.shape[-1]], states[..., -2], states[..., -1]
+    before = torch.where((total > 0).unsqueeze(-1), values / total.unsqueeze(-1), torch.zeros_like(values))
+    before_lse = torch.where(total > 0, top + torch.log2(total), torch.full_like(top, -torch.inf))
+    whole, whole_lse = merge_states(before, before_lse, out.float(), lse)
+    is_there = (whole_lse > -torch.inf).to(whole.dtype)
+    return torch.cat((whole, whole_lse.unsqueeze(-1), is_there.unsqueeze(-1)), dim=-1)
 
 
 def _starts(counts: I32) -> I32:

@@ -24,6 +24,7 @@ import torch
 
 from services.worker.attention.base import SPLIT_KEYS, KeyRanges, RaggedRows
 from services.worker.engine.types import I32, I64
+from services.worker.engine.types import RemoteLostError as RemoteLostError
 
 STATE_EXTRA = 2
 """What a state holds behind the weighted values [head_dim]: the largest score so far, in units of log2, -inf before the
@@ -66,10 +67,6 @@ class RemoteRows:
         """What is folded in when that has come back."""
         last = -(-self.rows.num_keys // SPLIT_KEYS) * SPLIT_KEYS
         return KeyRanges(self.rows, self.end, np.asarray(last, dtype=np.int32))
-
-
-class RemoteLostError(Exception):
-    """Keys that lie elsewhere cannot be attended any more: whoever has them is gone, or has failed."""
 
 
 class RemoteKeys(Protocol):

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.worker.attention.base import RaggedRows, slots_at
+from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
+from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.engine.types import I32, I64
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
@@ -108,6 +109,13 @@ class TorchPagedAttention:
             tail = self._tail(int(num_keys[row]), window)
             prefills.append(PrefillRow(int(first_token[row]), count, slots, window, tail))
         return WindowPlan(groups, tuple(prefills))
+
+    def plan_fold(self, ranges: KeyRanges) -> Fold:
+        """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`.
+
+        Joined with what is here by log-sum-exp, so the sums have another order than in `attend`.
+        """
+        return FixedSplitAttention(self._spec, self._cache).plan_fold(ranges)
 
     def attend(self, plan: PagedPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""

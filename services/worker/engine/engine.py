@@ -24,6 +24,7 @@ from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.flights import Flights
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.logprob_log import LogprobLog
+from services.worker.engine.remote_kv import RemoteSpan
 from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.room import Room
@@ -281,7 +282,12 @@ class Engine:
         return self.sharing.kept(rows[np.argsort(qoe_columns.slack_s(self.table, rows, now_s), kind="stable")].tolist())
 
     def enter_executor(
-        self, num_blocks: int, num_lanes: int, kept: KeptKv = NOTHING_KEPT, coming: KeptKv = NOTHING_KEPT
+        self,
+        num_blocks: int,
+        num_lanes: int,
+        kept: KeptKv = NOTHING_KEPT,
+        coming: KeptKv = NOTHING_KEPT,
+        spans: Sequence[RemoteSpan] = (),
     ) -> None:
         """Go on with another executor, which knows no row, after `leave_executor`; no step was made in between.
 
@@ -291,8 +297,9 @@ class Engine:
             kept: which of the blocks hold what; the others are empty.
             coming: which of the empty ones are being filled, and with what: sequences wait for theirs until it has
                 `arrived`, or `expect_no_more`.
+            spans: what of it the executor can attend where it lies, so that sequences need not wait for it.
         """
-        self._room.furnish(num_blocks, kept, coming)
+        self._room.furnish(num_blocks, kept, coming, spans)
         self.config = replace(self.config, num_lanes=num_lanes)
         self.limits = _limits(self.config)
 

@@ -66,6 +66,10 @@ class PrefixIndex:
             found.append(block)
         return found
 
+    def get(self, name: RunName) -> int | None:
+        """Return the block of a name, if it has one."""
+        return self._block_of.get(name)
+
     def add(self, name: RunName, block: int) -> None:
         """Name a block whose KV is complete; nothing happens if another block has that name already."""
         if name in self._block_of:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from services.worker.engine.blocks import BlockManager
+from services.worker.engine.remote_kv import RemoteSpan
 from services.worker.engine.sharing import Sharing
 from services.worker.engine.table import Hold, SequenceTable, Status
 from services.worker.engine.transitions import Transitions
@@ -48,7 +51,7 @@ class Room:
         self._blocks.limit(num_blocks)
         self._review()
 
-    def furnish(self, num_blocks: int, kept: KeptKv, coming: KeptKv) -> None:
+    def furnish(self, num_blocks: int, kept: KeptKv, coming: KeptKv, spans: Sequence[RemoteSpan]) -> None:
         """Have blocks 0 to num_blocks - 1, some named, some kept for KV on its way, in place of those so far."""
         blocks = self._blocks
         blocks.set_usable(np.arange(blocks.refcount.size, dtype=np.int32), usable=False)
@@ -57,7 +60,7 @@ class Room:
         for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
             blocks.index.add(name, block)
         blocks.set_usable(np.arange(num_blocks, dtype=np.int32), usable=True)
-        self._sharing.expect(coming)
+        self._sharing.expect(coming, spans)
         self._review()
 
     def _review(self) -> None:

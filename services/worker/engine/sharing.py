@@ -4,12 +4,13 @@ Names (`prefix.py`) of a row's full blocks are made when the row is added, for i
 blocks up, for its outputs; so a step of decodes costs nothing here. A block gets its name once a step that computed it
 has succeeded. Between its admission and that moment a row *claims* the names of its blocks: others that lack the same
 block can wait for it instead of computing it too. For a block whose KV is on its way from another worker everybody
-waits; it is reserved from the beginning, so nobody else takes its room, and named when its KV is there.
+waits; it is reserved from the beginning, so nobody else takes its room, and named when its KV is there. If that KV can
+be attended where it lies (`remote_kv.py`), rows share such a block before it is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,6 +20,7 @@ from services.worker.engine.assemble import known_tokens
 from services.worker.engine.blocks import BlockManager
 from services.worker.engine.forks import Forks
 from services.worker.engine.prefix import RunName, following_names, root_name
+from services.worker.engine.remote_kv import RemoteKv, RemoteSpan, tail_begin
 from services.worker.engine.table import SequenceTable, Status
 from services.worker.engine.token_log import TokenLog
 from services.worker.engine.types import EMPTY_I32, I32, KeptKv
@@ -66,6 +68,8 @@ class Sharing:
         """Rows with claims."""
         self._coming: set[RunName] = set()
         """Of blocks whose KV is on its way."""
+        self._remote: RemoteKv | None = None
+        """Which of it can be attended where it lies."""
 
     # What policies ask
 
@@ -128,10 +132,15 @@ class Sharing:
     def kept(self, rows: Iterable[int]) -> KeptKv:
         """Return the first full blocks of parked rows, as far as their contents are here."""
         found: dict[RunName, int] = {}
+        tails: dict[RunName, None] = {}
         for row in rows if self.prefix_caching else ():
             names = self._chains[row].names[1:]
-            found.update(zip(names, self._blocks.index.find(names), strict=False))
-        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
+            ids = self._blocks.index.find(names)
+            found.update(zip(names, ids, strict=False))
+            tails |= dict.fromkeys(names[tail_begin(len(ids), self._blocks.block_size) : len(ids)])
+        places = [place for place, name in enumerate(found) if name in tails]
+        ids_found = np.array(list(found.values()), dtype=np.int32)
+        return KeptKv(tuple(found), ids_found, np.array(places, dtype=np.int32))
 
     # KV that is on its way
 
@@ -145,20 +154,29 @@ class Sharing:
         """Blocks that are kept for KV on its way, or just arrived, and that no row has yet."""
         return self._blocks.num_only_pinned(_COMING)
 
-    def expect(self, coming: KeptKv) -> None:
-        """Let rows wait for KV that is on its way into free blocks, and keep these for it until `expect_no_more`."""
+    def expect(self, coming: KeptKv, spans: Sequence[RemoteSpan] = ()) -> None:
+        """Let rows wait for KV that is on its way into free blocks, and keep these for it until `expect_no_more`.
+
+        Args:
+            coming: on its way.
+            spans: what of it can be attended where it lies, so that rows need not wait for it.
+        """
         self._blocks.reserve(coming.ids, _COMING)
         self._coming.update(coming.names)
+        self._remote = RemoteKv(coming, spans, self._blocks.block_size) if spans else None
 
     def arrived(self, blocks: KeptKv) -> None:
         """Take note of KV that has come; it was expected."""
         for name, block in zip(blocks.names, blocks.ids.tolist(), strict=True):
             self._coming.remove(name)
             self._blocks.index.add(name, block)
+        if self._remote is not None:
+            self._remote.arrived(blocks.names)
 
     def expect_no_more(self) -> None:
-        """Let rows compute what has not come. Idempotent."""
+        """Let rows compute what has not come; no row shares any of it. Idempotent."""
         self._coming.clear()
+        self._remote = None
         self._blocks.unpin(_COMING)
 
     # Rows give up their blocks
@@ -219,7 +237,10 @@ class Sharing:
         found = _Match()
         if self.prefix_caching:
             names = self._chains[row].names
-            ids = self._blocks.index.find(names[1 : self._num_shareable(row) + 1])
+            shareable = names[1 : self._num_shareable(row) + 1]
+            ids = self._blocks.index.find(shareable)
+            if self._remote is not None:
+                ids = self._remote.extend(shareable, ids, self._blocks.index)
             found = _Match(ids, None, len(ids) * self._blocks.block_size)
         parent = self.forks.ready_parent(row)
         if parent is None or parent in leaving:

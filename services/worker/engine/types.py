@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from asyncio import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ F64 = NDArray[np.float64]
 U8 = NDArray[np.uint8]
 Bool = NDArray[np.bool_]
 
+SPLIT_KEYS: Final = 256
+"""Positions of a split of the context, counted from 0: what one side attends by itself (`attention/remote.py`)."""
 EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
 EMPTY_I32.flags.writeable = False
 
@@ -130,6 +132,10 @@ class BatchFailedError(Exception):
         """The executor is gone, so no row is to blame and no other step will succeed."""
 
 
+class RemoteLostError(Exception):
+    """Keys that lie elsewhere cannot be attended any more: whoever has them is gone, or has failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """Blocks to copy between device and host memory, all layers, K and V, beside the steps.
@@ -155,6 +161,9 @@ class KeptKv:
     """[n] of `engine/prefix.py`, each once."""
     ids: I32 = field(default_factory=lambda: EMPTY_I32)
     """[n] block ids."""
+    tails: I32 = field(default_factory=lambda: EMPTY_I32)
+    """[m] places, ascending, of those in the last split of their sequence, if it is not whole: the sequence needs them
+    before it can go on while the others are attended where they lie."""
 
     def __len__(self) -> int:
         return len(self.names)

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from services.worker.attention.base import Attention
 from services.worker.engine.types import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.parameter_loading import ParameterLoading
@@ -32,6 +33,7 @@ from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.spans import Spans
+from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, stage_parts
 from shared.errors import StartupError
 from shared.layers import LayerRange
@@ -105,6 +107,15 @@ class ElasticModel:
         What a change does to their contents: blocks of layers that stay keep theirs as long as there are as many.
         """
         return self._cache
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self._opener.spec
+
+    def host_attention(self, cache: KVCache) -> Attention[Any]:
+        """Return an attention over keys and values of the model that lie in main memory."""
+        return self._opener.host_attention(cache)
 
     def blocks_with(self, layers: LayerRange, resident: LayerRange | None = None) -> int:
         """Return how many KV blocks there will be for these layers, which are the whole model or a part of those held.

@@ -68,6 +68,12 @@ class Kernels:
         attention = self._attention(spec, cache, deterministic=deterministic)
         return TorchForward(spec, weights, rope, cache, attention, max_tokens=max_tokens, deterministic=deterministic)
 
+    def host_attention(self, spec: ModelSpec, cache: KVCache) -> Attention[Any]:
+        """Return an attention over keys and values that lie in main memory, whatever the device is."""
+        if self.library is not None:
+            return NativePagedAttention(self.library, spec, cache)
+        return FixedSplitAttention(spec, cache)
+
     def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
         if self.library is not None:
             return NativePagedAttention(self.library, spec, cache)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from services.worker.attention.remote import RemoteKeys
 from services.worker.engine.types import (
     I32,
     I64,
@@ -25,6 +26,7 @@ from services.worker.engine.types import (
     HostCopy,
     HostMemory,
     KvCapacity,
+    RemoteLostError,
 )
 from services.worker.executor.inputs import BlockTables
 from services.worker.executor.logit_rules import LogitRules, has_rules
@@ -155,6 +157,15 @@ class ModelRunner:
         """Keys and values of all layers."""
         return self._open().cache
 
+    @property
+    def remote(self) -> RemoteKeys | None:
+        """Keys of its rows that lie elsewhere; see `ForwardPass`."""
+        return self._open().remote
+
+    @remote.setter
+    def remote(self, remote: RemoteKeys | None) -> None:
+        self._open().remote = remote
+
     def open_host(self, num_blocks: int) -> None:
         """Take host memory for so many blocks, and measure how long one takes to get there. Before the first step."""
         self._host = HostKV(self.cache, num_blocks)
@@ -246,7 +257,7 @@ class ModelRunner:
             with torch.inference_mode():
                 self._apply(batch)
                 return compute()
-        except BatchFailedError:
+        except (BatchFailedError, RemoteLostError):
             raise
         except Exception as error:  # whatever torch raises is the batch's failure: the engine finds the guilty row
             raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error

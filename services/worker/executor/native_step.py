@@ -184,7 +184,8 @@ class NativeForward:
     def _queries(self) -> torch.Tensor:
         """Return [num_tokens, num_heads, head_dim] of the layer that is being computed; a view."""
         spec, heads = self._spec, self._workspace.heads
-        return heads[:, : spec.q_size].unflatten(1, (spec.num_heads, spec.head_dim))
+        queries: torch.Tensor = heads[:, : spec.q_size].unflatten(1, (spec.num_heads, spec.head_dim))
+        return queries
 
     def _logits_of(self, num_rows: int) -> torch.Tensor:
         """Return room for the logits of so many rows."""

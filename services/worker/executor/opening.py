@@ -6,10 +6,12 @@ The same parameters can be opened again and again, over a cache that has got oth
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
 
+from services.worker.attention.base import Attention
 from services.worker.attention.native_paged import split_bytes
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
@@ -81,6 +83,10 @@ class RunnerOpener:
     def weights(self) -> ModelWeights:
         """Its parameters."""
         return self._weights
+
+    def host_attention(self, cache: KVCache) -> Attention[Any]:
+        """Return an attention over keys and values of the model that lie in main memory."""
+        return self._kernels.host_attention(self._spec, cache)
 
     def open(self, cache: KVCache, max_model_len: int, reserve_bytes: int, *, owns_memory: bool = True) -> ModelRunner:
         """Return a runner over a cache, for the layers that have blocks there; it knows of no row.

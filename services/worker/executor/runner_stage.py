@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from services.worker.attention.remote import RemoteKeys
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, KvCapacity
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.stage_messages import Hidden
@@ -30,6 +31,10 @@ class RunnerStage:
         self._end_writes = end_writes
         cache = runner.cache
         self._dtype, self._device = cache.keys[0].dtype, cache.keys[0].device
+
+    def attend_elsewhere(self, remote: RemoteKeys) -> None:
+        """Let steps attend keys that are not here; before the first one."""
+        self._runner.remote = remote
 
     @property
     def layers(self) -> LayerRange:

@@ -21,7 +21,14 @@ from typing import Protocol
 
 import numpy as np
 
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, KvCapacity
+from services.worker.engine.types import (
+    Batch,
+    BatchFailedError,
+    BatchOutput,
+    HostCopy,
+    KvCapacity,
+    RemoteLostError,
+)
 from services.worker.executor.stage_messages import Activation, Hidden, StepDone, StepFailed
 from shared.layers import LayerRange
 
@@ -148,7 +155,11 @@ class StageInbox:
 
 
 def run_step(device: StageDevice, work: Work) -> Hidden | BatchOutput | BatchFailedError:
-    """Run a step on a device, or take it in if it has failed before; whatever goes wrong fails this step only."""
+    """Run a step on a device, or take it in if it has failed before; whatever goes wrong fails this step only.
+
+    Raises:
+        RemoteLostError: KV that the step needs is lost; no other step of these sequences could succeed.
+    """
     batch, upstream = work.batch, work.upstream
     try:
         if isinstance(upstream, StepFailed):
@@ -157,6 +168,8 @@ def run_step(device: StageDevice, work: Work) -> Hidden | BatchOutput | BatchFai
         return device.run(batch, None if upstream is None else upstream.hidden)
     except BatchFailedError as error:
         return error
+    except RemoteLostError:
+        raise
     except Exception as error:  # the stage's supervisor: the engine looks for the guilty row
         return BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}")
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from services.worker.attention.base import Attention
-from services.worker.attention.remote import RemoteKeys
+from services.worker.attention.base import Attention, RaggedRows
+from services.worker.attention.remote import RemoteKeys, RemoteRows, attended_of, new_states
 from services.worker.engine.types import I32, I64, Batch, Bool
 from services.worker.executor.draw import finite_largest
 from services.worker.executor.inputs import InputBuffers
@@ -40,7 +40,7 @@ class ForwardPass(Protocol):
     """The layers of the model, or of one stage of it, over a cache of theirs."""
 
     remote: RemoteKeys | None
-    """Keys of its rows that lie elsewhere, while KV is on its way; changed between steps. None: all are in the cache."""
+    """Keys of its rows that lie elsewhere, while KV is on its way; changed between steps. None: all are here."""
 
     @property
     def cache(self) -> KVCache:
@@ -130,11 +130,58 @@ class TorchForward:
         decoder, cache, attention = self._decoder, self.cache, self._attention
         inputs = self._inputs.fill(batch, tables)
         plan = attention.plan(inputs.rows)
+        partly = self._partly_remote(inputs.rows)
         angles = Angles(*self._rope.rows(inputs.positions))
         if hidden is None:
             hidden = decoder.embed(inputs.tokens, inputs.positions)
         for layer in cache.layers:
             queries, keys, values = decoder.pre(layer, hidden, angles)
             cache.write(layer, inputs.slots, keys, values)
-            hidden = decoder.post(layer, hidden, attention.attend(plan, layer, queries))
+            if partly is not None:
+                partly.ask(layer, queries)
+            attended = attention.attend(plan, layer, queries)
+            if partly is not None:
+                partly.take(layer, queries, attended)
+            hidden = decoder.post(layer, hidden, attended)
         return hidden
+
+    def _partly_remote(self, rows: RaggedRows) -> _PartlyRemote | None:
+        """Return what attends rows some of whose keys lie elsewhere; None: there are none."""
+        if self.remote is None:
+            return None
+        found = self.remote.rows_of(rows)
+        return None if found is None else _PartlyRemote(self._attention, self.remote, found, self.cache.keys[0].device)
+
+
+class _PartlyRemote:
+    """The rows of a step some of whose keys lie elsewhere.
+
+    Args:
+        attention: over the keys that are here.
+        remote: those that are not.
+        rows: of the step.
+        device: of the cache.
+    """
+
+    def __init__(self, attention: Attention[Any], remote: RemoteKeys, rows: RemoteRows, device: torch.device) -> None:
+        self._remote = remote
+        self._rows = rows
+        self._tokens = torch.from_numpy(rows.tokens).to(device)
+        self._before, self._after = attention.plan_fold(rows.here_before), attention.plan_fold(rows.here_after)
+        self._states = new_states(0, 0, 0)
+
+    def ask(self, layer: int, queries: torch.Tensor) -> None:
+        """Attend the first keys, and send for the next ones."""
+        chosen = queries[self._tokens]
+        num_tokens, num_heads, head_dim = chosen.shape
+        states = new_states(num_tokens, num_heads, head_dim, chosen.device)
+        self._before(layer, chosen, states)
+        self._states = states.cpu()
+        self._remote.ask(self._rows, layer, chosen, self._states)
+
+    def take(self, layer: int, queries: torch.Tensor, attended: torch.Tensor) -> None:
+        """Attend the last keys, and put the output of these rows [num_tokens, num_heads * head_dim] in its place."""
+        self._remote.take()
+        states = self._states.to(queries.device)
+        self._after(layer, queries[self._tokens], states)
+        attended[self._tokens] = attended_of(states, attended.dtype)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from services.worker.engine.types import Batch, CopyFailedError, HostCopy, KvCapacity
+from services.worker.engine.types import Batch, CopyFailedError, HostCopy, KvCapacity, RemoteLostError
 from services.worker.executor.channel import ChannelLostError, SocketChannel, StageSender, receive_all
 from services.worker.executor.stage import StageDevice, StageInbox, StageOrderError, outcome, run_step
 from services.worker.executor.stage_messages import (
@@ -84,7 +84,7 @@ class StageThread:
             while not isinstance(message := self._queue.get(), Close | str):
                 self._take(message)
             reason = message if isinstance(message, str) else None
-        except (ChannelLostError, StageOrderError) as error:
+        except (ChannelLostError, StageOrderError, RemoteLostError) as error:
             reason = str(error)
         except Exception as error:  # the thread's supervisor: whatever went wrong breaks the pipeline, not only a step
             reason = f"stage {self._device.layers} ended with {type(error).__name__}: {error}"
@@ -234,6 +234,10 @@ class ThreadStages:
         self._break_channels()
         for reader in self._readers:
             reader.join()
+
+    def lose(self, reason: str) -> None:
+        """Break the pipeline, as if a stage were gone; on the loop."""
+        self._lose(reason)
 
     def _hear(self, message: StageMessage) -> None:
         self._on_message(message)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from services.worker.engine.engine import Engine
+from services.worker.engine.remote_kv import RemoteSpan
 from services.worker.engine.types import KeptKv
 from shared.log import get_logger
 from shared.tasks import TaskOwner
@@ -41,6 +42,8 @@ class Arrivals:
     """Ends when no more comes, all or not."""
     num_blocks_then: int
     """KV blocks that there is memory for when it has ended."""
+    spans: tuple[RemoteSpan, ...] = ()
+    """What of it the stages can attend where it lies, until it is here."""
 
 
 class ArrivingKv:

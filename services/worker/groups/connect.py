@@ -43,13 +43,16 @@ class Seats:
     Args:
         place: of the member.
         parting: the group stands and is about to dissolve; else it is about to form.
+        attending: of a group that forms, there are connections for remote attention.
     """
 
-    def __init__(self, place: GroupPlace, *, parting: bool = False) -> None:
+    def __init__(self, place: GroupPlace, *, parting: bool = False, attending: bool = False) -> None:
         loop = asyncio.get_running_loop()
         self.place = place
         before = [stage.worker_id for stage in place.stages[: place.index]]
         due = [(StageRole.PARTING if parting else StageRole.KV, worker_id) for worker_id in before]
+        if attending:
+            due += [(StageRole.ATTENTION, worker_id) for worker_id in before]
         if not parting:
             due += [(StageRole.LEADER, before[0]), (StageRole.PREVIOUS, before[-1])]
         self._seats: dict[tuple[StageRole, WorkerId], asyncio.Future[socket.socket]] = {
@@ -146,9 +149,9 @@ class StageListener:
         """Connections that came to nothing."""
         return self._door.num_refused
 
-    def expect(self, place: GroupPlace, *, parting: bool = False) -> Seats:
-        """Let in the connections of a group from now on, those that came early first; `parting` as for `Seats`."""
-        seats = self._expected[place.plan_id] = Seats(place, parting=parting)
+    def expect(self, place: GroupPlace, *, parting: bool = False, attending: bool = False) -> Seats:
+        """Let in the connections of a group from now on, those that came early first; the rest as for `Seats`."""
+        seats = self._expected[place.plan_id] = Seats(place, parting=parting, attending=attending)
         self._wake()
         return seats
 

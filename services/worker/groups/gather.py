@@ -1,9 +1,9 @@
 """How the stages of a group that forms, or dissolves, come to have all their connections: all, or none.
 
                  leader                 member i                               member i + 1
-LEADER, KV         ├──── dials ─────────► is dialled
+LEADER, KV, …      ├──── dials ─────────► is dialled
 PREVIOUS           │                      dials ───────────────────────────────► is dialled
-KV                 │                      dials all behind it ─────────────────► is dialled
+KV, ATTENTION      │                      dials all behind it ─────────────────► is dialled
 welcome            ◄───── when it has all the others, it welcomes the leader
 """
 
@@ -32,6 +32,8 @@ class LeaderLinks:
     """To stage 1, for activations."""
     kv: dict[int, socket.socket]
     """By stage."""
+    attention: dict[int, socket.socket]
+    """By stage, for remote attention; none where there is none."""
     welcomes: tuple[StageWelcome, ...]
     """Of the stages 1 and following."""
 
@@ -46,15 +48,20 @@ class MemberLinks:
     """To the stage behind; None: this is the last one."""
     kv: dict[int, socket.socket]
     """By stage."""
+    attention: dict[int, socket.socket]
+    """By stage, for remote attention; none where there is none."""
 
 
-async def gather_as_leader(place: GroupPlace, limit_s: float, sockets: contextlib.ExitStack) -> LeaderLinks:
+async def gather_as_leader(
+    place: GroupPlace, limit_s: float, sockets: contextlib.ExitStack, *, attending: bool = False
+) -> LeaderLinks:
     """Dial all members of a group.
 
     Args:
         place: of the leader.
         limit_s: seconds for all of it.
         sockets: closes the connections, unless somebody takes them out.
+        attending: there are connections for remote attention.
 
     Raises:
         GroupFailedError: somebody is missing, or wants another group.
@@ -65,19 +72,29 @@ async def gather_as_leader(place: GroupPlace, limit_s: float, sockets: contextli
     calls[f"{place.stages[1].worker_id} as the next stage"] = dial(place, 1, StageRole.PREVIOUS, sockets)
     for i in range(1, len(place.stages)):
         calls[f"{place.stages[i].worker_id} for KV"] = dial(place, i, StageRole.KV, sockets)
+    for i in range(1, len(place.stages)) if attending else ():
+        calls[f"{place.stages[i].worker_id} for attention"] = dial(place, i, StageRole.ATTENTION, sockets)
     num_members = len(place.stages) - 1
     found = await together(calls, limit_s)
-    members, behind, kv = found[:num_members], found[num_members], found[num_members + 1 :]
+    members, behind, rest = found[:num_members], found[num_members], found[num_members + 1 :]
+    kv, attention = rest[:num_members], rest[num_members:]
     return LeaderLinks(
         tuple(sock for sock, _ in members),
         behind[0],
         {i: sock for i, (sock, _) in enumerate(kv, 1)},
+        {i: sock for i, (sock, _) in enumerate(attention, 1)},
         tuple(welcome for _, welcome in members),
     )
 
 
 async def gather_as_member(
-    place: GroupPlace, seats: Seats, welcome: StageWelcome, limit_s: float, sockets: contextlib.ExitStack
+    place: GroupPlace,
+    seats: Seats,
+    welcome: StageWelcome,
+    limit_s: float,
+    sockets: contextlib.ExitStack,
+    *,
+    attending: bool = False,
 ) -> MemberLinks:
     """Be dialled by the stages before, and dial those behind; then welcome the leader.
 
@@ -87,6 +104,7 @@ async def gather_as_member(
         welcome: what it says.
         limit_s: seconds for all of it.
         sockets: as in `gather_as_leader`; the seats' are not among them.
+        attending: as there, and as the seats were made.
 
     Raises:
         GroupFailedError: somebody is missing, or wants another group.
@@ -104,6 +122,7 @@ async def gather_as_member(
         behind.append(sock)
 
     kv: dict[int, socket.socket] = {}
+    attention: dict[int, socket.socket] = {}
     parts: dict[str, Coroutine[Any, Any, None]] = {
         f"the leader, {place.stages[0].worker_id}": be_dialled_by_leader(),
         f"{place.stages[place.index - 1].worker_id} as the stage before": be_dialled_by_previous(),
@@ -111,10 +130,12 @@ async def gather_as_member(
     if place.index + 1 < len(place.stages):
         parts[f"{place.stages[place.index + 1].worker_id} as the next stage"] = dial_next()
     parts |= _pairs(place, StageRole.KV, seats, welcome, sockets, kv)
+    if attending:
+        parts |= _pairs(place, StageRole.ATTENTION, seats, welcome, sockets, attention)
     await together(parts, limit_s)
     leader = seats.leader.result()
     await _welcome(leader, welcome, place, 0)
-    return MemberLinks(leader, seats.previous.result(), behind[0] if behind else None, kv)
+    return MemberLinks(leader, seats.previous.result(), behind[0] if behind else None, kv, attention)
 
 
 async def gather_to_part(
@@ -175,7 +196,7 @@ def _pairs(
 
     parts = {}
     for index, stage in enumerate(place.stages):
-        name = f"{stage.worker_id} for KV"
+        name = f"{stage.worker_id} for {'attention' if role is StageRole.ATTENTION else 'KV'}"
         if index > place.index:
             parts[name] = call(index)
         elif seats is not None and index < place.index:

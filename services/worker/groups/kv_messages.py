@@ -37,6 +37,8 @@ class KvOffered(ControlMessage):
     group: Annotated[int, Field(ge=0)]
     names: Names
     ids: Ids
+    tails: Ids = b""
+    link_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
 
 
 class KvLotPart(MessagePart):
@@ -47,6 +49,7 @@ class KvLotPart(MessagePart):
     ids: Ids
     first: Count
     names: Names
+    is_live: bool = False
 
 
 class KvDecided(ControlMessage):
@@ -60,6 +63,7 @@ class KvDecided(ControlMessage):
 def pack_offer(offer: KvOffer) -> bytes:
     """Return an offer as bytes; of what it keeps, the first `MAX_EXCHANGED` blocks."""
     names, ids = offer.kept.names[:MAX_EXCHANGED], offer.kept.ids[:MAX_EXCHANGED]
+    tails = offer.kept.tails[offer.kept.tails < len(names)]
     message = KvOffered(
         layers=(offer.layers.first, offer.layers.end),
         room=offer.room,
@@ -67,6 +71,8 @@ def pack_offer(offer: KvOffer) -> bytes:
         group=offer.group,
         names=b"".join(names),
         ids=ids.astype(_ID).tobytes(),
+        tails=tails.astype(_ID).tobytes(),
+        link_bytes_per_s=offer.link_bytes_per_s,
     )
     return encode(message)
 
@@ -79,7 +85,11 @@ def unpack_offer(data: bytes) -> KvOffer:
     """
     said = decode(data, KvOffered)
     names, ids = _unpack_blocks(said.names, said.ids)
-    return KvOffer(_layers(said.layers), said.room, said.num_blocks, said.group, KeptKv(names, ids))
+    if len(said.tails) % _ID.itemsize:
+        raise WireError(f"{len(said.tails)} bytes are no whole number of places")
+    tails = np.frombuffer(said.tails, dtype=_ID).astype(np.int32)
+    kept = KeptKv(names, ids, tails)
+    return KvOffer(_layers(said.layers), said.room, said.num_blocks, said.group, kept, said.link_bytes_per_s)
 
 
 def pack_table(table: KvTable) -> bytes:
@@ -91,6 +101,7 @@ def pack_table(table: KvTable) -> bytes:
             ids=lot.ids.astype(_ID).tobytes(),
             first=lot.first,
             names=b"".join(lot.names),
+            is_live=lot.is_live,
         )
         for lot in table.lots
     )
@@ -107,7 +118,7 @@ def unpack_table(data: bytes) -> KvTable:
     lots = []
     for lot in said.lots:
         names, ids = _unpack_blocks(lot.names, lot.ids)
-        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names))
+        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names, lot.is_live))
     return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots))
 
 

@@ -16,11 +16,12 @@ one that several workers have goes once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.worker.engine.remote_kv import RemoteSpan
 from services.worker.engine.types import EMPTY_I32, I32, KeptKv
 from shared.layers import LayerRange, check_tiling
 
@@ -42,6 +43,8 @@ class KvOffer:
     """Plan of the group that it was in; 0: it was alone."""
     kept: KeptKv = field(default_factory=KeptKv)
     """What should survive, the most wanted first; of a group only its leader says it."""
+    link_bytes_per_s: float = 0.0
+    """At which KV leaves it; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,13 @@ class KvLot:
     """Id of the first one at the targets; the others follow."""
     names: tuple[bytes, ...]
     """[n]"""
+    is_live: bool = False
+    """Until they are there, each source attends them for the targets."""
+
+    @property
+    def span(self) -> RemoteSpan:
+        """Ids at the targets."""
+        return RemoteSpan(self.first, self.first + len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +95,21 @@ class KvTable:
         return KeptKv(tuple(name for lot in lots for name in lot.names), np.concatenate([EMPTY_I32, *ids]))
 
 
-def table_to_form(offers: Sequence[KvOffer], num_layers: int) -> KvTable:
+def table_to_form(
+    offers: Sequence[KvOffer], num_layers: int, is_live: Callable[[Sequence[int], int], bool] = lambda *_: False
+) -> KvTable:
     """Return what moves when workers become a group.
 
     The first worker's blocks come first; a name that came before does not come again. A worker that was in another
     group has a part of the layers only: its group's blocks go along if all of its stages are here.
 
+    Of blocks that are attended where they lie, those travel first that a sequence needs to go on.
+
     Args:
         offers: by stage.
         num_layers: of the whole model.
+        is_live: says, of the stages that have some blocks and their number, whether they attend them for the others
+            until they have arrived.
     """
     num_blocks = min(MAX_EXCHANGED, *(offer.num_blocks for offer in offers))
     seen: set[bytes] = set()
@@ -104,8 +120,13 @@ def table_to_form(offers: Sequence[KvOffer], num_layers: int) -> KvTable:
         room = min((offers[source].room for source in sources), default=0)
         fresh = fresh[: max(min(room, num_blocks - len(seen)), 0)]
         if fresh:
+            live = is_live(sources, len(fresh))
+            if live:
+                tails = frozenset(offer.kept.tails.tolist())
+                fresh.sort(key=lambda place: place not in tails)
             names = tuple(offer.kept.names[i] for i in fresh)
-            lots.append(KvLot(sources, tuple(range(len(offers))), offer.kept.ids[fresh], len(seen), names))
+            targets = tuple(range(len(offers)))
+            lots.append(KvLot(sources, targets, offer.kept.ids[fresh], len(seen), names, live))
             seen.update(names)
     return KvTable(tuple(offer.layers for offer in offers), tuple(lots))
 

@@ -11,10 +11,13 @@ The group serves meanwhile, on other blocks. A group that dissolves `move`s its 
 Whatever goes wrong ends all of this stage's connections, so that the others hear of it; nobody waits for KV that does
 not come. Blocks that are not complete everywhere hold anything, and are named nowhere.
 
+Of a *live* lot the stages attend KV where it lies until it has arrived (`remote_attention.py`), so that its sequences
+go on at once; if such an exchange fails they lack KV in the middle, so the group ends.
+
 The leader gives such blocks to others once its own part is over (`when_over`); a stage may not know yet. So it says so
 ahead of the batches that use them (`KvOver`), and then each stage ends its writes (`end_writes`) before it goes on.
 
-Source: KunServe v2, section 4.2. Deviation: KV goes through host memory of a limited size.
+Source: KunServe v2, section 4.2; live lots: v1, section 4.2. Deviation: KV goes through host memory of a limited size.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
@@ -33,6 +37,8 @@ from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_of
 from services.worker.groups.kv_progress import Complete, Landed
 from services.worker.groups.kv_table import KvOffer, KvTable, check_table
 from services.worker.groups.kv_wire import KvProgress, KvSocket, chunks_between
+from services.worker.groups.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
+from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.threads import in_thread
 from services.worker.groups.write_fence import WriteFence
 from services.worker.memory.block_copies import BlockCopies, copy_blocks, settle, write_block_bytes
@@ -40,6 +46,17 @@ from services.worker.memory.kv_cache import KVCache
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.log import get_logger
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteParts:
+    """What live lots need."""
+
+    socks: Mapping[int, RemoteSocket]
+    """By stage, to all others; owned by the exchange."""
+    shape: RemoteShape
+    attention_over: AttentionOver
+
 
 Decide = Callable[[Sequence[KvOffer]], KvTable]
 _log = get_logger()
@@ -53,7 +70,9 @@ class LiveExchange:
         socks: connections by stage, to all others; owned from now on.
         wanted: by stage: layers after the change.
         block_bytes: of a block's keys in one layer.
-        limit_s: after so many seconds `agree` is given up, and again what moves.
+        limit_s: after so many seconds `agree` is given up, and again what moves; where a lot is live, after so many
+            seconds without a block.
+        remote: what live lots need; None: there can be none.
     """
 
     def __init__(
@@ -64,6 +83,7 @@ class LiveExchange:
         *,
         block_bytes: int,
         limit_s: float,
+        remote: RemoteParts | None = None,
     ) -> None:
         self._stage = stage
         self._wanted = tuple(wanted)
@@ -81,6 +101,10 @@ class LiveExchange:
         """Around every write to blocks."""
         self._cache: KVCache | None = None
         """To which KV comes beside the group's steps."""
+        self._remote_parts = remote
+        self.remote: RemoteAttention | None = None
+        """From `begin` on, if a lot is live: attends what has not arrived."""
+        self._last_landed_s = 0.0
         self._is_over = False
         """What `begin` began has ended."""
         self._say_over: Callable[[], None] = lambda: None
@@ -93,6 +117,11 @@ class LiveExchange:
     def kept(self) -> KeptKv:
         """What the blocks here hold once all has moved; nothing before, or if it does not."""
         return self._table.kept_at(self._stage) if self._table is not None and self._has_moved else NOTHING_KEPT
+
+    @property
+    def is_live(self) -> bool:
+        """A lot is attended where it lies."""
+        return self._table is not None and any(lot.is_live for lot in self._table.lots)
 
     async def agree(self, offer: KvOffer, num_blocks: int, decide: Decide) -> None:
         """Learn what moves.
@@ -140,6 +169,7 @@ class LiveExchange:
         Args:
             cache: of the layers and blocks after the change; it must not change until `stop` has returned.
         """
+        self._begin_remote()
         tell = self._tell_loop() if self._stage == 0 else self._sockets[0].send_progress
         self._cache = cache
         self._moving = self._loop.create_task(self._move(cache, tell), name="kv-exchange")
@@ -165,13 +195,18 @@ class LiveExchange:
         if self._table is None or (self._is_over and self.failure is not None):
             return None
         coming = self._table.kept_at(0)
-        return Arrivals(coming, num_blocks, self._news(num_blocks), num_blocks) if coming else None
+        if not coming:
+            return None
+        spans = tuple(lot.span for lot in self._table.lots if lot.is_live)
+        return Arrivals(coming, num_blocks, self._news(num_blocks), num_blocks, spans)
 
     def end_writes(self) -> None:
         """Let nothing be written here any more: the leader has given blocks that lack KV to others.
 
-        Returns when what was under way is there. After `begin`, in any thread. Idempotent.
+        Returns when what was under way is there. After `begin`, in the stage's thread. Idempotent.
         """
+        if self.remote is not None:
+            self.remote.finish()
         self._fence.shut()
         self._fence.wait()
         if self._cache is not None:
@@ -180,8 +215,12 @@ class LiveExchange:
     async def stop(self) -> None:
         """End what is under way, and give back connections and memory. Idempotent."""
         self._shut()
+        if self.remote is not None:
+            self.remote.shut()
         if self._moving is not None:
             await asyncio.wait([self._moving])
+        if self.remote is not None:
+            await in_thread(self.remote.close, "remote attention")
         self.close()
 
     def close(self) -> None:
@@ -189,19 +228,43 @@ class LiveExchange:
         self._copies.clear()
         for sock in self._sockets.values():
             sock.close()
+        if self.remote is None and self._remote_parts is not None:
+            for unused in self._remote_parts.socks.values():
+                unused.close()
+
+    def _begin_remote(self) -> None:
+        """Attend for the others, and let them attend for this stage, if a lot is live."""
+        table, parts = self._table, self._remote_parts
+        if table is None or not self.is_live or self.failure is not None:
+            return
+        assert parts is not None, "a lot is live without connections for it"
+        kept = {
+            index: KeptKeys(self._copies[index], len(lot.ids), parts.shape, parts.attention_over)
+            for index, lot in enumerate(table.lots)
+            if lot.is_live and index in self._copies
+        }
+        own = self._wanted[self._stage]
+        self.remote = RemoteAttention(self._stage, table, own, kept, parts.socks, parts.shape)
+        self.remote.begin()
 
     async def _attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the exchange in a thread, unless an earlier one has failed."""
         if self.failure is not None:
             return
-        said = f"it took longer than {self._limit_s:g} s"
-        timer = asyncio.get_running_loop().call_later(self._limit_s, self._give_up, said)
+        limit = asyncio.create_task(self._limit(), name="kv-exchange-limit")
         try:
             await in_thread(work, "KV exchange", interrupt=self._shut)
         except Exception as error:  # whatever network, peers and torch come up with: the group goes on without KV
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
-            timer.cancel()
+            limit.cancel()
+
+    async def _limit(self) -> None:
+        """Give up after a while; if somebody attends what has not come, after a while in which nothing has."""
+        self._last_landed_s = time.monotonic()
+        while (left_s := self._last_landed_s + self._limit_s - time.monotonic()) > 0:
+            await asyncio.sleep(left_s)
+        self._give_up(f"it took longer than {self._limit_s:g} s")
 
     def _give_up(self, reason: str) -> None:
         if self.failure is None:
@@ -213,6 +276,8 @@ class LiveExchange:
         self._fence.shut()
         for sock in self._sockets.values():
             sock.shut()
+        if self.failure is not None and self.remote is not None:
+            self.remote.shut()
 
     def _end(self) -> None:
         self._is_over = True
@@ -278,6 +343,9 @@ class LiveExchange:
             progress = landed.note(lot, source, count)
             if progress is not None and tell is not None:
                 settle(cache)
+                if self.remote is not None:
+                    self._last_landed_s = time.monotonic()
+                    self.remote.landed(progress.lot, progress.count)
                 tell(progress)
 
         parts: list[Callable[[], None]] = []

@@ -274,7 +274,7 @@ class RoleChanges:
         if arrivals is None:
             self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, led.kept)
         else:
-            self._engine.enter_executor(arrivals.num_blocks, executor.depth, led.kept, arrivals.coming)
+            self._engine.enter_executor(arrivals.num_blocks, executor.depth, led.kept, arrivals.coming, arrivals.spans)
             self._arriving.begin(arrivals)
         self._loop.mended()
 

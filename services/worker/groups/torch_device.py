@@ -25,7 +25,7 @@ import contextlib
 import socket
 from collections.abc import Callable
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv, KvCapacity
+from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv, KvCapacity
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.link_turns import LinkTurns
@@ -38,15 +38,18 @@ from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Par
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_to_part
 from services.worker.groups.greeting import StageReady, StageWelcome
 from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
-from services.worker.groups.live_exchange import LiveExchange
+from services.worker.groups.live_exchange import LiveExchange, RemoteParts
 from services.worker.groups.membership import Membership
 from services.worker.groups.parameter_peers import ParameterPeers
+from services.worker.groups.remote_attention import RemoteShape
+from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
 from services.worker.sockets import what_failed
 from shared.layers import LayerRange, check_tiling
 from shared.log import get_logger
 from shared.messages.report import ElasticFacts
+from shared.systems import KvExchange
 
 GROUP_LIMIT_S = 5.0
 """Longest time in which the stages of a group have to find each other."""
@@ -73,6 +76,7 @@ class TorchGroupDevice:
         exchange_bytes_per_s: at which KV changes hands, as reported.
         peers_first: parameters come back beside a group from its other stages, and from the checkpoint what those do
             not give; else the other way round.
+        kv_exchange: how KV comes to a group that forms; the same for all of its stages.
     """
 
     def __init__(  # noqa: PLR0913  limits by name
@@ -86,6 +90,7 @@ class TorchGroupDevice:
         part_limit_s: float = PART_LIMIT_S,
         exchange_bytes_per_s: float = 0.0,
         peers_first: bool = False,
+        kv_exchange: KvExchange = KvExchange.COORDINATED,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -95,6 +100,9 @@ class TorchGroupDevice:
         self._exchange_limit_s = exchange_limit_s
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
+        can_attend = SPLIT_KEYS % model.info.capacity.block_size == 0
+        self._is_live = kv_exchange is KvExchange.LIVE and can_attend
+        """KV that has not arrived is attended where it lies."""
         self._turns = LinkTurns()
         self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
@@ -171,9 +179,10 @@ class TorchGroupDevice:
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                links = await gather_as_leader(place, self._limit_s, sockets)
+                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._is_live)
                 capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
-                exchange = self._exchange(place.index, links.kv, [stage.layers for stage in place.stages])
+                wanted = [stage.layers for stage in place.stages]
+                exchange = self._exchange(place.index, links.kv, wanted, links.attention)
                 stage = await self._become(place, exchange, offer)
                 try:
                     await all_ready(place, links, self._exchange_limit_s + self._limit_s)
@@ -187,7 +196,15 @@ class TorchGroupDevice:
             executor = PipelineExecutor(stages, self._loop.time, on_end)
             self._executor, self._place = executor, place
             self._peers.stand(place)
-            exchange.when_over(executor.end_writes)
+
+            def over() -> None:
+                """Give blocks without KV to others; where sequences go on without it, the group has ended."""
+                if exchange.is_live and exchange.failure is not None:
+                    stages.lose(f"KV is not exchanged: {exchange.failure}")
+                else:
+                    executor.end_writes()
+
+            exchange.when_over(over)
             return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
@@ -202,13 +219,16 @@ class TorchGroupDevice:
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
                 welcome = StageWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
-                seats = self._listener.expect(place)
+                seats = self._listener.expect(place, attending=self._is_live)
                 sockets.callback(seats.close)
                 try:
-                    links = await gather_as_member(place, seats, welcome, self._limit_s, sockets)
+                    links = await gather_as_member(
+                        place, seats, welcome, self._limit_s, sockets, attending=self._is_live
+                    )
                 finally:
                     self._listener.forget(seats)
-                exchange = self._exchange(place.index, links.kv, [stage.layers for stage in place.stages])
+                wanted = [stage.layers for stage in place.stages]
+                exchange = self._exchange(place.index, links.kv, wanted, links.attention)
                 stage = await self._become(place, exchange, offer)
                 try:
                     await say(links.leader, StageReady())
@@ -306,8 +326,29 @@ class TorchGroupDevice:
         """Blocks of the layers that are held now that may be kept aside."""
         return self._exchange_bytes // (2 * self._facts.block_bytes * len(self._layers))
 
-    def _exchange(self, index: int, socks: dict[int, socket.socket], wanted: list[LayerRange]) -> LiveExchange:
-        return LiveExchange(index, socks, wanted, block_bytes=self._facts.block_bytes, limit_s=self._exchange_limit_s)
+    def _exchange(
+        self,
+        index: int,
+        socks: dict[int, socket.socket],
+        wanted: list[LayerRange],
+        attention: dict[int, socket.socket] | None = None,
+    ) -> LiveExchange:
+        """Return what moves KV over these connections, and attends over the others; all by stage."""
+        spec, remote = self._model.spec, None
+        if attention:
+            shape = RemoteShape(
+                spec.num_heads, spec.head_dim, self._block_size, spec.num_layers, self._model.cache.keys[0].dtype
+            )
+            ends = {stage: RemoteSocket(sock, self._turns) for stage, sock in attention.items()}
+            remote = RemoteParts(ends, shape, self._model.host_attention)
+        return LiveExchange(
+            index,
+            socks,
+            wanted,
+            block_bytes=self._facts.block_bytes,
+            limit_s=self._exchange_limit_s,
+            remote=remote,
+        )
 
     async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
         """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
@@ -325,7 +366,11 @@ class TorchGroupDevice:
             return stage
 
         try:
-            await exchange.agree(offer, self._model.cache.num_blocks, lambda offers: table_to_form(offers, num_layers))
+            await exchange.agree(
+                offer,
+                self._model.cache.num_blocks,
+                lambda offers: table_to_form(offers, num_layers, lambda *_: self._is_live),
+            )
             await in_thread(change, "layer dropping")
             stage = await in_thread(open_stage, "model opening")
         except BaseException as error:
@@ -338,6 +383,8 @@ class TorchGroupDevice:
             self._note_layers()
         self._exchange_now = exchange
         exchange.begin(self._model.cache)
+        if exchange.remote is not None:
+            stage.attend_elsewhere(exchange.remote)
         return stage
 
     async def _part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> LiveExchange | None:

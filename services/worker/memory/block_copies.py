@@ -15,6 +15,7 @@ import torch
 
 from services.worker.engine.types import I32
 from services.worker.memory.kv_cache import KVCache
+from shared.layers import LayerRange
 
 NUM_SIDES: Final = 2
 """Keys (side 0) and values (side 1)."""
@@ -38,6 +39,29 @@ class BlockCopies:
     def num_bytes(self) -> int:
         """Memory that is taken."""
         return self._data.numel() * self._data.element_size()
+
+    @property
+    def layers(self) -> LayerRange:
+        """Those that were copied."""
+        return LayerRange(self._first_layer, self._first_layer + len(self._data))
+
+    def as_cache(self, num_layers: int) -> KVCache:
+        """Return the copies as blocks of a cache, numbered in their order; other layers have none there.
+
+        Args:
+            num_layers: of the whole model.
+        """
+        nothing = self._data[0, 0, :0]
+        keys, values = (
+            [
+                self._data[layer - self._first_layer, side] if layer in self.layers else nothing
+                for layer in range(num_layers)
+            ]
+            for side in range(NUM_SIDES)
+        )
+        cache = KVCache.over(keys, values, 0)
+        cache.resize(self._data.shape[2], self.layers)
+        return cache
 
     def bytes_of(self, layer: int, side: int, first: int, end: int) -> memoryview:
         """Return the bytes of the copies [first, end) in a layer; not copied, valid as long as this is.

@@ -81,12 +81,13 @@ class Attention {
    public:
     Upcoming(const Attention& attention, const Item& present, const Item* next, int64_t kv_head) : args_(attention.args_) {
       if (next == nullptr) return;
-      const int64_t first = attention.lowest_key(next->position), last = next->position + next->count - 1;
-      const int64_t count = std::min(last + 1 - first, kMost), heads = args_.kv_heads;
+      const int64_t first = attention.first_key(*next), end = attention.end_key(*next);
+      const int64_t count = std::min(end - first, kMost), heads = args_.kv_heads;
+      if (count <= 0) return;
       table_ = args_.rows.table(next->row);
       at_ = first + count * kv_head / heads;
       end_ = first + count * (kv_head + 1) / heads;
-      const int64_t num_keys = present.position + present.count - attention.lowest_key(present.position);
+      const int64_t num_keys = std::max<int64_t>(1, attention.end_key(present) - attention.first_key(present));
       per_key_ = static_cast<float>(end_ - at_) / static_cast<float>(num_keys);
     }
 
@@ -115,6 +116,16 @@ class Attention {
 
   int64_t lowest_key(int64_t position) const {
     return args_.window > 0 ? std::max<int64_t>(0, position + 1 - args_.window) : 0;
+  }
+
+  // The keys [first, end) that one pass over an item takes.
+  int64_t first_key(const Item& item) const {
+    const int64_t seen = lowest_key(item.position);
+    return args_.row_first == nullptr ? seen : std::max<int64_t>(seen, args_.row_first[item.row]);
+  }
+  int64_t end_key(const Item& item) const {
+    const int64_t seen = item.position + item.count;
+    return args_.row_end == nullptr ? seen : std::min<int64_t>(seen, args_.row_end[item.row]);
   }
 
   Queries queries(const Item& item, int64_t kv_head) const {
