@@ -21,6 +21,7 @@ from services.planner.service import Planner, build_planner
 from services.worker.executor.channel import ModelledLink
 from services.worker.groups.modelled_device import ModelledNetwork
 from shared.memory_bus import LATENCY_S, MemoryBroker
+from shared.systems import find_system
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
 
@@ -57,9 +58,8 @@ class SimCluster:
     def __init__(self, params: ClusterParams) -> None:
         self.params = params
         self.broker = MemoryBroker(params.latency_s)
-        self.network = (
-            ModelledNetwork(params.link) if params.exchange else ModelledNetwork(params.link, exchange_limit_s=0)
-        )
+        limits = {} if params.exchange else {"exchange_limit_s": 0.0}
+        self.network = ModelledNetwork(params.link, kv_exchange=find_system(params.system).exchange, **limits)
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)

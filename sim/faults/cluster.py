@@ -92,7 +92,7 @@ class FaultCluster:
         self._random = np.random.default_rng([scenario.seed, 1])
         self._message_faults: list[Fault] = []
         link = ModelledLink(bytes_per_s=scenario.link_bytes_per_s)
-        self.network = ModelledNetwork(link, MEET_LIMIT_S, EXCHANGE_LIMIT_S)
+        self.network = ModelledNetwork(link, MEET_LIMIT_S, EXCHANGE_LIMIT_S, scenario.kv_exchange)
         self.conductor = Conductor(self.broker, trace.say)
         self.workers = [WorkerNode(params, self.broker, self._random, self.network) for params in scenario.workers]
         self.dispatchers = [

@@ -8,6 +8,7 @@ import numpy as np
 
 from shared.cost import CostModel
 from shared.messages.report import ElasticFacts
+from shared.systems import KvExchange
 from shared.types import QoeTarget
 from sim.faults.kinds import GROUP_KINDS, FaultPlan, FaultSpace, draw_faults, draw_merging
 from sim.faults.nodes import POISON_SEED
@@ -62,6 +63,8 @@ class Scenario:
     plan: FaultPlan
     link_bytes_per_s: float = float("inf")
     """Of each worker's KV, each way, when groups form or dissolve."""
+    kv_exchange: KvExchange = KvExchange.COORDINATED
+    """How it comes to a group that forms."""
 
 
 def draw_scenario(seed: int) -> Scenario:

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.worker.engine.types import NOTHING_KEPT
-from services.worker.groups import kv_wire
+from services.worker.attention.base import RaggedRows
+from services.worker.attention.fixed_splits import FixedSplitAttention
+from services.worker.attention.remote import new_states
+from services.worker.engine.types import NOTHING_KEPT, BatchFailedError
+from services.worker.executor.link_turns import LinkTurns
+from services.worker.groups import kv_wire, remote_attention
 from services.worker.groups.device import Led
-from services.worker.groups.remote_attention import RemoteAttention
+from services.worker.groups.kv_table import KvLot, KvTable
+from services.worker.groups.remote_attention import KeptKeys, RemoteAttention, RemoteShape
+from services.worker.groups.remote_wire import RemoteSocket, StepRows, pack_rows, unpack_rows
 from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.memory.block_copies import BlockCopies
+from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.systems import KvExchange
+from tests.support.attention_cases import attention_spec
 from tests.support.exchanged_kv import HALVES, spoil_after_changes
 from tests.support.live_groups import SHAPES, check, live_devices, places, ranges_of
 from tests.support.long_story import LENGTHS, LONG_SHAPES, HeldKv, LongServer, calm_long_texts
@@ -108,3 +123,148 @@ async def test_sequences_go_on_before_their_kv_has_moved(
             await asyncio.gather(*(device.alone() for device in devices))
             check(devices)
     assert len(expected) == len(LENGTHS)
+
+
+async def half_moved(held: HeldKv, devices: Sequence[TorchGroupDevice]) -> LongServer:
+    """Return a server whose sequences go on in a group while most of their KV is held back."""
+    first = LongServer((await devices[0].alone()).executor)
+    first.add([1, 3, 4])
+    await first.serve(24)
+    led = await lead(devices, HALVES, [first])
+    first.enter(led.executor, arrivals=led.arrivals)
+    listening = asyncio.create_task(take_in(first, led))
+    while not sum(remote.num_asked for remote in remotes(devices)):
+        held.let(6)
+        await asyncio.sleep(0.01)
+        await first.serve(1)
+    listening.cancel()
+    return first
+
+
+async def goes_on_alone(server: LongServer, devices: Sequence[TorchGroupDevice], held: HeldKv) -> None:
+    """Check that the group is lost, and that its sequences say the same elsewhere."""
+    with pytest.raises(BatchFailedError) as lost:
+        await server.serve()
+    assert lost.value.is_lost
+    held.let()
+    server.engine = (again := LongServer(server.executor)).engine
+    alone = await asyncio.gather(*(device.alone() for device in devices))
+    again.engine.leave_executor(0.0)
+    again.enter(alone[0].executor)
+    again.add([1, 3, 4])
+    await again.serve()
+    expected = await calm_long_texts("long", "float32", KERNELS)
+    assert again.texts == {each: expected[each] for each in (1, 3, 4)}
+    check(devices)
+
+
+@pytest.mark.parametrize(
+    "what", ["the link is cut", "the exchange is cut", "bits flip", "nothing is known of the rows"]
+)
+async def test_a_group_that_loses_what_it_attends_has_ended(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with long_devices(2) as devices:
+        with HeldKv(monkeypatch) as held:
+            server = await half_moved(held, devices)
+            exchange = devices[1]._exchange_now
+            assert exchange is not None
+            assert exchange.remote is not None
+            if what == "the link is cut":
+                exchange.remote.shut()
+            elif what == "the exchange is cut":
+                exchange._give_up("a test wants it")
+            elif what == "bits flip":
+                receive = RemoteSocket._read
+                monkeypatch.setattr(RemoteSocket, "_read", lambda sock, size: flipped(receive(sock, size)))
+            else:
+                monkeypatch.setattr(remote_attention, "pack_rows", lambda rows: pack_rows(rows)[:-4])
+            if what == "the exchange is cut":
+                held.let()
+                while not exchange._is_over:
+                    await asyncio.sleep(0.01)
+            await goes_on_alone(server, devices, held)
+
+
+def flipped(data: bytearray) -> bytearray:
+    if len(data) > 100:
+        data[50] ^= 8
+    return data
+
+
+# Wire
+
+
+def some_rows(rng: np.random.Generator, block_size: int, num_blocks: int) -> StepRows:
+    count = int(rng.integers(1, 6))
+    first = rng.integers(0, 4, count) * 256
+    end = first + rng.integers(1, 4, count) * 256
+    start = end + rng.integers(0, 300, count)
+    size = int((end - first).sum()) // block_size
+    columns = (rng.integers(1, 9, count), start, first, end, rng.integers(0, num_blocks, size))
+    return StepRows(*(column.astype(np.int32) for column in columns))
+
+
+@given(seed=st.integers(0, 10**6), cut=st.integers(0, 10**6))
+def test_rows_come_as_they_were_sent_and_others_are_refused(seed: int, cut: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = some_rows(rng, 16, 40)
+    body = pack_rows(rows)
+    found = unpack_rows(body, 16, 40)
+    for name in ("num_tokens", "start", "first", "end", "places"):
+        assert np.array_equal(getattr(found, name), getattr(rows, name))
+    wrong = [body[: cut % len(body)], body + b"1234", replace_at(body, 4, -1), replace_at(body, len(body) - 4, 40)]
+    for each in wrong:
+        with pytest.raises(WireError):
+            unpack_rows(each, 16, 40)
+
+
+def replace_at(body: bytes, at: int, value: int) -> bytes:
+    return body[:at] + value.to_bytes(4, "little", signed=True) + body[at + 4 :]
+
+
+async def test_stages_that_ask_each_other_at_once_wait_for_nothing_but_answers() -> None:
+    """More than the connection's buffers hold goes both ways at the same time."""
+    ends = socket.socketpair()
+    shape = RemoteShape(num_heads=8, head_dim=64, block_size=16, num_layers=2, dtype=torch.float32)
+    spec = attention_spec((8, 2, 64), (None, None))
+    kv = torch.randn(2, 2, 64, 16, 2, 64)
+    halves = (LayerRange(0, 1), LayerRange(1, 2))
+    lots = tuple(
+        KvLot(
+            (i,), (0, 1), np.arange(32, dtype=np.int32), 32 * i, tuple(bytes([i, j]) for j in range(32)), is_live=True
+        )
+        for i in range(2)
+    )
+    table = KvTable((LayerRange(0, 2), LayerRange(0, 2)), lots)
+    stages = []
+    for i, sock in enumerate(ends):
+        kept = KeptKeys(BlockCopies(0, kv[:, :, 32 * i : 32 * i + 32]), 32, shape, partial(FixedSplitAttention, spec))
+        sockets = {1 - i: RemoteSocket(sock, LinkTurns())}
+        stages.append(RemoteAttention(i, table, halves[i], {i: kept}, sockets, shape))
+    count = 600
+    rows = RaggedRows(np.array([count], np.int32), np.array([512], np.int32), np.zeros((1, 70), np.int32))
+
+    def work(i: int) -> bool:
+        stage = stages[i]
+        mine = RaggedRows(rows.num_tokens, rows.start, np.arange(70, dtype=np.int32)[None] % 32 + 32 * (1 - i))
+        found = stage.rows_of(mine)
+        assert found is not None
+        queries, expected = torch.randn(count, 8, 64), new_states(count, 8, 64)
+        fold = FixedSplitAttention(spec, BlockCopies(0, kv).as_cache(2)).plan_fold(found.elsewhere)
+        for _ in range(3):
+            states = new_states(count, 8, 64)
+            stage.ask(found, i, queries, states)
+            stage.take()
+        fold(i, queries, expected)
+        stage.finish()
+        return torch.equal(states, expected)
+
+    for stage in stages:
+        stage.begin()
+    try:
+        async with asyncio.timeout(60):
+            assert await asyncio.gather(*(asyncio.to_thread(work, i) for i in range(2))) == [True, True]
+            for stage in stages:
+                await asyncio.to_thread(stage._server.join)
+    finally:
+        for stage in stages:
+            stage.close()

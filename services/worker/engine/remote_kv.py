@@ -47,11 +47,26 @@ class RemoteKv:
             for name, block in zip(coming.names, coming.ids.tolist(), strict=True)
             if self._span_of(block) is not None
         }
+        self._missing: set[int | None] = set(self._block_of.values())
 
     def arrived(self, names: Sequence[RunName]) -> None:
         """Take note that some of it is here."""
         for name in names:
-            self._block_of.pop(name, None)
+            self._missing.discard(self._block_of.pop(name, None))
+
+    def num_usable(self, blocks: Sequence[int], num_full: int) -> int:
+        """Return with how many of the first blocks of a row another one can go on.
+
+        Args:
+            blocks: of the row.
+            num_full: which of them are shared; one behind them would be copied, so it has to be here.
+        """
+        remote = [place for place, block in enumerate(blocks) if block in self._missing]
+        for usable in (len(blocks), num_full, num_full // self._split * self._split):
+            needed = [place for place in remote if place < usable]
+            if (not needed or needed[-1] < num_full) and self._can_go_on(blocks[: min(usable, num_full)], needed):
+                return usable
+        return remote[0]
 
     def extend(self, names: Sequence[RunName], here: list[int], index: PrefixIndex) -> list[int]:
         """Return the blocks with which a row can go on, as many of its first ones as there are.
@@ -75,7 +90,9 @@ class RemoteKv:
             found.append(block)
         return found if self._can_go_on(found, remote) else here
 
-    def _can_go_on(self, blocks: list[int], remote: list[int]) -> bool:
+    def _can_go_on(self, blocks: Sequence[int], remote: list[int]) -> bool:
+        if not remote:
+            return True
         first = remote[0] // self._split * self._split
         end = -(-(remote[-1] + 1) // self._split) * self._split
         span = self._span_of(blocks[remote[0]])

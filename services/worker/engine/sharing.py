@@ -246,11 +246,17 @@ class Sharing:
         if parent is None or parent in leaving:
             return found
         num_tokens = min(int(self._table.num_prompt[row]), int(self._table.num_known[row]) - 1)
-        return found if found.num_tokens >= num_tokens else self._of_parent(parent, num_tokens)
+        if found.num_tokens >= num_tokens:
+            return found
+        return max(found, self._of_parent(parent, num_tokens), key=lambda match: match.num_tokens)
 
     def _of_parent(self, parent: int, num_tokens: int) -> _Match:
         num_full, rest = divmod(num_tokens, self._blocks.block_size)
         ids = self._blocks.block_table[parent, : num_full + 1].tolist()
+        if self._remote is not None:
+            num_usable = self._remote.num_usable(ids[: num_full + bool(rest)], num_full)
+            if num_usable <= num_full:
+                return _Match(ids[:num_usable], None, num_usable * self._blocks.block_size)
         return _Match(ids[:num_full], ids[num_full] if rest else None, num_tokens)
 
     def _make_names(self, row: int, chain: _Chain, num_full: int) -> None:

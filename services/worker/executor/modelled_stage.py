@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, HostMemory, KvCapacity
 from services.worker.executor.channel import ChannelLostError, MemoryChannel, StageSender
@@ -25,6 +26,23 @@ from services.worker.executor.stage_messages import (
 )
 from shared.cost import StageCost
 from shared.layers import LayerRange
+
+REMOTE_STATES = 2.0
+"""Bytes of the states that come back by those of the queries that go out: float32 by 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLink:
+    """What remote attention goes over."""
+
+    latency_s: float
+    bytes_per_s: float
+    token_bytes: int
+    """Of a token's queries in one layer."""
+
+    def wire_s(self, num_tokens: int) -> float:
+        """Return how long queries and states of some tokens keep the link busy in one layer."""
+        return num_tokens * self.token_bytes * (1 + REMOTE_STATES) / self.bytes_per_s
 
 
 class ModelledStage:
@@ -50,6 +68,11 @@ class ModelledStage:
         self._cost = cost
         self._failure = failure
         self._host = host
+        self._remote: RemoteLink | None = None
+        self.num_remote_steps = 0
+        """Steps in which keys that lie elsewhere were attended."""
+        self.remote_wire_s = 0.0
+        """Time for which remote attention has kept a link busy."""
 
     @property
     def layers(self) -> LayerRange:
@@ -66,9 +89,16 @@ class ModelledStage:
         """Memory now."""
         return KvCapacity(self.kv.num_blocks, self.kv.block_size, self._host)
 
+    def attend_over(self, remote: RemoteLink) -> None:
+        """Attend blocks that lie elsewhere over a link, from now on; which ones is said by `kv`."""
+        self._remote = remote
+
     def step_s(self, batch: Batch) -> float:
-        """Return how long these layers take for a step."""
-        return step_s(self._cost, batch)
+        """Return how long these layers take for a step; blocks that lie elsewhere count from a row's second step on."""
+        computing_s = step_s(self._cost, batch)
+        if self._remote is None or not (num_tokens := self.kv.tokens_elsewhere(batch)):
+            return computing_s
+        return computing_s + len(self.layers) * (2 * self._remote.latency_s + self._remote.wire_s(num_tokens))
 
     def copy_s(self, copy: HostCopy) -> float:
         """Return how long these layers' share of a copy keeps the link busy."""
@@ -78,6 +108,10 @@ class ModelledStage:
     def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
         """Add these layers' share to the words of the rows, and on the last stage draw from them."""
         self.kv.take_in(batch)
+        if self._remote is not None:
+            num_tokens = self.kv.tokens_elsewhere(batch)
+            self.num_remote_steps += num_tokens > 0
+            self.remote_wire_s += len(self.layers) * self._remote.wire_s(num_tokens)
         cause = None if self._failure is None else self._failure(batch)
         if cause is not None:
             self.kv.spoil(batch)

@@ -146,6 +146,8 @@ class ShadowKv:
         self._sum: U64 = np.zeros(1, dtype=np.uint64)
         self._seed: U64 = np.zeros(1, dtype=np.uint64)
         self._known: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
+        self._elsewhere: dict[int, tuple[ShadowKv, int]] = {}
+        """Blocks whose contents still lie in another memory, and where there."""
         self._num_top: dict[int, int] = {}  # rows that ask for log-probabilities
         self.grow(num_blocks)
 
@@ -187,6 +189,38 @@ class ShadowKv:
     def take_from(self, other: ShadowKv, source: I32, target: I32) -> None:
         """Copy blocks [n] of another memory into blocks [n] of this one; the layers need not be the same ones."""
         self._slots[target] = other._slots[source]
+        if self._elsewhere:
+            for block in target.tolist():
+                self._elsewhere.pop(block, None)
+
+    def attend_elsewhere(self, other: ShadowKv, source: I32, target: I32) -> None:
+        """Read blocks [n] of another memory wherever blocks [n] of this one are named, until they are taken from it."""
+        for block, its in zip(target.tolist(), source.tolist(), strict=True):
+            self._elsewhere[block] = (other, its)
+
+    def tokens_elsewhere(self, batch: Batch) -> int:
+        """Return how many tokens of a step attend blocks that lie elsewhere, as far as its rows have been taken in."""
+        if not self._elsewhere:
+            return 0
+        known = [
+            (row, count)
+            for row, count in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
+            if row < self._known.size and self._known[row]
+        ]
+        return sum(
+            count
+            for row, count in known
+            if not self._elsewhere.keys().isdisjoint(self._table[row, : self._table_length[row]].tolist())
+        )
+
+    def read_block(self, block: int) -> U64:
+        """Return the slots of a block of this memory, wherever they lie."""
+        found = self._elsewhere.get(block)
+        if found is None:
+            slots: U64 = self._slots[block]
+            return slots
+        other, its = found
+        return other.read_block(its)
 
     def grow(self, num_blocks: int) -> None:
         """Add memory; it holds garbage."""
@@ -284,7 +318,10 @@ class ShadowKv:
 
     def _sum_of_blocks(self, row: int, length: int) -> np.uint64:
         ids = self._table[row, : -(-length // self.block_size)]
-        total: np.uint64 = self._slots[ids].reshape(-1)[:length].sum()
+        slots = self._slots[ids]
+        if self._elsewhere:
+            slots = np.stack([self.read_block(block) for block in ids.tolist()])
+        total: np.uint64 = slots.reshape(-1)[:length].sum()
         return total
 
     def _change_tables(self, delta: TableDelta) -> None:

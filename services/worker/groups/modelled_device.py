@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
+from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, Executor, KeptKv
 from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector
 from services.worker.executor.modelled_pipeline import ModelledStages, StageOwner
-from services.worker.executor.modelled_stage import ModelledStage
+from services.worker.executor.modelled_stage import ModelledStage, RemoteLink
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.groups.arrivals import Arrivals
@@ -32,6 +32,7 @@ from shared.cost import CostModel, StageCost
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
+from shared.systems import KvExchange
 
 _Key = tuple[int, WorkerId]
 """Of a group: its plan and its leader."""
@@ -79,12 +80,20 @@ class ModelledNetwork:
     Args:
         link: between any two workers.
         meet_limit_s: how long stages wait for each other.
-        exchange_limit_s: how long KV may be on its way; the rest is computed again.
+        exchange_limit_s: how long KV may be on its way; the rest is computed again. 0: none comes.
+        kv_exchange: how KV comes to a group that forms.
     """
 
     def __init__(
-        self, link: ModelledLink | None = None, meet_limit_s: float = 5.0, exchange_limit_s: float = 5.0
+        self,
+        link: ModelledLink | None = None,
+        meet_limit_s: float = 5.0,
+        exchange_limit_s: float = 5.0,
+        kv_exchange: KvExchange = KvExchange.COORDINATED,
     ) -> None:
+        self._is_live = kv_exchange is KvExchange.LIVE and exchange_limit_s > 0
+        self.num_remote_steps = 0
+        """Steps in which keys that lay elsewhere were attended, of groups that are over."""
         self._link = link or ModelledLink()
         self._meet_limit_s = meet_limit_s
         self._exchange_limit_s = exchange_limit_s
@@ -124,12 +133,19 @@ class ModelledNetwork:
         owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
         owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
         stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
-        exchange = Exchange([a.before for a in arrivals], [a.stage for a in arrivals], self._link.bytes_per_s)
+        link, is_live = self._link, self._is_live and SPLIT_KEYS % arrivals[0].stage.capacity.block_size == 0
+        if is_live:
+            for arrival in arrivals:
+                arrival.stage.attend_over(RemoteLink(link.latency_s, link.bytes_per_s, link.token_bytes))
+        exchange = Exchange(
+            [a.before for a in arrivals], [a.stage for a in arrivals], link.bytes_per_s, is_live=is_live
+        )
         began_s = asyncio.get_running_loop().time()
-        news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place))
+        leader = stages.servers[0]
+        news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
         del self._meetings[place.key]
         self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
-        coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks)
+        coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks, exchange.spans)
         meeting.begun.set_result(_Begun(stages, coming))
 
     async def part(self, place: GroupPlace, share: Share) -> KeptKv:
@@ -162,7 +178,12 @@ class ModelledNetwork:
 
     def close(self, key: _Key) -> None:
         """Forget a pipeline whose leader has closed it."""
-        self._pipelines.pop(key, None)
+        self._forget(key)
+
+    def _forget(self, key: _Key) -> None:
+        found = self._pipelines.pop(key, None)
+        if found is not None:
+            self.num_remote_steps += sum(device.num_remote_steps for device in found[1].devices)
 
     def lose(self, worker_id: WorkerId) -> None:
         """A worker's process is gone, and its ends of all connections with it."""
@@ -173,7 +194,7 @@ class ModelledNetwork:
                 if index == 0:
                     for channel in stages.from_leader:
                         channel.cut(f"{worker_id}, the leader, is gone")
-                    del self._pipelines[key]
+                    self._forget(key)
         for meeting in self._meetings.values():
             for index in [i for i, arrival in meeting.arrived.items() if arrival.worker_id == worker_id]:
                 del meeting.arrived[index]

@@ -6,13 +6,17 @@ A group's KV comes while it serves. Until a stage has sent the KV of layers that
 blocks: so of the room that a drop makes only a part is there at once, and what has to arrive has its blocks from the
 beginning. Each worker sends at its link's rate, and receives at the same time.
 
-Source: KunServe v2, section 4.2 (pieces of about a stage's execution time). Deviations: a link carries KV as if no
-activation went over it; activations are a few percent of it.
+Where the exchange is live, KV that has not arrived is read where it lies; what that takes of the links comes first.
+
+Source: KunServe v2, section 4.2 (pieces of about a stage's execution time); v1, section 4.2 (live exchange).
+Deviations: a link carries KV as if no activation went over it; activations are a few percent of it. Remote attention
+takes no time of the device that has the keys beside what the model's attention takes anyway.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -20,6 +24,7 @@ from math import ceil, isinf
 
 import numpy as np
 
+from services.worker.engine.remote_kv import RemoteSpan
 from services.worker.engine.types import I32, KeptKv
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.shadow_kv import ShadowKv
@@ -106,19 +111,37 @@ class Exchange:
         before: what each brings, by stage.
         stages: what each is.
         bytes_per_s: of each worker's link, each way.
+        is_live: KV that has not arrived is attended where it lies.
     """
 
-    def __init__(self, before: Sequence[Estate], stages: Sequence[ModelledStage], bytes_per_s: float) -> None:
+    def __init__(
+        self,
+        before: Sequence[Estate],
+        stages: Sequence[ModelledStage],
+        bytes_per_s: float,
+        *,
+        is_live: bool = False,
+    ) -> None:
+        self.is_live = is_live
         self._before = before
         self._stages = stages
         self._bytes_per_s = bytes_per_s
         self._num_blocks = min(stage.capacity.num_blocks for stage in stages)
-        self._lots = _lots(before, sum(len(stage.layers) for stage in stages), self._num_blocks)
+        self._lots = _lots(before, sum(len(stage.layers) for stage in stages), self._num_blocks, is_live=is_live)
         unsent = [sum(self._leaving(lot, i) * len(lot.names) for lot in self._lots) for i in range(len(before))]
         self.num_blocks = max(self._room(unsent), sum(len(lot.names) for lot in self._lots))
         """Blocks with memory at the beginning, those that wait for KV among them."""
         self.steps = tuple(self._steps(unsent))
         """In order of time."""
+        for lot in self._lots if is_live else ():
+            target = np.arange(lot.first, lot.first + len(lot.names), dtype=np.int32)
+            for stage, holder in self._sources(lot):
+                stage.kv.attend_elsewhere(self._before[holder].kv, lot.source, target)
+
+    @property
+    def spans(self) -> tuple[RemoteSpan, ...]:
+        """What can be attended where it lies."""
+        return tuple(RemoteSpan(lot.first, lot.first + len(lot.names)) for lot in self._lots if self.is_live)
 
     @property
     def coming(self) -> KeptKv:
@@ -131,31 +154,50 @@ class Exchange:
         """From the beginning to the last arrival."""
         return self.steps[-1].at_s if self.steps else 0.0
 
-    async def news(self, began_s: float, limit_s: float, is_cut: Callable[[], bool]) -> AsyncIterator[Arrived]:
+    async def news(
+        self,
+        began_s: float,
+        limit_s: float,
+        is_cut: Callable[[], bool],
+        on_lost: Callable[[str], None] = lambda _: None,
+    ) -> AsyncIterator[Arrived]:
         """Yield what arrives, when it does.
 
         Args:
             began_s: on the running loop's clock.
-            limit_s: after so many seconds nothing more comes.
+            limit_s: after so many seconds nothing more comes; a live exchange has no limit while something comes.
             is_cut: likewise.
+            on_lost: called if a live exchange ends before all has come: sequences lack KV then.
         """
         loop = asyncio.get_running_loop()
+        last_s = math.inf if self.is_live else limit_s
         for step in self.steps:
-            wait_s = began_s + min(step.at_s, limit_s) - loop.time()
-            if wait_s > 0:
+            while (wait_s := began_s + min(step.at_s, last_s) + self._attention_s - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
-            if step.at_s > limit_s or is_cut():
+            if step.at_s > last_s or is_cut():
+                if self.is_live:
+                    on_lost("a connection over which KV comes is cut")
                 return
             yield Arrived(self._carry(step.piece), step.num_blocks)
+
+    @property
+    def _attention_s(self) -> float:
+        """Return for how long remote attention has kept the links from carrying KV."""
+        return max(stage.remote_wire_s for stage in self._stages) if self.is_live else 0.0
 
     def _carry(self, piece: _Piece) -> KeptKv:
         lot = piece.lot
         target = np.arange(lot.first + piece.first, lot.first + piece.end, dtype=np.int32)
+        for stage, holder in self._sources(lot):
+            stage.kv.take_from(self._before[holder].kv, lot.source[piece.first : piece.end], target)
+        return KeptKv(lot.names[piece.first : piece.end], target)
+
+    def _sources(self, lot: _Lot) -> Iterator[tuple[ModelledStage, int]]:
+        """Yield each stage with each holder of a lot that has some of its layers."""
         for stage in self._stages:
             for holder in lot.holders:
                 if self._before[holder].layers.overlap(stage.layers) is not None:
-                    stage.kv.take_from(self._before[holder].kv, lot.source[piece.first : piece.end], target)
-        return KeptKv(lot.names[piece.first : piece.end], target)
+                    yield stage, holder
 
     def _schedule(self) -> list[tuple[float, _Piece]]:
         """Let every worker send and receive one thing at a time, the lots taking turns; return who arrives when."""
@@ -232,14 +274,20 @@ def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
     return kept, max(*sent, *received)
 
 
-def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int) -> list[_Lot]:
-    """Return whose blocks go along: the first worker's first, each name once, as many as the group has room for."""
+def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, *, is_live: bool) -> list[_Lot]:
+    """Return whose blocks go along: the first worker's first, each name once, as many as the group has room for.
+
+    Where the exchange is live, first those that sequences need to go on.
+    """
     names: set[bytes] = set()
     lots: list[_Lot] = []
     for owner in before:
         fresh = [i for i, name in enumerate(owner.kept.names) if name not in names][: num_blocks - len(names)]
         holders = tuple(i for i, other in enumerate(before) if other.group == owner.group)
         if fresh and sum(len(before[holder].layers) for holder in holders) == num_layers:
+            if is_live:
+                tails = frozenset(owner.kept.tails.tolist())
+                fresh.sort(key=lambda place: place not in tails)
             own = tuple(owner.kept.names[i] for i in fresh)
             lots.append(_Lot(holders, owner.kept.ids[fresh], len(names), own))
             names.update(own)
