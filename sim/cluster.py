@@ -21,7 +21,7 @@ from services.planner.service import Planner, build_planner
 from services.worker.executor.channel import ModelledLink
 from services.worker.groups.modelled_device import ModelledNetwork
 from shared.memory_bus import LATENCY_S, MemoryBroker
-from shared.systems import find_system
+from shared.systems import KvExchange, find_system
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
 
@@ -48,6 +48,8 @@ class ClusterParams:
     """Between workers; None: it costs no time."""
     exchange: bool = True
     """Whether KV changes hands when groups form and dissolve; else it is computed again."""
+    kv_exchange: KvExchange | None = None
+    """How it comes to a group that forms; None: as the system has it."""
     planner: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the planner besides its name and system."""
 
@@ -59,7 +61,8 @@ class SimCluster:
         self.params = params
         self.broker = MemoryBroker(params.latency_s)
         limits = {} if params.exchange else {"exchange_limit_s": 0.0}
-        self.network = ModelledNetwork(params.link, kv_exchange=find_system(params.system).exchange, **limits)
+        kv_exchange = params.kv_exchange or find_system(params.system).exchange
+        self.network = ModelledNetwork(params.link, kv_exchange=kv_exchange, **limits)
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)

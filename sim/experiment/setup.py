@@ -61,7 +61,8 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
         )
     ranges = even_split(instance.num_layers, num_stages)
     kv_tokens = min(instance.stage_kv_tokens(len(layers)) for layers in ranges)
-    link = ModelledLink(LINK_LATENCY_S, instance.network_bytes_per_s, instance.activation_bytes_per_token)
+    rate = variant.network_bytes_per_s or instance.network_bytes_per_s
+    link = ModelledLink(LINK_LATENCY_S, rate, instance.activation_bytes_per_token)
     longest = int((workload.num_prompt + workload.num_output).max()) if len(workload) else 1
     workers = tuple(
         SimWorkerParams(
@@ -79,17 +80,22 @@ def build_cluster(scenario: Scenario, system: str, workload: Workload) -> Experi
             kv_bytes_per_token=instance.kv_bytes_per_token,
             host_link_bytes_per_s=instance.host_link_bytes_per_s,
             pipeline=None if num_stages == 1 else Pipeline(instance.num_layers, ranges, link),
-            elastic=_elastic_facts(instance, exchange=variant.exchange) if facts.drops else None,
+            elastic=_elastic_facts(instance, rate if variant.exchange else 0.0) if facts.drops else None,
         )
         for i in range(scenario.instances // num_stages)
     )
     params = ClusterParams(
-        workers, system=variant.system, link=link, exchange=variant.exchange, planner=variant.planner
+        workers,
+        system=variant.system,
+        link=link,
+        exchange=variant.exchange,
+        kv_exchange=variant.kv_exchange,
+        planner=variant.planner,
     )
     return ExperimentCluster(params, instance.tp * num_stages)
 
 
-def _elastic_facts(instance: InstanceFacts, *, exchange: bool) -> ElasticFacts:
+def _elastic_facts(instance: InstanceFacts, link_bytes_per_s: float) -> ElasticFacts:
     """Return an instance's memory in pages: embedding and head count as spread evenly over the layers."""
     num_layers, block_bytes = instance.num_layers, instance.kv_bytes_per_token * BLOCK_SIZE // (2 * instance.num_layers)
     layer_bytes = -(-instance.parameter_bytes // num_layers)
@@ -105,6 +111,6 @@ def _elastic_facts(instance: InstanceFacts, *, exchange: bool) -> ElasticFacts:
         page_bytes=PAGE_BYTES,
         num_pages=num_pages,
         max_blocks=2 * num_pages * PAGE_BYTES // block_bytes,
-        link_bytes_per_s=instance.network_bytes_per_s if exchange else 0.0,
+        link_bytes_per_s=link_bytes_per_s,
         has_host_copy=True,
     )

@@ -10,7 +10,7 @@ from services.planner.config import PlannerSettings
 from services.worker.policy.registry import SCHEDULERS
 from shared.config import ServiceSettings
 from shared.config_fields import did_you_mean
-from shared.systems import Preemption, UnknownSystemError, find_system
+from shared.systems import KvExchange, Preemption, UnknownSystemError, find_system
 from shared.types import Value
 
 PLANNER_FIELDS: Final = {
@@ -58,6 +58,10 @@ class Variant(Value):
     exchange: bool = True
     """Whether KV changes hands when groups form and dissolve; false: it is computed again, as with a live worker's
     `exchange_memory=0`."""
+    kv_exchange: KvExchange | None = None
+    """How KV comes to a group that forms; None: as the system has it."""
+    network_bytes_per_s: Annotated[float, Field(gt=0)] | None = None
+    """Of each instance, each way; None: as the scenario has it."""
     planner: Annotated[dict[str, Any], AfterValidator(_are_settings)] = Field(default_factory=dict)
     """Settings of the planner (`services.planner.config`), by name."""
 
@@ -66,6 +70,6 @@ class Variant(Value):
         system = find_system(self.system)
         if self.scheduler is not None and system.preemption is Preemption.SWAP:
             raise ValueError(f"the scheduler of {self.system} cannot be changed: it swaps, which others do not know of")
-        if not self.exchange and not system.drops:
-            raise ValueError(f"{self.system} exchanges no KV; leave `exchange` out")
+        if not system.drops and not (self.exchange and self.kv_exchange is None):
+            raise ValueError(f"{self.system} exchanges no KV; leave `exchange` and `kv_exchange` out")
         return self

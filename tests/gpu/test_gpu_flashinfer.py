@@ -14,6 +14,7 @@ import torch
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.flashinfer_paged import FlashInferAttention, block_lists, workspace_bytes
 from services.worker.attention.merge import merge_states
+from services.worker.attention.remote import attended_of, new_states, remote_rows
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.engine.types import I32
 from services.worker.executor.kernels import choose_kernels
@@ -150,3 +151,24 @@ def test_the_workspace_is_at_least_what_the_library_asks_for(
 def test_the_trial_accepts_it(windows: tuple[int | None, ...]) -> None:
     spec = attention_spec((32, 8, 128), windows)
     assert choose_kernels("flashinfer", spec, CUDA, torch.bfloat16, deterministic=False).name == "flashinfer"
+
+
+def test_parts_of_a_context_are_folded_into_states() -> None:
+    """What lies elsewhere without a causal mask, what holds the queries with one; a layer with a window by torch."""
+    case = AttentionCase(attention_spec((32, 8, 128), (None, 300)), MIXED, device=CUDA, block_size=16, seed=3)
+    first = np.minimum(case.rows.start // 256 * 256, 256).astype(np.int32)
+    found = remote_rows(case.rows, first, np.asarray(case.rows.start // 256 * 256, np.int32))
+    assert found is not None
+    tokens = torch.from_numpy(found.tokens).to(CUDA)
+    attention = attention_of(case)
+    other = attention_of(case)  # somebody else's: of one, the newest plan of a kind is valid
+    before, after = attention.plan_fold(found.here_before), attention.plan_fold(found.here_after)
+    elsewhere = other.plan_fold(found.elsewhere)
+    for layer in range(2):
+        states = new_states(len(tokens), 32, 128, CUDA)
+        before(layer, case.queries[tokens], states)
+        elsewhere(layer, case.queries[tokens], states)
+        after(layer, case.queries[tokens], states)
+        expected = case.expected(layer)[0][tokens.cpu()]
+        found_out = attended_of(states, torch.bfloat16).cpu().double()
+        torch.testing.assert_close(found_out, expected, atol=2e-2, rtol=2e-2)
