@@ -98,6 +98,24 @@ def test_without_exchange_kv_is_computed_again(scenario: Scenario, found: dict[s
     assert links["computes-again"].link_bytes_per_s == 0
 
 
+def test_over_a_slow_link_live_exchange_stalls_less() -> None:
+    """Contexts of more than a split: of shorter ones there is nothing to attend elsewhere."""
+    slow = {"system": "kunserve", "network_bytes_per_s": 1e9}
+    variants = {"slow": slow, "live": {**slow, "kv_exchange": "live"}}
+    more = {"lengths": "700x60", "kv_tokens": 7000, "variants": variants}
+    scenario = validated({**SCENARIO, **more}, "scenario varied")
+    params = build_cluster(scenario, "slow", scenario.workload(3)).params
+    assert params.link is not None
+    assert params.link.bytes_per_s == 1e9
+    assert params.workers[0].elastic is not None
+    assert params.workers[0].elastic.link_bytes_per_s == 1e9
+    runs = {name: run_system(scenario, name, seed=3) for name in ("kunserve", *variants)}
+    found = {name: summarise(run.records, run.facts) for name, run in runs.items()}
+    assert min(each["drops"] for each in found.values()) > 0
+    assert found["slow"]["stall_s"]["max"] > found["kunserve"]["stall_s"]["max"]
+    assert found["live"]["stall_s"]["max"] < found["slow"]["stall_s"]["max"]
+
+
 def test_one_seed_is_one_result(scenario: Scenario, found: dict[str, Summary]) -> None:
     for name in ("stays", "computes-again"):
         again = run_system(scenario, name, seed=3)
@@ -113,7 +131,9 @@ def test_one_seed_is_one_result(scenario: Scenario, found: dict[str, Summary]) -
             "no scheduler is called 'lokahead'; there are: fcfs, chunked",
         ),
         ({"system": "swap", "scheduler": "fcfs"}, "the scheduler of swap cannot be changed"),
-        ({"system": "fcfs", "exchange": False}, "fcfs exchanges no KV; leave `exchange` out"),
+        ({"system": "fcfs", "exchange": False}, "fcfs exchanges no KV; leave `exchange` and `kv_exchange` out"),
+        ({"system": "fcfs", "kv_exchange": "live"}, "fcfs exchanges no KV; leave `exchange` and `kv_exchange` out"),
+        ({"system": "kunserve", "kv_exchange": "lively"}, "variants.x.kv_exchange: "),
         ({"system": "kunserve", "exchnge": False}, "variants.x.exchnge: there is no such field"),
         (
             {"system": "kunserve", "planner": {"restore_rato": 0}},

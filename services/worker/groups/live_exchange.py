@@ -321,9 +321,12 @@ class LiveExchange:
         began_s = time.monotonic()
         await self._attempt(partial(self._move_all, cache, tell))
         if self.failure is None and self._table is not None and self._table.lots:
-            took_s = round(time.monotonic() - began_s, 4)
             _log.info(
-                "kv_exchanged", stage=self._stage, num_blocks=len(self._table.kept_at(self._stage)), took_s=took_s
+                "kv_exchanged",
+                stage=self._stage,
+                num_blocks=len(self._table.kept_at(self._stage)),
+                took_s=round(time.monotonic() - began_s, 4),
+                num_remote=0 if self.remote is None else self.remote.num_asked,
             )
         self.close()
 
