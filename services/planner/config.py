@@ -11,7 +11,7 @@ from services.planner.policy.drop import DropStrategy
 from services.planner.policy.drop_facts import DropParams, KvFate
 from services.planner.policy.ladder import LadderParams
 from services.planner.policy.observe import ObserveParams, linear_profile
-from services.planner.policy.pacing import PacingParams
+from services.planner.policy.pacing import PacingParams, RestoreBy
 from shared.config import ServiceSettings
 from shared.config_sources import split_values
 from shared.systems import DEFAULT_SYSTEM
@@ -52,8 +52,17 @@ class PlannerSettings(ServiceSettings):
     drop_strategy: DropStrategy = DropStrategy.THROUGHPUT_GREEDY
     """How groups are chosen: `throughput-greedy` keeps them small, `memory-greedy` makes them large, `optimum` tries
     all that there can be, of at most nine workers and groups."""
+    restore_by: RestoreBy = RestoreBy.RATIO
+    """When a group is restored: `ratio` after its use was below `restore_ratio` for a while, `benefit` when it has cost
+    more, since its use fits its workers without drop, than to restore it and drop again."""
     restore_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
     """KV use, over its workers' capacity without drop, below which a group is restored; 0: only by hand."""
+    restore_max_ratio: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """By benefit, the same with the growth to come; higher restores sooner, with less room for the next burst."""
+    restore_horizon_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """By benefit: seconds ahead for which growth counts; higher restores later."""
+    restore_again_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    """By benefit: a drop within so many seconds of a restore makes the next restore of these workers twice as dear."""
     restore_hold_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds that a group's use must stay below that; higher waits longer for the next burst."""
     restore_beside: bool = True
@@ -106,6 +115,10 @@ class PlannerSettings(ServiceSettings):
     def pacing(self) -> PacingParams:
         """Return how much patience there is."""
         return PacingParams(
+            restore_by=self.restore_by,
+            restore_max_ratio=self.restore_max_ratio,
+            restore_horizon_s=self.restore_horizon_s,
+            restore_again_s=self.restore_again_s,
             restore_ratio=self.restore_ratio,
             restore_hold_s=self.restore_hold_s,
             cooldown_s=self.cooldown_s,

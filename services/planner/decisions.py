@@ -2,7 +2,7 @@
 
     view ─► observe ─► groups that have parameters beside, and run short ─► unload, before anything else
                    ├─► ladder (held back after a failure, or a restore) ──► drop, or a static pipeline
-                   └─► groups that are used little for a while ───────────► load, restore, where groups are not for good
+                   └─► groups that are due, by ratio or benefit ──────────► load, restore, where groups are not for good
     outcome ─► back-off, cool-down, and nothing until reports show what was changed
 
 No I/O; time is an argument. What is remembered from one decision to the next is here, and nowhere else.
@@ -55,7 +55,7 @@ class Decider:
         self._settle_limit_s = settings.settle_limit_s
         self._backoff = Backoff(settings.pacing())
         self._cooldown = Cooldown(settings.pacing())
-        self._way_back = WayBack(settings.pacing())
+        self._way_back = WayBack(settings.pacing(), settings.drop())
         self._groups_stay = any(lever.is_standing for lever in self._levers)
         self._unsettled: Outcome | None = None
         self._settled_s = 0.0
@@ -125,12 +125,12 @@ class Decider:
 
     def note(self, outcome: Outcome, now_s: float) -> None:
         """Learn what became of a plan."""
-        if outcome.lever in (LOAD, UNLOAD):  # they have pauses of their own: a drop does not wait for them
-            self._way_back.note(outcome, now_s)
-        elif outcome.is_done:
-            self._backoff.succeeded()
-        else:
-            self._backoff.failed(now_s)
+        self._way_back.note(outcome, now_s)
+        if outcome.lever not in (LOAD, UNLOAD):  # they have pauses of their own: a drop does not wait for them
+            if outcome.is_done:
+                self._backoff.succeeded()
+            else:
+                self._backoff.failed(now_s)
         if outcome.done:
             self._unsettled, self._settled_s = outcome, now_s + self._settle_limit_s
             if outcome.lever == RESTORE:
