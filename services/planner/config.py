@@ -12,6 +12,7 @@ from services.planner.policy.drop_facts import DropParams, KvFate
 from services.planner.policy.ladder import LadderParams
 from services.planner.policy.observe import ObserveParams, linear_profile
 from services.planner.policy.pacing import PacingParams, RestoreBy
+from services.planner.policy.scale_signal import ScaleParams
 from shared.config import ServiceSettings
 from shared.config_sources import split_values
 from shared.systems import DEFAULT_SYSTEM
@@ -71,6 +72,13 @@ class PlannerSettings(ServiceSettings):
     """Seconds without progress after which such a load is given up, and tried again later; higher waits longer."""
     cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds after a restore in which only workers that have been calm since are a reason to drop again."""
+    max_instances: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Most instances that are asked for when dropping does not make room enough, with those that there are; 0: more are
+    never asked for."""
+    scale_window_s: _Seconds = 30.0
+    """Seconds over which use must have grown after a drop for more instances to be asked for; higher asks later."""
+    scale_hold_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """Seconds for which demand must fit the instances that there were before they are no longer asked for."""
     rebalance_pause_s: _Seconds = 1.5
     """Seconds between two rounds in which waiting requests go where there is room; reports have to show the last."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
@@ -127,6 +135,10 @@ class PlannerSettings(ServiceSettings):
             restore_beside=self.restore_beside,
             load_stall_s=self.load_stall_s,
         )
+
+    def scaling(self) -> ScaleParams:
+        """Return when more instances are asked for."""
+        return ScaleParams(self.max_instances, self.scale_window_s, self.scale_hold_s)
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.
