@@ -60,7 +60,7 @@ class PlannerSettings(ServiceSettings):
     """KV use, over its workers' capacity without drop, below which a group is restored; 0: only by hand."""
     restore_max_ratio: Annotated[float, Field(gt=0, le=1)] = 0.8
     """By benefit, the same with the growth to come; higher restores sooner, with less room for the next burst."""
-    restore_horizon_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    restore_horizon_s: Annotated[float, Field(ge=0, le=3600)] = 3.0
     """By benefit: seconds ahead for which growth counts; higher restores later."""
     restore_again_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
     """By benefit: a drop within so many seconds of a restore makes the next restore of these workers twice as dear."""

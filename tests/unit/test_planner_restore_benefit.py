@@ -328,7 +328,7 @@ def test_a_group_that_fits_and_costs_is_restored_by_benefit_and_the_plan_says_wh
     assert [plan.lever for plan in done] == (["drop", "load", "restore"] if is_restored else ["drop"])
     if is_restored and rule == "benefit":
         assert "beside serving; room for 320 tokens meanwhile, 384 before; by benefit: it has cost" in done[1].reason
-        assert "now 224 of 320 tokens with the growth of 10 s" in done[1].reason
+        assert "now 224 of 320 tokens with the growth of 3 s" in done[1].reason
     elif is_restored:
         assert "; by ratio: it wants 128 tokens, and for 4.0 s less than 50% of 320 without drop" in done[1].reason
 

@@ -51,7 +51,7 @@ class PacingParams:
     restore_max_ratio: float = 0.8
     """By benefit: share of the capacity without drop below which use has to stay; higher restores sooner, with less
     room for what comes."""
-    restore_horizon_s: float = 10.0
+    restore_horizon_s: float = 3.0
     """By benefit: seconds ahead for which the growth of what runs is counted in, as if nothing ended."""
     restore_again_s: float = 60.0
     """By benefit: a drop so few seconds after a restore doubles the price of the next restore of these workers."""
