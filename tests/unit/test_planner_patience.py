@@ -146,7 +146,6 @@ def test_without_elastic_workers_there_are_no_facts() -> None:
         ({"elastic": ELASTIC.model_copy(update={"num_pages": 0})}, "its budget cannot be"),
         ({"token_s": -1.0}, "its budget cannot be"),
         ({"tokens_per_s": -1.0}, "its budget cannot be"),
-        ({"tokens_per_s": float("inf")}, "its budget cannot be"),
         ({"resident": (1, 8)}, "it has parameters of the layers (1, 8), and holds (0, 8)"),
         ({"layers": (0, 4), "resident": (0, 9)}, "it has parameters of the layers (0, 9), and holds (0, 4)"),
     ],
