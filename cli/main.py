@@ -13,7 +13,7 @@ from cli.bench.options import bench
 from cli.bus_options import nats_config, tap
 from cli.chaos.options import chaos
 from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
-from cli.groups.options import drop, restore
+from cli.groups.options import drop, planner, restore
 from cli.keys import keys
 from cli.replay.options import replay
 from cli.simulate.options import compare, plan, simulate
@@ -37,6 +37,7 @@ Examples:
   sluice tap 'sluice.*.event.>'                watch what happens on the bus
   sluice profile --model ./llama               measure what a step costs, as a cost profile
   sluice chaos kill worker-0                   see that nobody notices
+  sluice planner                               what the planner decided last, and why
   sluice drop                                  make room for KV: replicated parameters give way
   sluice simulate --system fcfs                a load on a cluster of modelled GPUs, in virtual time
   sluice compare --systems fcfs,oracle         the same load on several systems
@@ -47,7 +48,7 @@ Exit codes:
   0    done, or stopped as asked
   1    something failed while it ran
   2    refused: bad usage, a wrong setting, a taken port, a missing model
-  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos), or no planner (drop, restore)
+  3    nothing answers at the URL (status, chat, bench, replay), or under the id (chaos), or no planner
   130  stopped at once by a second Ctrl-C (bench, replay, pull, simulate, compare, plan: by the first)
 
 Settings come from flags, then SLUICE_<NAME> in the environment, then ./sluice.toml, then defaults.
@@ -254,6 +255,7 @@ def version() -> int:
 
 cli.add_command(bench)
 cli.add_command(chaos)
+cli.add_command(planner)
 cli.add_command(drop)
 cli.add_command(restore)
 cli.add_command(keys)

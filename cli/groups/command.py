@@ -46,6 +46,23 @@ async def run_verb(
     return json.dumps(answer) if as_json else describe(answer)
 
 
+async def run_planner(flags: Mapping[str, Any], *, as_json: bool) -> str:
+    """Return what the planner in charge decided last, and how many instances it wants.
+
+    Raises:
+        StartupError: there is no broker, or it lets nobody in.
+        CommandError: nobody is in charge.
+    """
+    settings = load_up_settings(flags)
+    access = named_broker(settings)
+    bus = await NatsBus.connect(access.url, name="sluice-planner-status", credentials=access.operator)
+    try:
+        name, answer = await _find_planner(bus, Subjects(settings.cluster))
+    finally:
+        await bus.close()
+    return json.dumps(answer) if as_json else describe_decision(name, answer)
+
+
 async def ask_planner(
     bus: Bus, subjects: Subjects, verb: str, question: Mapping[str, Any], limit_s: float
 ) -> dict[str, Any]:
@@ -54,7 +71,7 @@ async def ask_planner(
     Raises:
         CommandError: nobody is in charge, or it was not done; says why.
     """
-    name = await _find_planner(bus, subjects)
+    name, _ = await _find_planner(bus, subjects)
     subject = subjects.admin("planner", name, verb)
     try:
         data = await bus.request(subject, json.dumps(question).encode(), timeout_s=limit_s)
@@ -77,14 +94,23 @@ def describe(answer: Mapping[str, Any]) -> str:
     return f"{what} in {answer['latency_s']:.3f} s (plan {answer['plan_id']}): {answer['reason']}"
 
 
-async def _find_planner(bus: Bus, subjects: Subjects) -> str:
-    """Return the id of the planner that nobody has superseded."""
+def describe_decision(name: str, answer: Mapping[str, Any]) -> str:
+    """Return what a planner says of itself, in one line, and in a second one what instances it wants."""
+    lines = [f"{name}, epoch {answer.get('epoch')}: {answer.get('situation') or 'waiting'}: {answer.get('reason')}"]
+    if answer.get("instances_wanted") is not None:
+        lines.append(f"instances: {answer.get('instances_reason')}")
+    return "\n".join(lines)
+
+
+async def _find_planner(bus: Bus, subjects: Subjects) -> tuple[str, dict[str, Any]]:
+    """Return the id of the planner that nobody has superseded, and what it says of itself."""
     names = await _planners(bus, subjects.cluster)
     for name in names:
         try:
             data = await bus.request(subjects.admin("planner", name, "plan"), b"", timeout_s=ASK_LIMIT_S)
-            if not json.loads(data).get("superseded", False):
-                return name
+            answer: dict[str, Any] = json.loads(data)
+            if not answer.get("superseded", False):
+                return name, answer
         except (BusError, ValueError, AttributeError):
             continue
     if names:

@@ -1,4 +1,4 @@
-"""The options of `sluice drop` and `sluice restore`."""
+"""The options of `sluice drop`, `sluice restore` and `sluice planner`."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ def _names(_context: click.Context, _parameter: click.Parameter, value: str | No
     return names
 
 
+_limit_option = click.option(
+    "--timeout",
+    "limit_s",
+    metavar="S",
+    type=click.FloatRange(min=0, min_open=True, max=MAX_LIMIT_S),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for the answer; the planner goes on with it all the same.",
+)
+
+
 def _bus_options(command: Any) -> Any:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="The planner's answer as one line of JSON."),
-        click.option(
-            "--timeout",
-            "limit_s",
-            metavar="S",
-            type=click.FloatRange(min=0, min_open=True, max=MAX_LIMIT_S),
-            default=60.0,
-            show_default=True,
-            help="Seconds to wait for the answer; the planner goes on with it all the same.",
-        ),
         click.option(
             "--cluster", metavar="NAME", default=None, help="Name of the cluster on a shared broker. [default]"
         ),
@@ -54,8 +56,19 @@ def _bus_options(command: Any) -> Any:
     return command
 
 
+@click.command(name="planner")
+@_bus_options
+def planner(*, as_json: bool, **flags: Any) -> int:
+    """Print what the planner decided last, why, and how many instances it wants."""
+    from cli.groups.command import run_planner
+
+    click.echo(asyncio.run(run_planner(flags, as_json=as_json)))
+    return 0
+
+
 @click.command(epilog=_DROP_EPILOG)
 @click.option("--workers", metavar="A,B,…", default=None, callback=_names, help="Workers of one group. [by need]")
+@_limit_option
 @_bus_options
 def drop(*, workers: tuple[str, ...], limit_s: float, as_json: bool, **flags: Any) -> int:
     """Have workers drop replicated parameters and serve as a pipeline group."""
@@ -67,6 +80,7 @@ def drop(*, workers: tuple[str, ...], limit_s: float, as_json: bool, **flags: An
 
 @click.command(epilog=_RESTORE_EPILOG)
 @click.option("--group", "groups", metavar="ID", multiple=True, help="A group, by its leader; repeat. [all]")
+@_limit_option
 @_bus_options
 def restore(*, groups: tuple[str, ...], limit_s: float, as_json: bool, **flags: Any) -> int:
     """Make the workers of pipeline groups whole instances again."""

@@ -11,7 +11,8 @@ from services.planner.policy.drop import DropStrategy
 from services.planner.policy.drop_facts import DropParams, KvFate
 from services.planner.policy.ladder import LadderParams
 from services.planner.policy.observe import ObserveParams, linear_profile
-from services.planner.policy.pacing import PacingParams
+from services.planner.policy.pacing import PacingParams, RestoreBy
+from services.planner.policy.scale_signal import ScaleParams
 from shared.config import ServiceSettings
 from shared.config_sources import split_values
 from shared.systems import DEFAULT_SYSTEM
@@ -52,8 +53,17 @@ class PlannerSettings(ServiceSettings):
     drop_strategy: DropStrategy = DropStrategy.THROUGHPUT_GREEDY
     """How groups are chosen: `throughput-greedy` keeps them small, `memory-greedy` makes them large, `optimum` tries
     all that there can be, of at most nine workers and groups."""
+    restore_by: RestoreBy = RestoreBy.RATIO
+    """When a group is restored: `ratio` after its use was below `restore_ratio` for a while, `benefit` when it has cost
+    more, since its use fits its workers without drop, than to restore it and drop again."""
     restore_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
     """KV use, over its workers' capacity without drop, below which a group is restored; 0: only by hand."""
+    restore_max_ratio: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """By benefit, the same with the growth to come; higher restores sooner, with less room for the next burst."""
+    restore_horizon_s: Annotated[float, Field(ge=0, le=3600)] = 3.0
+    """By benefit: seconds ahead for which growth counts; higher restores later."""
+    restore_again_s: Annotated[float, Field(ge=0, le=3600)] = 60.0
+    """By benefit: a drop within so many seconds of a restore makes the next restore of these workers twice as dear."""
     restore_hold_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds that a group's use must stay below that; higher waits longer for the next burst."""
     restore_beside: bool = True
@@ -62,6 +72,13 @@ class PlannerSettings(ServiceSettings):
     """Seconds without progress after which such a load is given up, and tried again later; higher waits longer."""
     cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """Seconds after a restore in which only workers that have been calm since are a reason to drop again."""
+    max_instances: Annotated[int, Field(ge=0, le=65_536)] = 0
+    """Most instances that are asked for when dropping does not make room enough, with those that there are; 0: more are
+    never asked for."""
+    scale_window_s: _Seconds = 30.0
+    """Seconds over which use must have grown after a drop for more instances to be asked for; higher asks later."""
+    scale_hold_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
+    """Seconds for which demand must fit the instances that there were before they are no longer asked for."""
     rebalance_pause_s: _Seconds = 1.5
     """Seconds between two rounds in which waiting requests go where there is room; reports have to show the last."""
     batch_per_worker: Annotated[int, Field(ge=0, le=65_536)] = 256
@@ -106,6 +123,10 @@ class PlannerSettings(ServiceSettings):
     def pacing(self) -> PacingParams:
         """Return how much patience there is."""
         return PacingParams(
+            restore_by=self.restore_by,
+            restore_max_ratio=self.restore_max_ratio,
+            restore_horizon_s=self.restore_horizon_s,
+            restore_again_s=self.restore_again_s,
             restore_ratio=self.restore_ratio,
             restore_hold_s=self.restore_hold_s,
             cooldown_s=self.cooldown_s,
@@ -114,6 +135,10 @@ class PlannerSettings(ServiceSettings):
             restore_beside=self.restore_beside,
             load_stall_s=self.load_stall_s,
         )
+
+    def scaling(self) -> ScaleParams:
+        """Return when more instances are asked for."""
+        return ScaleParams(self.max_instances, self.scale_window_s, self.scale_hold_s)
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.

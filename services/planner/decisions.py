@@ -2,7 +2,8 @@
 
     view ─► observe ─► groups that have parameters beside, and run short ─► unload, before anything else
                    ├─► ladder (held back after a failure, or a restore) ──► drop, or a static pipeline
-                   └─► groups that are used little for a while ───────────► load, restore, where groups are not for good
+                   ├─► groups that are due, by ratio or benefit ──────────► load, restore, where groups are not for good
+                   └─► more instances wanted, beside whatever is done
     outcome ─► back-off, cool-down, and nothing until reports show what was changed
 
 No I/O; time is an argument. What is remembered from one decision to the next is here, and nowhere else.
@@ -25,6 +26,7 @@ from services.planner.policy.pacing import Backoff, Cooldown
 from services.planner.policy.pipeline_lever import PipelineLever
 from services.planner.policy.residence import beside_groups
 from services.planner.policy.residence_watch import Due
+from services.planner.policy.scale_signal import ScaleSignal, ScaleWish
 from services.planner.way_back import WayBack
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -43,6 +45,8 @@ class Verdict:
     """Restores that were due and cannot be, and why."""
     left_out: tuple[tuple[WorkerId, str], ...] = ()
     """Workers that no plan counts on, and why."""
+    wish: ScaleWish | None = None
+    """How many instances there should be; None: as many as there are."""
 
 
 class Decider:
@@ -55,7 +59,8 @@ class Decider:
         self._settle_limit_s = settings.settle_limit_s
         self._backoff = Backoff(settings.pacing())
         self._cooldown = Cooldown(settings.pacing())
-        self._way_back = WayBack(settings.pacing())
+        self._way_back = WayBack(settings.pacing(), settings.drop())
+        self._scale = ScaleSignal(settings.scaling())
         self._groups_stay = any(lever.is_standing for lever in self._levers)
         self._unsettled: Outcome | None = None
         self._settled_s = 0.0
@@ -73,12 +78,15 @@ class Decider:
             now_s: of a monotonic clock.
         """
         if view is None or age_s is None:
-            return Verdict(decide(self._ladder, self._levers, ClusterSnapshot(view_age_s=None)))
+            decision = decide(self._ladder, self._levers, ClusterSnapshot(view_age_s=None))
+            self._scale.apply(None, decision, now_s)
+            return Verdict(decision, wish=self._scale.wish)
         observation = self.observe(view, age_s)
         snapshot = replace(observation.snapshot, held_back=self._held_back(observation.snapshot, now_s))
         decision = decide(self._ladder, self._levers, snapshot)
         verdict = self._act(decision, snapshot.facts, view, now_s)
-        return replace(verdict, left_out=observation.left_out)
+        self._scale.apply(snapshot.facts, decision, now_s, snapshot.held_back)
+        return replace(verdict, left_out=observation.left_out, wish=self._scale.wish)
 
     def _act(self, decision: Decision, facts: ClusterFacts | None, view: ClusterView, now_s: float) -> Verdict:
         """Return what workers are to do, and why some restores that are due cannot be."""
@@ -125,12 +133,12 @@ class Decider:
 
     def note(self, outcome: Outcome, now_s: float) -> None:
         """Learn what became of a plan."""
-        if outcome.lever in (LOAD, UNLOAD):  # they have pauses of their own: a drop does not wait for them
-            self._way_back.note(outcome, now_s)
-        elif outcome.is_done:
-            self._backoff.succeeded()
-        else:
-            self._backoff.failed(now_s)
+        self._way_back.note(outcome, now_s)
+        if outcome.lever not in (LOAD, UNLOAD):  # they have pauses of their own: a drop does not wait for them
+            if outcome.is_done:
+                self._backoff.succeeded()
+            else:
+                self._backoff.failed(now_s)
         if outcome.done:
             self._unsettled, self._settled_s = outcome, now_s + self._settle_limit_s
             if outcome.lever == RESTORE:

@@ -24,6 +24,7 @@ from services.planner.policy.intent import Intent, drop_intent, restore_intent
 from services.planner.policy.ladder import NO_LEVER, Decision
 from services.planner.policy.residence import beside_groups
 from services.planner.policy.restore import RestoreRefusal, plan_restore
+from services.planner.policy.scale_signal import ScaleWish
 from shared.bus import Endpoint, Message
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView
@@ -44,6 +45,7 @@ class Carrier(Protocol):
 
     decision: Decision | None
     superseded: bool
+    wish: ScaleWish | None
 
     @property
     def epoch(self) -> int:
@@ -101,9 +103,9 @@ class PlannerEndpoints:
         ]
 
     async def plan(self, message: Message) -> bytes:
-        """Say what was decided last."""
+        """Say what was decided last, and how many instances there should be."""
         del message
-        decision = self._planner.decision
+        wish, decision = self._planner.wish, self._planner.decision
         answer = {
             "epoch": self._planner.epoch,
             "superseded": self._planner.superseded,
@@ -111,6 +113,8 @@ class PlannerEndpoints:
             "lever": decision.lever if decision is not None else NO_LEVER,
             "situation": decision.situation if decision is not None else None,
             "reason": decision.reason if decision is not None else "no decision yet",
+            "instances_wanted": wish.num_instances if wish is not None else None,
+            "instances_reason": wish.reason if wish is not None else "",
         }
         return json.dumps(answer).encode()
 

@@ -20,6 +20,7 @@ from services.planner.execution import Outcome, PlanExecution
 from services.planner.policy.intent import Intent
 from services.planner.policy.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
+from services.planner.policy.scale_signal import ScaleWish
 from services.planner.rebalancing import Rebalancer
 from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
@@ -88,6 +89,8 @@ class Planner:
         self._told: dict[tuple[str, str], None] = {}
         self.decision: Decision | None = None
         """The last decision."""
+        self.wish: ScaleWish | None = None
+        """How many instances there should be, as was told last; None: as many as there are."""
         self.superseded = False
         """Whether another planner has taken over; then this one decides nothing more."""
 
@@ -242,6 +245,7 @@ class Planner:
             await self._tell_once("worker_left_out", f"{worker_id} takes part in no plan: {reason}")
         for refusal in verdict.refusals:
             await self.announce("plan_refused", refusal)
+        await self._tell_wish(verdict.wish)
         if verdict.intent is not None:
             if self._carrying is None:  # a person may have been quicker while events were told
                 self._begin(verdict.intent)
@@ -256,6 +260,15 @@ class Planner:
             await book.write(decision.lever, decision.reason)
         name = "plan_refused" if self._levers and decision.is_in_need else f"plan_{decision.lever}"
         await self.announce(name, f"{decision.situation}: {decision.reason}")
+
+    async def _tell_wish(self, wish: ScaleWish | None) -> None:
+        """Tell people when more instances are wanted than before, or none: each time anew, whatever was told once."""
+        before, self.wish = self.wish, wish
+        if wish is not None and (before is None or wish.num_instances != before.num_instances):
+            await self.announce("instances_wanted", wish.reason)
+        elif wish is None and before is not None:
+            reason = f"{before.num_instances} instances are no longer wanted: demand fits those that there were"
+            await self.announce("instances_suffice", reason)
 
     def _begin(self, intent: Intent) -> asyncio.Task[Outcome]:
         assert self._execution is not None, "started"

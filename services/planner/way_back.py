@@ -1,7 +1,7 @@
 """The way of groups back to whole instances: loads beside serving, restores, and the steps back.
 
-    used little for a while ─► load beside serving ─► restore, which has nothing to load
-                         └──► restore in one step, where that cannot be
+    due, by ratio or benefit ─► load beside serving ─► restore, which has nothing to load
+                          └──► restore in one step, where that cannot be
     short of memory, or in the way of a drop ─► unload
 
 No I/O; time is an argument. What is remembered from one decision to the next is in the watches.
@@ -10,14 +10,16 @@ No I/O; time is an argument. What is remembered from one decision to the next is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.planner.execution import Outcome
-from services.planner.policy.drop_facts import ClusterFacts
-from services.planner.policy.intent import LOAD, UNLOAD, Intent, residence_intent, restore_intent
-from services.planner.policy.pacing import PacingParams, RestoreWatch
+from services.planner.policy.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, residence_intent, restore_intent
+from services.planner.policy.pacing import PacingParams, RestoreBy, RestoreWatch
 from services.planner.policy.residence import plan_load, plan_unload
 from services.planner.policy.residence_watch import Due, ResidenceWatch
-from services.planner.policy.restore import RestoreRefusal, plan_restore
+from services.planner.policy.restore import RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.restore_benefit import BenefitWatch
 from shared.messages.report import ClusterView
 
 MAX_REASONS = 4
@@ -27,9 +29,10 @@ MAX_REASONS = 4
 class WayBack:
     """Decides what groups do next on their way back, and learns from what becomes of it."""
 
-    def __init__(self, params: PacingParams) -> None:
+    def __init__(self, params: PacingParams, drop: DropParams) -> None:
+        by_benefit = params.restore_by is RestoreBy.BENEFIT
         self._params = params
-        self._idle = RestoreWatch(params)
+        self._idle: RestoreWatch | BenefitWatch = BenefitWatch(params, drop) if by_benefit else RestoreWatch(params)
         self._residence = ResidenceWatch(params)
 
     def look(self, facts: ClusterFacts, now_s: float) -> Due:
@@ -42,7 +45,11 @@ class WayBack:
         self._residence.forget()
 
     def note(self, outcome: Outcome, now_s: float) -> None:
-        """Learn what became of a load or an unload; other plans teach nothing."""
+        """Learn what became of a plan."""
+        if outcome.lever == DROP:
+            self._idle.note_drop(outcome.done, now_s)
+        elif outcome.lever == RESTORE:
+            self._idle.note_restore(outcome.done, now_s)
         names = [group.stages[0].worker_id for group in outcome.groups]
         if outcome.lever == LOAD:
             self._residence.loaded(names, now_s, is_done=outcome.is_done)
@@ -73,18 +80,24 @@ class WayBack:
 
     def _load(self, group_id: str, facts: ClusterFacts, view: ClusterView) -> Intent | None:
         """Return what has one group load; together, those that are prepared would wait for the slowest."""
-        plan = plan_load(facts, group_id, self._params.restore_ratio)
-        return None if isinstance(plan, RestoreRefusal) else residence_intent(plan, facts, view)
+        plan = plan_load(facts, group_id, self._params.fit_ratio, self._params.fit_horizon_s)
+        if isinstance(plan, RestoreRefusal):
+            return None
+        return residence_intent(replace(plan, reason=self._with_why(plan.reason, (group_id,))), facts, view)
 
     def _restore(
         self, due: Sequence[str], facts: ClusterFacts, view: ClusterView
     ) -> tuple[Intent | None, tuple[str, ...]]:
-        """Return what restores the groups that are due, as many as can be."""
+        """Return what restores the groups that are due, as many as can be.
+
+        Whether each request finds a whole instance is not asked again: reports do not say how large the largest one
+        is. By benefit the watch has asked it with a bound (`pacing.largest_request_tokens`).
+        """
         if not due:
             return None, ()
         plan = plan_restore(facts, due)
         if not isinstance(plan, RestoreRefusal):
-            return restore_intent(plan, facts, view), ()
+            return self._restored(plan, facts, view), ()
         self._idle.forget()  # and look again after a while
         if len(due) == 1:
             return None, (plan.reason,)
@@ -94,4 +107,16 @@ class WayBack:
         together = plan_restore(facts, possible) if possible else None
         if together is None or isinstance(together, RestoreRefusal):
             return None, refusals
-        return restore_intent(together, facts, view), refusals
+        return self._restored(together, facts, view), refusals
+
+    def _restored(self, plan: RestorePlan, facts: ClusterFacts, view: ClusterView) -> Intent:
+        reason = self._with_why(plan.reason, [group.group_id for group in plan.groups])
+        return restore_intent(replace(plan, reason=reason), facts, view)
+
+    def _with_why(self, reason: str, group_ids: Sequence[str]) -> str:
+        """Return the reason, and by which rule and figures the groups are due.
+
+        Of what was loaded before this planner came nobody knows it.
+        """
+        whys = [why for why in map(self._idle.why, group_ids) if why]
+        return "; ".join([reason, *whys[:MAX_REASONS]])

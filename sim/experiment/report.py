@@ -66,6 +66,7 @@ _ROWS: Final = (
     _Row("pipeline bubbles", ("bubble_ratio",), _share, if_any=True),
     _Row("drops", ("drops",), _count, if_any=True),
     _Row("restores", ("restores",), _count, if_any=True),
+    _Row("time in groups", ("grouped_ratio",), _share, if_any=True),
     _Row("migrations", ("migrations",), _count, if_any=True),
     _Row("GPUs at most", ("gpus_peak",), _count),
     _Row("GPU seconds", ("gpu_seconds",), _count),

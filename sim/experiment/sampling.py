@@ -35,6 +35,8 @@ class Sampler:
         self._loop = asyncio.get_running_loop()
         self._begin_s = self._loop.time()
         self._rows: list[tuple[float, ...]] = []
+        self._grouped: list[float] = []
+        """Share of the instances that are in groups, by sample."""
         self._plans: Counter[str] = Counter()
         """That were carried out, by lever."""
 
@@ -60,6 +62,7 @@ class Sampler:
         sessions = self._cluster.dispatcher.sessions
         used = sum(each.num_used_blocks for each in stats)
         wanted = sum(each.num_demanded_blocks for each in stats)
+        self._grouped.append(self._grouped_ratio())
         parked = sum(each.num_waiting + each.num_preempted for each in stats)
         self._rows.append(
             (
@@ -72,6 +75,11 @@ class Sampler:
                 self._num_serving() * self._gpus_per_worker,
             )
         )
+
+    def _grouped_ratio(self) -> float:
+        """Return the share of the workers that are in a group, as leaders or members, by what they last reported."""
+        statuses = self._cluster.dispatcher.sessions.cluster.statuses
+        return sum(bool(each.report.group) for each in statuses) / len(self._cluster.workers)
 
     def _num_serving(self) -> int:
         """Return how many workers compute, as leaders, members or alone."""
@@ -93,6 +101,7 @@ class Sampler:
             bubble_ratio=self._bubble_ratio(),
             drops=self._plans["drop"],
             restores=self._plans["restore"],
+            grouped_ratio=float(np.dot(self._grouped[:-1], elapsed_s) / max(elapsed_s.sum(), PERIOD_S)),
             migrations=self._plans["migrate"],
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),

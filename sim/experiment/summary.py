@@ -49,6 +49,8 @@ class SystemFacts:
     """Plans that dropped layers."""
     restores: int | None = None
     """Plans that brought them back."""
+    grouped_ratio: float | None = None
+    """Share of the instances' time that passed in groups, from the drop until they were whole again."""
     migrations: int | None = None
     """Requests moved between instances."""
     gpus_peak: int | None = None

@@ -31,6 +31,8 @@ SCENARIO: dict[str, Any] = {
     "variants": {
         "as-it-is": {"system": "kunserve"},
         "quick": {"system": "kunserve", "planner": QUICK},
+        "by-benefit": {"system": "kunserve", "planner": {**QUICK, "restore_by": "benefit"}},
+        "by-ratio": {"system": "kunserve", "planner": {**QUICK, "restore_by": "ratio"}},
         "stays": {"system": "kunserve", "planner": {**QUICK, "restore_ratio": 0.0}},
         "computes-again": {"system": "kunserve", "exchange": False},
         "by-count": {"system": "kunserve", "scheduler": "chunked"},
@@ -81,6 +83,17 @@ def test_without_restore_groups_stay(found: dict[str, Summary]) -> None:
     assert found["quick"]["restores"] > 0
     assert found["stays"]["drops"] > 0
     assert found["stays"]["restores"] == 0
+
+
+def test_groups_are_restored_by_the_rule_that_is_named(found: dict[str, Summary]) -> None:
+    """Time in groups tells both from those that stay, and one from the other: here a restore is dear."""
+    for rule in ("by-benefit", "by-ratio"):
+        assert found[rule]["drops"] == found[rule]["restores"] > 0
+        assert 0 < found[rule]["grouped_ratio"] < found["stays"]["grouped_ratio"]
+        assert found[rule]["completed"] == found["stays"]["completed"]
+    assert found["by-ratio"] == found["quick"], "the papers' rule is the default"
+    assert found["by-benefit"]["grouped_ratio"] > found["by-ratio"]["grouped_ratio"]
+    assert found["fcfs"]["grouped_ratio"] == 0
 
 
 def test_without_exchange_kv_is_computed_again(scenario: Scenario, found: dict[str, Summary]) -> None:
@@ -170,9 +183,8 @@ def test_a_variant_has_a_name_of_its_own() -> None:
 
 
 def test_a_name_that_is_neither_a_system_nor_a_variant_is_refused(scenario: Scenario) -> None:
-    with pytest.raises(
-        StartupError, match=r"unknown system 'stay'.*The scenario's variants are as-it-is, quick, stays"
-    ):
+    listed = "as-it-is, quick, by-benefit, by-ratio, stays"
+    with pytest.raises(StartupError, match=f"unknown system 'stay'.*The scenario's variants are {listed}"):
         scenario.variant("stay")
 
 

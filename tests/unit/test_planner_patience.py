@@ -81,6 +81,7 @@ def test_every_figure_of_a_report_has_its_place() -> None:
         "num_running": 5,
         "num_queued_for_memory": 2,
         "num_waiting": 9,
+        "max_model_len": 900,
     }
     (facts,) = instances(status("w", throttled=True, **busy))
     assert facts == InstanceFacts(
@@ -91,6 +92,8 @@ def test_every_figure_of_a_report_has_its_place() -> None:
         used_tokens=40 * 16,
         demanded_tokens=7 * 16,
         growth_tokens=25,
+        tokens_per_s=12.5,
+        max_request_tokens=900,
         num_running=5,
         num_queued=2,
         throttled=True,
@@ -142,6 +145,7 @@ def test_without_elastic_workers_there_are_no_facts() -> None:
         ({"layers": (0, 9)}, "it holds the layers (0, 9) of a model of 8"),
         ({"elastic": ELASTIC.model_copy(update={"num_pages": 0})}, "its budget cannot be"),
         ({"token_s": -1.0}, "its budget cannot be"),
+        ({"tokens_per_s": -1.0}, "its budget cannot be"),
         ({"resident": (1, 8)}, "it has parameters of the layers (1, 8), and holds (0, 8)"),
         ({"layers": (0, 4), "resident": (0, 9)}, "it has parameters of the layers (0, 9), and holds (0, 4)"),
     ],

@@ -362,4 +362,6 @@ def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
         "lever": "none",
         "situation": "blind",
         "reason": "no view of the cluster has come yet",
+        "instances_wanted": None,
+        "instances_reason": "",
     }

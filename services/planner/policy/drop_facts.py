@@ -13,6 +13,7 @@ Pure values. Source: KunServe v1, section 4.1 (buddy groups), v2, section 4.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -90,6 +91,10 @@ class InstanceFacts:
     """KV that its queued requests need before they can run, tokens; as above."""
     growth_tokens: int = 0
     """KV by which its running requests will grow over the horizon of the plan, tokens."""
+    tokens_per_s: float = 0.0
+    """At which its running requests grow now."""
+    max_request_tokens: int | None = None
+    """Most KV that one request can have, by the length that the model is served with; None: unknown."""
     num_running: int = 0
     num_queued: int = 0
     throttled: bool = False
@@ -113,6 +118,8 @@ class InstanceFacts:
         counts = (self.used_tokens, self.demanded_tokens, self.growth_tokens, self.num_running, self.num_queued)
         if min(counts) < 0 or not 0 <= self.link_bytes_per_s < float("inf") or not 0 <= self.token_s < float("inf"):
             raise ValueError(f"instance {self.instance_id} has a negative count, link or time")
+        if not 0 <= self.tokens_per_s < float("inf"):
+            raise ValueError(f"instance {self.instance_id} generates {self.tokens_per_s} tokens per second")
         if self.resident is not None and not self.resident.covers(self.layers):
             raise ValueError(f"instance {self.instance_id} computes {self.layers} and has only {self.resident}")
         if not 0 <= self.loaded_ratio <= 1:
@@ -202,6 +209,11 @@ def groups_of(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:
 def wanted_tokens(members: Sequence[InstanceFacts]) -> int:
     """Return the KV that the requests of these instances hold, or need before they can run, tokens."""
     return sum(member.used_tokens + member.demanded_tokens for member in members)
+
+
+def expected_tokens(members: Sequence[InstanceFacts], horizon_s: float) -> int:
+    """Return the KV that these requests want so many seconds ahead if none of them ends, tokens, rounded up."""
+    return wanted_tokens(members) + math.ceil(horizon_s * sum(member.tokens_per_s for member in members))
 
 
 def missing_layers(model: ModelFacts, members: Sequence[InstanceFacts]) -> LayerRange | None:

@@ -143,7 +143,8 @@ def _model_facts(report: WorkerReport, elastic: ElasticFacts) -> ModelFacts:
     resident = _resident(report)
     if resident is not None and not (facts.all_layers.covers(resident) and resident.covers(LayerRange(*report.layers))):
         raise ValueError(f"it has parameters of the layers {report.resident}, and holds {report.layers}")
-    if elastic.num_pages < 1 or elastic.max_blocks < 0 or not 0 <= report.token_s < float("inf"):
+    rates = report.token_s, report.tokens_per_s
+    if elastic.num_pages < 1 or elastic.max_blocks < 0 or not all(0 <= rate < float("inf") for rate in rates):
         raise ValueError("its budget cannot be")
     return facts
 
@@ -173,6 +174,8 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         used_tokens=reports * report.num_used_blocks * block_size,
         demanded_tokens=reports * report.num_demanded_blocks * block_size,
         growth_tokens=reports * int(report.tokens_per_s * params.horizon_s),
+        tokens_per_s=reports * report.tokens_per_s,
+        max_request_tokens=report.max_model_len or None,
         num_running=reports * report.num_running,
         num_queued=reports * report.num_queued_for_memory,
         throttled=reports and status.throttled,

@@ -22,7 +22,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts, groups_of, wanted_tokens
+from services.planner.policy.drop_facts import (
+    ClusterFacts,
+    InstanceFacts,
+    ModelFacts,
+    expected_tokens,
+    groups_of,
+    wanted_tokens,
+)
 from services.planner.policy.restore import RestoreRefusal, missing_bytes, why_no_room
 from shared.ids import WorkerId
 from shared.layers import LayerRange, check_tiling
@@ -123,7 +130,7 @@ def beside_tokens(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
 
 
 def why_not_loaded(
-    rule: CapacityRule, group_id: str, stages: Sequence[InstanceFacts], max_use_ratio: float
+    rule: CapacityRule, group_id: str, stages: Sequence[InstanceFacts], max_use_ratio: float, horizon_s: float = 0.0
 ) -> RestoreRefusal | None:
     """Return why a group cannot load the whole model beside serving; None: it can.
 
@@ -132,10 +139,11 @@ def why_not_loaded(
         group_id: for the reason.
         stages: of the group.
         max_use_ratio: what requests want is below this share of the room that is left meanwhile.
+        horizon_s: and so is what they want so many seconds ahead if none of them ends.
     """
     if not can_load(rule.model, stages):
         return RestoreRefusal(f"{group_id}: not all of its members can load parameters beside serving")
-    room, wanted = beside_tokens(rule, stages), wanted_tokens(stages)
+    room, wanted = beside_tokens(rule, stages), expected_tokens(stages, horizon_s)
     if room == 0 or wanted >= max_use_ratio * room:
         return RestoreRefusal(
             f"{group_id}: its requests want {wanted} tokens of KV; beside the whole model it has room for {room}"
@@ -143,13 +151,15 @@ def why_not_loaded(
     return why_no_room(rule, group_id, stages)
 
 
-def plan_load(facts: ClusterFacts, group_id: str, max_use_ratio: float) -> ResidencePlan | RestoreRefusal:
+def plan_load(
+    facts: ClusterFacts, group_id: str, max_use_ratio: float, horizon_s: float = 0.0
+) -> ResidencePlan | RestoreRefusal:
     """Plan that the members of a group that stands load what they lack while they serve; see `why_not_loaded`."""
     model, rule = facts.model, CapacityRule(facts.model)
     stages = pipeline_of(model, groups_of(facts)[group_id])
     if not stages:
         return RestoreRefusal(f"{group_id} is no group that stands")
-    refusal = why_not_loaded(rule, group_id, stages, max_use_ratio)
+    refusal = why_not_loaded(rule, group_id, stages, max_use_ratio, horizon_s)
     if refusal is not None:
         return refusal
     num_blocks = rule.group_blocks(stages, model.all_layers)

@@ -1,10 +1,10 @@
 """What is due with each group on its way back to whole instances: a load, the restore, or a step back.
 
-                 used little for `restore_hold_s`                all there, and still used little
+                 due, by ratio or by benefit                     all there, and it still fits
     dropped ────────────── load ──────────────► loading ─► loaded ──────────── restore ──────► whole instances
         ▲                                          │          │
         └──────────────── unload ──────────────────┴──────────┘
-          a member is throttled │ it wants more than half way from `restore_ratio` to all of the room that is left │
+          a member is throttled │ it wants more than half way from `fit_ratio` to all of the room that is left │
           nothing was loaded for `load_stall_s` │ a plan ended by half
 
 After an unload a group has to be used little for the whole hold again, so it loads once per hold at most. One whose
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
-from services.planner.policy.pacing import ROUNDING_S, Backoff, PacingParams, is_used_little
+from services.planner.policy.pacing import ROUNDING_S, Backoff, PacingParams, fits_alone
 from services.planner.policy.residence import Residence, beside_tokens, pipeline_of, residence_of, why_not_loaded
 
 MAX_LOADS = 3
@@ -58,15 +58,15 @@ class ResidenceWatch:
 
     @property
     def max_use_ratio(self) -> float:
-        """Share of the room beside the whole model above which a group gives it back: half way from the ratio to 1."""
-        return (1 + self._params.restore_ratio) / 2
+        """Share of the room beside the whole model above which a group gives it back: half way from `fit_ratio`."""
+        return (1 + self._params.fit_ratio) / 2
 
     def apply(self, facts: ClusterFacts, idle: Collection[str], now_s: float) -> Due:
         """Take the facts of this moment; return what is due.
 
         Args:
             facts: of the cluster.
-            idle: groups that have been used little for the whole hold (`RestoreWatch`).
+            idle: groups that are due for a restore (`RestoreWatch`, `BenefitWatch`).
             now_s: this moment.
         """
         rule = CapacityRule(facts.model)
@@ -85,7 +85,7 @@ class ResidenceWatch:
                     (load if self._may_load(rule, name, stages) else restore).append(name)
             elif (why := self._why_back(rule, name, residence, stages, now_s)) is not None:
                 unload.append((name, f"{name}: {why}"))
-            elif residence is Residence.LOADED and is_used_little(rule, stages, self._params.restore_ratio):
+            elif residence is Residence.LOADED and fits_alone(self._params, rule, stages):
                 at_once.append(name)
             elif name in idle and not self._params.restore_beside:
                 restore.append(name)
@@ -144,7 +144,7 @@ class ResidenceWatch:
         tries = self._loads.get(name)
         if not self._params.restore_beside or (tries is not None and tries.num_failures >= MAX_LOADS):
             return False
-        return why_not_loaded(rule, name, stages, self._params.restore_ratio) is None
+        return why_not_loaded(rule, name, stages, self._params.fit_ratio, self._params.fit_horizon_s) is None
 
     def _why_back(
         self, rule: CapacityRule, name: str, residence: Residence, stages: Sequence[InstanceFacts], now_s: float

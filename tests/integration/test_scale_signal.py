@@ -1,0 +1,53 @@
+"""More instances are asked for, and no more asked for, over a real broker: what an autoscaler and an operator see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cli.groups.command import run_planner
+from shared.messages.event import Event
+from shared.nats_server import EmbeddedNats
+from tests.integration.test_plan_refusals import NO_GAIN, Room, planning, report
+
+LIMIT_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedNats() as nats:
+        yield nats.start(tmp_path_factory.mktemp("nats"))
+
+
+async def _told(here: Room, is_it: Callable[[Event], bool]) -> Event:
+    async with asyncio.timeout(LIMIT_S):
+        while (event := next((each for each in here.events if is_it(each)), None)) is None:
+            await asyncio.sleep(0.01)
+    return event
+
+
+async def test_instances_are_asked_for_while_no_drop_helps_and_given_up_when_demand_fits_again(nats_url: str) -> None:
+    """Two of 10 blocks, each wants 3 more, and a drop gains nothing: 96 tokens are one instance."""
+    more = (
+        report(0, NO_GAIN, is_short=True, num_demanded_blocks=3),
+        report(1, NO_GAIN, is_short=True, num_demanded_blocks=3),
+    )
+    reports = list(more)
+    flags = {"nats_url": nats_url, "cluster": "scale"}
+    async with planning(nats_url, "scale", reports, max_instances=4, scale_hold_s=1.0) as here:
+        event = await _told(here, lambda each: each.name == "instances_wanted")
+        assert "96 tokens of KV are lacking, an instance has room for 160: 3 instances are wanted" in event.reason
+        assert (await here.ask("plan", {}))["instances_wanted"] == 3
+        text = await run_planner(flags, as_json=False)
+        assert "3 instances are wanted, there are 2" in text
+        reports[:] = [report(index, NO_GAIN) for index in range(2)]
+        event = await _told(here, lambda each: each.name == "instances_suffice")
+        assert "3 instances are no longer wanted" in event.reason
+        assert (await here.ask("plan", {}))["instances_wanted"] is None
+        assert "wanted, there are" not in await run_planner(flags, as_json=False)
+        assert [each.name for each in here.events if each.name.startswith("instances_")] == [
+            "instances_wanted",
+            "instances_suffice",
+        ]

@@ -1,0 +1,344 @@
+"""When more instances are asked for, how many, and when no more; and that people hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.policy.drop import plan_drop, tokens_short
+from services.planner.policy.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.ladder import NO_LEVER, Decision, Situation
+from services.planner.policy.scale_signal import ScaleParams, ScaleSignal, ScaleWish
+from shared.layers import LayerRange
+from tests.support.drop_builders import make_facts, make_group, make_instance
+from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
+
+PARAMS = ScaleParams(max_instances=10, window_s=30.0, hold_s=60.0)
+CALM = Decision(NO_LEVER, Situation.CALM, "calm")
+IN_NEED = Decision(NO_LEVER, Situation.PRESSURE, "nothing helps")
+BLIND = Decision(NO_LEVER, Situation.BLIND, "blind")
+
+
+def short(number: int, demanded: int = 100, **fields: Any) -> Any:
+    """A whole instance of 3 blocks, 48 tokens, all in use, with requests that wait."""
+    common: dict[str, Any] = {"used_tokens": 48, "demanded_tokens": demanded, "num_queued": 2, "throttled": True}
+    return make_instance(number, host_copy=LayerRange(0, 8), **(common | fields))
+
+
+def two_short(demanded: int = 100) -> ClusterFacts:
+    return make_facts([short(0, demanded), short(1, demanded)])
+
+
+def pair(wanted: int, **fields: Any) -> ClusterFacts:
+    """A group of two: 7 blocks, 112 tokens; apart they have 2 x 48."""
+    first, second = make_group(0, (4, 8))
+    return make_facts([replace(first, used_tokens=wanted, **fields), second])
+
+
+def drop_of(facts: ClusterFacts) -> Decision:
+    plan = plan_drop(facts, DropParams(), tokens_short(facts))
+    assert isinstance(plan, DropPlan)
+    return Decision("drop", Situation.PRESSURE, plan.reason, plan)
+
+
+def wish_of(
+    facts: ClusterFacts, decision: Decision, params: ScaleParams = PARAMS, held_back: str = ""
+) -> ScaleWish | None:
+    signal = ScaleSignal(params)
+    signal.apply(facts, decision, 0.0, held_back)
+    return signal.wish
+
+
+def num_wanted(signal: ScaleSignal) -> int:
+    """Return how many instances are wanted; 0: no more than there are."""
+    return 0 if signal.wish is None else signal.wish.num_instances
+
+
+# --- how many --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_drop_cannot_make_room_for_is_asked_for_in_instances() -> None:
+    """100 tokens too many at each of two, 112 - 96 = 16 are gained: 184 are lacking, 4 instances of 48."""
+    facts = two_short()
+    wish = wish_of(facts, drop_of(facts))
+    assert wish is not None
+    assert (wish.num_instances, wish.lacking_tokens) == (6, 184)
+    assert wish.reason.startswith("not satisfiable by a drop: 2 of 2 instances form 1 group")
+    assert "not satisfiable, gained 16 of 200" in wish.reason
+    assert wish.reason.endswith(
+        "; 184 tokens of KV are lacking, an instance has room for 48: 6 instances are wanted, there are 2"
+    )
+
+
+@pytest.mark.parametrize(("most", "expected"), [(0, None), (1, None), (2, None), (3, 3), (5, 5), (6, 6), (9, 6)])
+def test_no_more_are_asked_for_than_there_may_be(most: int, expected: int | None) -> None:
+    facts = two_short()
+    wish = wish_of(facts, drop_of(facts), replace(PARAMS, max_instances=most))
+    assert (None if wish is None else wish.num_instances) == expected
+    if wish is not None:
+        assert wish.reason.endswith(f"and may be {most}") == (most in (3, 5, 6))
+
+
+def test_a_drop_that_satisfies_asks_for_nothing() -> None:
+    facts = make_facts([short(0, 8), make_instance(1, used_tokens=48, host_copy=LayerRange(0, 8))])
+    decision = drop_of(facts)
+    assert decision.plan is not None
+    assert decision.plan.is_satisfied
+    assert wish_of(facts, decision) is None
+
+
+def test_what_is_free_at_whoever_joins_is_not_lacking() -> None:
+    """100 tokens are short, 16 are gained, and 38 of 48 are free at the other one: 46 are lacking."""
+    facts = make_facts([short(0), make_instance(1, used_tokens=10, host_copy=LayerRange(0, 8))])
+    wish = wish_of(facts, drop_of(facts))
+    assert wish is not None
+    assert (wish.num_instances, wish.lacking_tokens) == (3, 46)
+
+
+def test_without_a_drop_all_that_is_short_is_lacking_but_for_what_is_free_elsewhere() -> None:
+    """200 tokens; the third instance has 48 - 8 - 3 = 37 left: 163 are 4 instances."""
+    idle = make_instance(2, used_tokens=8, growth_tokens=3)
+    wish = wish_of(make_facts([short(0), short(1), idle]), IN_NEED)
+    assert wish is not None
+    assert (wish.num_instances, wish.lacking_tokens) == (7, 163)
+    assert wish_of(make_facts([short(0, 30), idle]), IN_NEED) is None, "30 find room there"
+    broken = replace(idle, layers=LayerRange(0, 4), group_id="w00002")
+    found = wish_of(make_facts([short(0, 30), broken]), IN_NEED)
+    assert found is not None, "who lacks layers serves nobody"
+    assert found.lacking_tokens == 30
+
+
+def test_what_waits_for_its_turn_is_not_lacking() -> None:
+    facts = two_short()
+    assert wish_of(facts, IN_NEED, held_back="groups were restored a moment ago") is None
+    assert wish_of(facts, CALM) is None
+    standing = replace(drop_of(facts), situation=Situation.CALM)
+    assert wish_of(facts, standing) is None, "a static pipeline asks for nothing"
+
+
+# --- growth after a drop ---------------------------------------------------------------------------------------------
+
+
+def grown(*wanted: int, every_s: float = 15.0, alone_until: int = 0) -> ScaleWish | None:
+    """Return what is wanted after looks at these loads; the group forms after so many of them."""
+    signal = ScaleSignal(PARAMS)
+    for at, tokens in enumerate(wanted):
+        whole = make_facts([make_instance(0, used_tokens=tokens // 2), make_instance(1, used_tokens=tokens // 2)])
+        signal.apply(whole if at < alone_until else pair(tokens), CALM, at * every_s)
+    return signal.wish
+
+
+def test_use_that_grew_over_a_window_after_a_drop_is_asked_for_before_it_overruns_the_group() -> None:
+    """60, 80, 100 of 112 tokens: 140 after another window, 28 too many."""
+    wish = grown(60, 80, 100)
+    assert wish is not None
+    assert (wish.num_instances, wish.lacking_tokens) == (3, 28)
+    assert wish.reason.startswith(
+        "use has grown for 30 s although parameters were dropped; 28 tokens of KV are lacking"
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "alone_until"),
+    [
+        ((60, 80), 0),
+        ((60, 60, 100), 0),
+        ((60, 100, 100), 0),
+        ((60, 110, 100), 0),
+        ((40, 50, 60), 0),
+        ((60, 80, 100), 1),
+        ((60, 80, 100), 3),
+    ],
+)
+def test_other_growth_asks_for_nothing(wanted: tuple[int, ...], alone_until: int) -> None:
+    """Too short, only at the end, over already, down again, with room for it, and before there was a group."""
+    assert grown(*wanted, alone_until=alone_until) is None
+
+
+def test_growth_is_that_of_the_last_window_however_often_one_looks() -> None:
+    """Flat for a long time; then a token a second, from 60: after 26 s of it 30 s have not passed."""
+    signal = ScaleSignal(PARAMS)
+    for half in range(1000):
+        signal.apply(pair(60), CALM, 0.5 * half)
+    assert not num_wanted(signal)
+    seen_s = 0.0
+    for half in range(120):
+        signal.apply(pair(60 + half // 2), CALM, 500.0 + 0.5 * half)
+        if num_wanted(signal):
+            seen_s = 0.5 * half
+            break
+    assert num_wanted(signal)
+    assert 26.0 <= seen_s <= 32.0, "60 + t + t > 112 from 26 s on, and the window's middle must have grown"
+
+
+# --- taken back ------------------------------------------------------------------------------------------------------
+
+
+def asked() -> ScaleSignal:
+    """Six instances are wanted where two are, since 0 s."""
+    signal, facts = ScaleSignal(PARAMS), two_short()
+    signal.apply(facts, drop_of(facts), 0.0)
+    assert num_wanted(signal)
+    return signal
+
+
+def test_a_wish_is_taken_back_when_demand_has_fitted_the_first_instances_for_the_hold() -> None:
+    """2 x 48 = 96 tokens; 96 fit, 97 do not, and growth counts."""
+    signal = asked()
+    signal.apply(pair(96), CALM, 10.0)
+    signal.apply(pair(96), CALM, 69.9)
+    assert num_wanted(signal)
+    signal.apply(pair(96), CALM, 70.0)
+    assert not num_wanted(signal)
+    for facts in (pair(97), pair(90, growth_tokens=7), pair(20, throttled=True)):
+        signal = asked()
+        for at in range(0, 300, 10):
+            signal.apply(facts, CALM, float(at))
+        assert num_wanted(signal)
+
+
+@pytest.mark.parametrize("breaks", ["more", "short", "blind"])
+def test_the_hold_begins_anew_when_it_breaks(breaks: str) -> None:
+    signal = asked()
+    signal.apply(pair(50), CALM, 0.0)
+    if breaks == "blind":
+        signal.apply(None, BLIND, 50.0)
+    elif breaks == "short":
+        signal.apply(two_short(), IN_NEED, 50.0)
+    else:
+        signal.apply(pair(100), CALM, 50.0)
+    assert num_wanted(signal)
+    signal.apply(pair(50), CALM, 51.0)
+    signal.apply(pair(50), CALM, 110.9)
+    assert num_wanted(signal)
+    signal.apply(pair(50), CALM, 111.0)
+    assert not num_wanted(signal)
+
+
+def test_instances_that_have_come_do_not_take_the_wish_back_by_themselves() -> None:
+    """Three more serve what two could not: 200 tokens. Who takes them away would need them again."""
+    signal = asked()
+    more = make_facts([make_instance(i, used_tokens=40) for i in range(5)])
+    for at in range(0, 300, 10):
+        signal.apply(more, CALM, float(at))
+    assert num_wanted(signal) == 6
+
+
+def test_a_wish_grows_with_the_need_and_does_not_shrink_with_it() -> None:
+    signal = asked()
+    signal.apply(two_short(demanded=60), IN_NEED, 1.0)
+    assert num_wanted(signal) == 6, "120 tokens, 3 instances: less than before"
+    signal.apply(two_short(demanded=150), IN_NEED, 2.0)
+    assert num_wanted(signal) == 9, "300 tokens, 7 instances"
+
+
+def test_a_wish_that_grew_with_more_instances_is_taken_back_by_what_fits_the_first_ones() -> None:
+    """Raised at two, again at three; 140 tokens fit three of 48, and not two."""
+    signal = asked()
+    signal.apply(make_facts([short(number) for number in range(3)]), IN_NEED, 1.0)
+    assert num_wanted(signal) == 10
+    for at in range(0, 300, 10):
+        signal.apply(
+            make_facts([make_instance(i, used_tokens=tokens) for i, tokens in enumerate((48, 46, 46))]), CALM, at
+        )
+    assert num_wanted(signal) == 10
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from(["short", "calm", "blind"])), max_size=60),
+    st.integers(0, 12),
+)
+def test_a_wish_stays_within_its_bounds_and_ends_by_a_hold_of_calm_only(
+    looks: list[tuple[int, str]], most: int
+) -> None:
+    """A look every 20 s; a hold of 60 s is the fourth in a row that fits."""
+    signal = ScaleSignal(replace(PARAMS, max_instances=most))
+    before, num_fitting = None, 0
+    for at, (tokens, what) in enumerate(looks):
+        if what == "blind":
+            signal.apply(None, BLIND, 20.0 * at)
+        elif what == "short":
+            signal.apply(two_short(tokens), IN_NEED, 20.0 * at)
+        else:
+            signal.apply(pair(tokens), CALM, 20.0 * at)
+        num_fitting = num_fitting + 1 if what == "calm" and tokens <= 96 else 0
+        wish = signal.wish
+        assert wish is None or 2 < wish.num_instances <= most
+        if before is not None and wish is None:
+            assert num_fitting >= 4
+        if before is not None and wish is not None:
+            assert wish.num_instances >= before.num_instances
+        before = wish
+
+
+def test_limits_that_cannot_be_are_refused() -> None:
+    for changes in ({"max_instances": -1}, {"window_s": 0.0}, {"hold_s": -1.0}):
+        with pytest.raises(ValueError, match="not negative"):
+            replace(PARAMS, **changes)
+
+
+# --- the planner tells it --------------------------------------------------------------------------------------------
+
+
+async def _answer(cluster: PlanCluster) -> dict[str, Any]:
+    data = await cluster.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=5)
+    answer: dict[str, Any] = json.loads(data)
+    return answer
+
+
+async def _told(cluster: PlanCluster, name: str, times: int) -> float:
+    async with asyncio.timeout(120):
+        while len(cluster.names(name)) < times:
+            await asyncio.sleep(0.05)
+    return asyncio.get_running_loop().time()
+
+
+def test_people_hear_what_is_wanted_and_that_it_is_no_more_each_time_anew() -> None:
+    """Two of 10 blocks, 50 wanted at one: 40 too many, a drop gains 4, 10 are free. 26 x 16 tokens: 3 of 160."""
+
+    async def bursts(cluster: PlanCluster) -> None:
+        cluster.start_planner()
+        await asyncio.sleep(1.3)
+        for number in (1, 2):
+            assert (await _answer(cluster))["instances_wanted"] is None
+            await cluster.strain("w0", queued=5, demanded=40)
+            await _told(cluster, "instances_wanted", number)
+            answer = await _answer(cluster)
+            assert answer["instances_wanted"] == 5
+            assert "416 tokens of KV are lacking" in answer["instances_reason"]
+            await asyncio.sleep(8)
+            cluster.relax(0)
+            began_s = asyncio.get_running_loop().time()
+            ended_s = await _told(cluster, "instances_suffice", number)
+            assert 5.0 <= ended_s - began_s < 7.0
+            async with asyncio.timeout(60):
+                while cluster.groups():
+                    await asyncio.sleep(0.05)
+
+    cluster = in_cluster(bursts, 2, settings(max_instances=8, scale_hold_s=5.0, cooldown_s=0))
+    cluster.check()
+    told = [reason for _, name, reason in cluster.events if name.startswith("instances_")]
+    assert len(told) == 4, "once each"
+    assert "not satisfiable, gained 64 of 640" in told[0]
+    assert "5 instances are wanted, there are 2" in told[2]
+    assert told[1].endswith("5 instances are no longer wanted: demand fits those that there were")
+
+
+def test_nobody_is_asked_for_by_default() -> None:
+    async def burst(cluster: PlanCluster) -> None:
+        cluster.start_planner()
+        await asyncio.sleep(1.3)
+        await cluster.strain("w0", queued=5, demanded=40)
+        await asyncio.sleep(10)
+        assert (await _answer(cluster))["instances_wanted"] is None
+
+    cluster = in_cluster(burst, 2)
+    assert cluster.names("plan_done")
+    assert cluster.names("instances_") == []
