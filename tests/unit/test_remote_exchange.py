@@ -119,6 +119,10 @@ async def test_sequences_go_on_before_their_kv_has_moved(
             await listening
             await first.serve()
             assert first.texts == expected
+            for remote in remotes(devices):
+                await asyncio.to_thread(remote._server.join, 10)
+                assert not remote._kept, "what was kept aside for the others is kept no longer than they ask"
+                assert not remote._parts
             await led.executor.close()
             await asyncio.gather(*(device.alone() for device in devices))
             check(devices)

@@ -67,8 +67,9 @@ class RunnerStage:
         self._runner.copy(copy)
 
     def end_writes(self) -> None:
-        """End what else writes to these layers' KV; see `StageDevice`."""
+        """End what else writes to these layers' KV; see `StageDevice`. No step attends elsewhere from now on."""
         self._end_writes()
+        self._runner.remote = None
 
     def close(self) -> None:
         """Give back parameters and KV. Idempotent."""

@@ -174,6 +174,7 @@ class RemoteAttention:
         if self._is_finished:
             return
         self._is_finished = True
+        self._parts, self._states = (), None  # what they were prepared over can go
         for peer in self._peers.values():
             try:
                 peer.sock.send(RemoteKind.DONE)
