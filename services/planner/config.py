@@ -75,6 +75,8 @@ class PlannerSettings(ServiceSettings):
     max_instances: Annotated[int, Field(ge=0, le=65_536)] = 0
     """Most instances that are asked for when dropping does not make room enough, with those that there are; 0: more are
     never asked for."""
+    scale_wait_s: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    """Seconds for which room must be lacking, where nothing is dropped for it, for more instances to be asked for."""
     scale_window_s: _Seconds = 30.0
     """Seconds over which use must have grown after a drop for more instances to be asked for; higher asks later."""
     scale_hold_s: Annotated[float, Field(ge=0, le=86_400)] = 60.0
@@ -138,7 +140,7 @@ class PlannerSettings(ServiceSettings):
 
     def scaling(self) -> ScaleParams:
         """Return when more instances are asked for."""
-        return ScaleParams(self.max_instances, self.scale_window_s, self.scale_hold_s)
+        return ScaleParams(self.max_instances, self.scale_wait_s, self.scale_window_s, self.scale_hold_s)
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.

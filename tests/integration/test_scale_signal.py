@@ -36,7 +36,7 @@ async def test_instances_are_asked_for_while_no_drop_helps_and_given_up_when_dem
     )
     reports = list(more)
     flags = {"nats_url": nats_url, "cluster": "scale"}
-    async with planning(nats_url, "scale", reports, max_instances=4, scale_hold_s=1.0) as here:
+    async with planning(nats_url, "scale", reports, max_instances=4, scale_wait_s=1.0, scale_hold_s=1.0) as here:
         event = await _told(here, lambda each: each.name == "instances_wanted")
         assert "96 tokens of KV are lacking, an instance has room for 160: 3 instances are wanted" in event.reason
         assert (await here.ask("plan", {}))["instances_wanted"] == 3

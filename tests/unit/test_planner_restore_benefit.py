@@ -248,6 +248,26 @@ def test_a_group_that_is_dropped_again_soon_is_dearer_and_after_a_longer_time_it
     assert due_at_s(group_of(), watch=watch) == 47.0
 
 
+def test_of_workers_that_are_gone_for_good_nothing_is_kept() -> None:
+    """Two are there, so what is known of two others may be kept, and of a third is too much."""
+
+    def dearer_after(num_others: int) -> bool:
+        watch = BenefitWatch(PARAMS, DROP)
+        others = [WorkerId(f"x{number}") for number in range(num_others)]
+        watch.note_restore([*others, *BOTH], 0.0)
+        watch.note_drop(others, 1.0)
+        watch.apply(group_of(), 2.0)
+        heirs = [
+            replace(each, instance_id=name, group_id=others[0])
+            for each, name in zip(group_of().instances, others, strict=False)
+        ]
+        watch.apply(make_facts(heirs), 3.0)
+        return not watch.apply(make_facts(heirs), 60.0)
+
+    assert dearer_after(2)
+    assert not dearer_after(3)
+
+
 def test_what_is_loaded_is_restored_at_once_while_it_fits_with_the_growth_to_come() -> None:
     def loaded(**fields: Any) -> ClusterFacts:
         facts = group_of(**fields)

@@ -20,7 +20,7 @@ from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance
 from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
 
-PARAMS = ScaleParams(max_instances=10, window_s=30.0, hold_s=60.0)
+PARAMS = ScaleParams(max_instances=10, wait_s=5.0, window_s=30.0, hold_s=60.0)
 CALM = Decision(NO_LEVER, Situation.CALM, "calm")
 IN_NEED = Decision(NO_LEVER, Situation.PRESSURE, "nothing helps")
 BLIND = Decision(NO_LEVER, Situation.BLIND, "blind")
@@ -51,8 +51,13 @@ def drop_of(facts: ClusterFacts) -> Decision:
 def wish_of(
     facts: ClusterFacts, decision: Decision, params: ScaleParams = PARAMS, held_back: str = ""
 ) -> ScaleWish | None:
+    """Return what is wanted at once with a plan, without one after the wait."""
     signal = ScaleSignal(params)
     signal.apply(facts, decision, 0.0, held_back)
+    if decision.plan is None:
+        signal.apply(facts, decision, 4.9, held_back)
+        assert signal.wish is None, "it may end by itself"
+        signal.apply(facts, decision, 5.0, held_back)
     return signal.wish
 
 
@@ -121,6 +126,33 @@ def test_what_waits_for_its_turn_is_not_lacking() -> None:
     assert wish_of(facts, CALM) is None
     standing = replace(drop_of(facts), situation=Situation.CALM)
     assert wish_of(facts, standing) is None, "a static pipeline asks for nothing"
+
+
+@pytest.mark.parametrize("meanwhile", ["calm", "dropped", "blind", "room"])
+def test_the_wait_begins_anew_when_room_is_found(meanwhile: str) -> None:
+    signal, facts = ScaleSignal(PARAMS), two_short()
+    enough = make_facts([short(0, 8), make_instance(1, used_tokens=48, host_copy=LayerRange(0, 8))])
+    looks = {
+        "calm": (facts, CALM),
+        "dropped": (enough, drop_of(enough)),
+        "blind": (None, BLIND),
+        "room": (make_facts([short(0, 30), make_instance(2)]), IN_NEED),
+    }
+    signal.apply(facts, IN_NEED, 0.0)
+    signal.apply(*looks[meanwhile], 3.0)
+    signal.apply(facts, IN_NEED, 4.0)
+    signal.apply(facts, IN_NEED, 8.9)
+    assert not num_wanted(signal)
+    signal.apply(facts, IN_NEED, 9.0)
+    assert num_wanted(signal)
+
+
+def test_a_pause_does_not_end_the_wait() -> None:
+    signal, facts = ScaleSignal(PARAMS), two_short()
+    signal.apply(facts, IN_NEED, 0.0)
+    signal.apply(facts, IN_NEED, 4.0, "the last plan did not come about")
+    signal.apply(facts, IN_NEED, 6.0)
+    assert num_wanted(signal)
 
 
 # --- growth after a drop ---------------------------------------------------------------------------------------------
@@ -197,7 +229,7 @@ def test_a_wish_is_taken_back_when_demand_has_fitted_the_first_instances_for_the
     assert num_wanted(signal)
     signal.apply(pair(96), CALM, 70.0)
     assert not num_wanted(signal)
-    for facts in (pair(97), pair(90, growth_tokens=7), pair(20, throttled=True)):
+    for facts in (pair(97), pair(90, growth_tokens=7)):
         signal = asked()
         for at in range(0, 300, 10):
             signal.apply(facts, CALM, float(at))
@@ -234,15 +266,17 @@ def test_instances_that_have_come_do_not_take_the_wish_back_by_themselves() -> N
 def test_a_wish_grows_with_the_need_and_does_not_shrink_with_it() -> None:
     signal = asked()
     signal.apply(two_short(demanded=60), IN_NEED, 1.0)
+    signal.apply(two_short(demanded=60), IN_NEED, 6.0)
     assert num_wanted(signal) == 6, "120 tokens, 3 instances: less than before"
-    signal.apply(two_short(demanded=150), IN_NEED, 2.0)
+    signal.apply(two_short(demanded=150), IN_NEED, 7.0)
     assert num_wanted(signal) == 9, "300 tokens, 7 instances"
 
 
 def test_a_wish_that_grew_with_more_instances_is_taken_back_by_what_fits_the_first_ones() -> None:
     """Raised at two, again at three; 140 tokens fit three of 48, and not two."""
     signal = asked()
-    signal.apply(make_facts([short(number) for number in range(3)]), IN_NEED, 1.0)
+    for at_s in (1.0, 6.0):
+        signal.apply(make_facts([short(number) for number in range(3)]), IN_NEED, at_s)
     assert num_wanted(signal) == 10
     for at in range(0, 300, 10):
         signal.apply(
@@ -279,7 +313,7 @@ def test_a_wish_stays_within_its_bounds_and_ends_by_a_hold_of_calm_only(
 
 
 def test_limits_that_cannot_be_are_refused() -> None:
-    for changes in ({"max_instances": -1}, {"window_s": 0.0}, {"hold_s": -1.0}):
+    for changes in ({"max_instances": -1}, {"wait_s": -1.0}, {"window_s": 0.0}, {"hold_s": -1.0}):
         with pytest.raises(ValueError, match="not negative"):
             replace(PARAMS, **changes)
 

@@ -183,6 +183,7 @@ class BenefitWatch:
         """
         accounts, self._accounts, self._why = self._accounts, {}, {}
         rule = CapacityRule(facts.model)
+        self._forget_gone(facts)
         for name, members in groups_of(facts).items():
             if not may_part(self._params, rule, members):
                 continue
@@ -221,6 +222,12 @@ class BenefitWatch:
                 past.factor = min(2 * past.factor, MAX_FACTOR)
             else:
                 del self._past[worker_id]
+
+    def _forget_gone(self, facts: ClusterFacts) -> None:
+        """Keep what is known of workers that are there, once most of it is of others; one may be gone for a moment."""
+        if len(self._past) > 2 * len(facts.instances):
+            present = dict.fromkeys(each.instance_id for each in facts.instances)
+            self._past = {name: past for name, past in self._past.items() if name in present}
 
     def _judge(
         self,

@@ -1,6 +1,7 @@
 """How many instances the cluster needs when dropping parameters does not give its requests room.
 
-    a plan gains less than is required, or none can be ──┐
+    a plan gains less than is required                 ──┐
+    there is none, and requests lack room for `wait_s`   │
     groups stand, and use has grown over a window        ├─► tokens lacking ─► instances wanted, in all
     so that it overruns them within another one        ──┘                          │
     ◄── what is wanted would fit the instances that there were, without drop, for `hold_s`: taken back ──┘
@@ -40,14 +41,17 @@ class ScaleParams:
 
     max_instances: int = 0
     """Most instances that are asked for, with those that there are; 0: none ever."""
+    wait_s: float = 5.0
+    """Seconds for which room must be lacking where nothing can be dropped, or only at a price above that of waiting;
+    higher is less easily alarmed by what ends by itself."""
     window_s: float = 30.0
     """Seconds over which use must have grown since a drop; higher is less easily alarmed, and asks later."""
     hold_s: float = 60.0
     """Seconds for which demand must fit without the instances that were asked for; higher takes a wish back later."""
 
     def __post_init__(self) -> None:
-        if self.max_instances < 0 or self.window_s <= 0 or self.hold_s < 0:
-            raise ValueError("max_instances and hold_s are not negative, and window_s is positive")
+        if min(self.max_instances, self.wait_s, self.hold_s) < 0 or self.window_s <= 0:
+            raise ValueError("max_instances, wait_s and hold_s are not negative, and window_s is positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class ScaleSignal:
         self._num_before = 0
         """Instances when the wish began."""
         self._fits_since_s: float | None = None
+        self._short_since_s: float | None = None
+        """Since when room is lacking, and nothing is dropped for it."""
 
     @property
     def wish(self) -> ScaleWish | None:
@@ -94,7 +100,7 @@ class ScaleSignal:
         """
         if facts is None or not facts.instances or decision.situation in (Situation.BLIND, Situation.EMPTY):
             self._samples.clear()
-            self._fits_since_s = None
+            self._fits_since_s = self._short_since_s = None
             return
         if self._params.max_instances == 0:
             return
@@ -125,8 +131,7 @@ class ScaleSignal:
     def _settle(self, facts: ClusterFacts, each_tokens: int, now_s: float) -> None:
         """Take the wish back once demand has fit for long enough."""
         wanted = _wanted(facts)
-        is_calm = not any(instance.throttled for instance in facts.instances)
-        if not is_calm or wanted > self._num_before * each_tokens:
+        if wanted > self._num_before * each_tokens:
             self._fits_since_s = None
             return
         if self._fits_since_s is None:
@@ -138,13 +143,24 @@ class ScaleSignal:
         self, rule: CapacityRule, facts: ClusterFacts, decision: Decision, now_s: float, held_back: str
     ) -> tuple[int, str]:
         """Return how many tokens of KV are lacking, and why."""
-        short, free = _unmet(rule, facts, decision, held_back)
+        unmet = self._lasting(_unmet(rule, facts, decision), decision, now_s, held_back)
         overrun, since_s = self._overrun(rule, facts, now_s)
-        if short > 0 and short - free >= overrun:
-            return short - free, f"not satisfiable by a drop: {decision.reason}"
+        if unmet > 0 and unmet >= overrun:
+            return unmet, f"not satisfiable by a drop: {decision.reason}"
         if overrun > 0:
             return overrun, f"use has grown for {since_s:.0f} s although parameters were dropped"
         return 0, ""
+
+    def _lasting(self, unmet: int, decision: Decision, now_s: float, held_back: str) -> int:
+        """Return what is lacking of these tokens: at once beside a plan, else after a while; what waits, not yet."""
+        if unmet <= 0 or decision.plan is not None:
+            self._short_since_s = None
+            return unmet
+        if held_back:
+            return 0
+        if self._short_since_s is None:
+            self._short_since_s = now_s
+        return unmet if now_s - self._short_since_s >= self._params.wait_s - ROUNDING_S else 0
 
     def _overrun(self, rule: CapacityRule, facts: ClusterFacts, now_s: float) -> tuple[int, float]:
         """Return by how much use overruns the groups if it grows as it did over the window, and how long it grew."""
@@ -180,21 +196,17 @@ def tokens_of_one(rule: CapacityRule, facts: ClusterFacts) -> int:
     return rule.tokens(rooms[(len(rooms) - 1) // 2])
 
 
-def _unmet(rule: CapacityRule, facts: ClusterFacts, decision: Decision, held_back: str) -> tuple[int, int]:
-    """Return the tokens that what was decided leaves without room, and those that are free where nobody waits."""
+def _unmet(rule: CapacityRule, facts: ClusterFacts, decision: Decision) -> int:
+    """Return the tokens that what was decided leaves without room anywhere; not above 0: it leaves none."""
     if decision.situation is not Situation.PRESSURE:
-        return 0, 0
-    if decision.plan is not None:
-        short = decision.plan.required_tokens - decision.plan.gained_tokens
-    elif decision.is_in_need and not held_back:
-        short = tokens_short(facts)
-    else:
-        return 0, 0
+        return 0
+    plan = decision.plan
+    short = tokens_short(facts) if plan is None else plan.required_tokens - plan.gained_tokens
     free = 0
     for members in groups_of(facts).values():
         if not any(member.throttled for member in members):
             free += max(_room(rule, members) - _with_growth(members), 0)
-    return short, free
+    return short - free
 
 
 def _room(rule: CapacityRule, members: list[InstanceFacts]) -> int:
