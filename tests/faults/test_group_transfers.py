@@ -167,7 +167,7 @@ async def test_of_two_planners_the_older_one_is_fenced_off(tapped_stage: Tapped)
 async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_computes_again(tapped_stage: Tapped) -> None:
     """Row 28: the planner refuses, and that is an event; told all the same, workers move what fits.
 
-    Requests of some 700 tokens are sent until the group holds more than both have room for.
+    Requests fill the group to its last blocks as their answers grow: more than both have room for.
     """
     cluster = tapped_stage.stage.cluster
     events: list[Event] = []
@@ -205,9 +205,12 @@ async def reports_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
 
 
 def crowd(num_blocks: int) -> list[Ask]:
-    """Return requests that together want more blocks than there are."""
-    salted = long_prompts(num_blocks * 16 // 700 + 2, num_repeats=34)
-    return [replace(each, body={**each.body, "max_tokens": 300}) for each in salted]
+    """Return requests whose prompts together want more blocks than there are; answers are longer than prompts.
+
+    By prompts alone a group is never filled: a new one is let in only where all that run can grow by a block.
+    """
+    salted = long_prompts(num_blocks * 16 // 400 + 2, num_repeats=18)
+    return [replace(each, body={**each.body, "max_tokens": 600}) for each in salted]
 
 
 async def restore_all_the_same(bus: NatsBus, plan: Plan) -> None:

@@ -27,8 +27,7 @@ ENV: Final = {
     "SLUICE_PLANNER_DROP_WAIT_S": "0",
     "SLUICE_PLANNER_RESTORE_RATIO": "0",
 }
-"""Dropped and restored by hand only: a drop that the planner thinks of itself is never worth its price. Memory
-is so small that a drop gains a quarter, whatever a worker sets aside as it starts."""
+"""Dropped and restored by hand only: a drop that the planner thinks of itself is never worth its price."""
 SYSTEM: Final = ("--system", "kunserve")
 BY_ITSELF: Final = {
     **ENV,
