@@ -274,6 +274,47 @@ def test_nothing_is_loaded_into_memory_that_is_lost(gate: LoadingGate, monkeypat
     model.close()
 
 
+@pytest.mark.parametrize("layers", [*ranges_of(2, 4), LayerRange(1, 3)])
+def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(layers: LayerRange, gate: LoadingGate) -> None:
+    """As is the stage's own; and while it computes, a stage says the same as before."""
+    model = open_elastic_model(SHAPES["llama"])
+    num_blocks = model.info.capacity.num_blocks
+    assert model.ahead is None
+    stage_of(model, layers)
+    assert model.ahead is None
+    all_beside(model)
+    assert model.ahead is None, "only parameters are beside"
+    with pytest.raises(ValueError, match=f"ahead there are {num_blocks} blocks of all layers"):
+        model.reside(model.whole, num_blocks - 1, is_ahead=True)
+    assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks == model.cache.num_blocks
+    ahead = model.ahead
+    assert ahead is not None
+    wait_until_loaded(model)
+    model.check_invariants()
+    written = [torch.randn_like(pool) for pool in ahead.pools()]
+    for pool, data in zip(ahead.pools(), written, strict=True):
+        pool.copy_(data)
+    model.check_invariants()
+    model.restore()
+    assert model.ahead is None
+    assert (model.cache.num_blocks, model.layers) == (num_blocks, model.whole)
+    assert all(map(torch.equal, model.cache.pools(), written))
+    model.check_invariants()
+    model.close()
+
+
+def test_memory_for_kv_that_was_to_come_ahead_becomes_blocks_again(gate: LoadingGate) -> None:
+    model = open_elastic_model(SHAPES["llama"])
+    num_blocks = model.info.capacity.num_blocks
+    stage_of(model, LayerRange(0, 2))
+    alone = model._memory.num_blocks
+    assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks
+    assert model.reside(model.layers, num_blocks) == alone
+    assert model.ahead is None
+    model.check_invariants()
+    model.close()
+
+
 class Life:
     """A model whose layers go, come back and lie beside others, while loadings are ended and fail, as a seed says."""
 
@@ -284,12 +325,14 @@ class Life:
         self.done: set[str] = set()
 
     def step(self) -> None:
-        name = ("keep", "restore", "beside", "beside", "unload")[int(self.rng.integers(5))]
+        name = ("keep", "restore", "beside", "beside", "unload", "ahead")[int(self.rng.integers(6))]
         self.disturb()
         getattr(self, name)()
         self.done.add(name)
         model, memory = self.model, self.model._memory
-        assert model._memory.num_blocks == model.blocks_with(model.layers, model.resident)
+        is_ahead = model.ahead is not None
+        expected = model.info.capacity.num_blocks if is_ahead else model.blocks_with(model.layers, model.resident)
+        assert model._memory.num_blocks == expected
         assert 0 < model.loaded_ratio <= 1
         assert (model.loaded_ratio == 1) == (model._loading._bytes[0] == 0)
         model.check_invariants()
@@ -333,6 +376,14 @@ class Life:
         blocks = self.model.blocks_with(held, layers)
         assert self.model.reside(layers, int(self.rng.integers(blocks + 1))) == blocks
 
+    def ahead(self) -> None:
+        if self.model.layers != self.model.whole:
+            blocks = self.model.info.capacity.num_blocks
+            if blocks > self.model._memory.num_blocks:
+                return
+            assert self.model.reside(self.model.whole, blocks, is_ahead=True) == blocks
+            assert self.model.ahead is not None
+
     def unload(self) -> None:
         if self.model.layers != self.model.whole:
             blocks = self.model.blocks_with(self.model.layers)
@@ -348,14 +399,14 @@ class Life:
         assert all(map(torch.equal, parameters_of(self.model), self.parameters))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_lives_lose_no_page_and_no_parameter(seed: int, gate: LoadingGate) -> None:
     name, rng = list(SHAPES)[seed % len(SHAPES)], np.random.default_rng(seed)
     model = open_elastic_model(SHAPES[name], page_bytes=PAGE * int(rng.integers(1, 4)))
     life = Life(model, gate, seed)
     for _ in range(60):
         life.step()
-    assert life.done == {"keep", "restore", "beside", "unload"}
+    assert life.done == {"keep", "restore", "beside", "unload", "ahead"}
     gate.mend()
     life.restore()
     model.close()

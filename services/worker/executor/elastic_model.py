@@ -173,6 +173,8 @@ class ElasticModel:
         num_blocks: int,
         before: Sequence[ParameterSource] = (),
         after: Sequence[ParameterSource] = (),
+        *,
+        is_ahead: bool = False,
     ) -> int:
         """Have the parameters of some layers beside those that are held, and load what is not loaded in a thread.
 
@@ -185,12 +187,14 @@ class ElasticModel:
             num_blocks: that there have to be; those with higher ids are not used any more.
             before: sources that are asked before the checkpoint is read; owned, whatever happens.
             after: those that are asked for what it does not give; owned.
+            is_ahead: there is memory for KV of the layers beside as well, see `ahead`.
 
         Returns:
             KV blocks that there are.
 
         Raises:
-            ValueError: other layers, or so many blocks do not fit; nothing was changed.
+            ValueError: other layers, or so many blocks do not fit, or, ahead, are not those of the whole model; nothing
+                was changed.
             MemoryLostError: pages are not where they should be; only `close` is left to do.
             OSError, MemoryError: the system refuses; there may be fewer blocks than before.
         """
@@ -199,15 +203,33 @@ class ElasticModel:
                 sources.callback(source.close)
             if (fitting := self.blocks_with(self.layers, layers)) < num_blocks:
                 raise ValueError(f"{fitting} blocks fit beside layers {layers}, {num_blocks} were promised")
+            if is_ahead and (layers != self.whole or num_blocks != self.info.capacity.num_blocks):
+                raise ValueError(f"ahead there are {self.info.capacity.num_blocks} blocks of all layers")
             try:
-                self._make_room(layers, min(num_blocks, self._memory.num_blocks))
-                self._changed(self._memory.grow)
+                self._make_room(layers, min(num_blocks, self._memory.num_blocks), is_ahead=is_ahead)
+                if is_ahead:
+                    self._changed(lambda: self._memory.shrink(num_blocks))
+                else:
+                    self._changed(self._memory.grow)
             finally:
                 self._describe()
                 if self._lost is None:
                     sources.pop_all()
                     self._loading.begin(before, after)
         return self._memory.num_blocks
+
+    @property
+    def ahead(self) -> KVCache | None:
+        """Keys and values of all layers, of those that are not held too, with the blocks of the whole model.
+
+        None: there is no memory for them. Valid until the next change; `restore` leaves what they hold.
+        """
+        blocks = Spans.of((0, self.info.capacity.num_blocks))
+        others = [layer for layer in self.whole if layer not in self.layers]
+        if not others or any(self._memory.holding.left(layer) != blocks for layer in others):
+            return None
+        keys, values = zip(*(self._memory.kv(layer) for layer in self.whole), strict=True)
+        return KVCache.over(keys, values, blocks.end)
 
     @property
     def lendable(self) -> ModelWeights:
@@ -256,12 +278,13 @@ class ElasticModel:
         memory.grow(max_blocks=num_blocks - memory.num_blocks)
         assert memory.num_blocks == num_blocks, f"{memory.num_blocks} blocks fit, {num_blocks} did at the start"
 
-    def _make_room(self, resident: LayerRange, min_blocks: int) -> None:
+    def _make_room(self, resident: LayerRange, min_blocks: int, *, is_ahead: bool = False) -> None:
         """Have memory for the parameters of these layers and no others; nothing is being loaded then."""
         self._loading.stop()
         new = [layer for layer in resident if layer not in self._memory.resident_layers]
         beside = [layer for layer in resident if layer not in self.layers]
-        outer = self._changed(lambda: self._memory.reside(beside, min_blocks))
+        ahead = Spans.of((0, self.info.capacity.num_blocks if is_ahead else 0))
+        outer = self._changed(lambda: self._memory.reside(beside, min_blocks, ahead))
         self._loading.take_in(resident, new, outer)
 
     def _changed(self, change: Callable[[], T]) -> T:

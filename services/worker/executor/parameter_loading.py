@@ -105,6 +105,8 @@ class ParameterLoading:
         self._digests = digests_of(weights)
         self._lacking: dict[int | None, ParameterBuffer] = {}
         """By layer, None: outside of the layers; with only the parts that are not loaded."""
+        self._unread: set[str] = set()
+        """Parts outside of the layers that are not loaded, needed now or not: a page may hold some of either kind."""
         self._bytes = (0, 1)
         """Of the parameters that are lacking, and that have memory; replaced as one, for whoever asks meanwhile."""
         self._given: Counter[str] = Counter()
@@ -135,10 +137,8 @@ class ParameterLoading:
         stage = self._weights.of_stage(self._spec, resident)
         layers = {layer for layer in (*self._lacking, *new) if layer is not None and layer in resident}
         lacking: dict[int | None, ParameterBuffer] = {layer: stage.layers[layer] for layer in sorted(layers)}
-        names = {part.name for part in stage.outer.within(outer.ranges).parts}
-        if None in self._lacking:
-            names |= {part.name for part in self._lacking[None].parts} & {part.name for part in stage.outer.parts}
-        if names:
+        self._unread |= {part.name for part in self._weights.outer.within(outer.ranges).parts}
+        if names := self._unread & {part.name for part in stage.outer.parts}:
             lacking[None] = stage.outer.only(names)
         self._lacking = lacking
         self._count(sum(each.num_bytes for each in (stage.outer, *stage.layers)))
@@ -200,6 +200,8 @@ class ParameterLoading:
                 if not self._fill(layer, buffer, [each for each in sources if each not in lost], piece_elements, lost):
                     return
                 del self._lacking[layer]
+                if layer is None:
+                    self._unread.difference_update(part.name for part in buffer.parts)
             finally:
                 self._count(self._bytes[1])
 

@@ -154,8 +154,8 @@ class ElasticMemory:
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of any layer, held or not: [max_blocks, block_size, num_kv_heads, head_dim] each.
 
-        Only blocks that are backed may be touched: `usable` ones of a layer that is held, `holding.left` ones of a
-        layer that was dropped.
+        Only blocks that are backed may be touched: `usable` ones of a layer that is held, `holding.left` ones of one
+        that is not.
         """
         return self._kv_tensor(Region(Kind.KEYS, layer)), self._kv_tensor(Region(Kind.VALUES, layer))
 
@@ -229,7 +229,7 @@ class ElasticMemory:
         """
         return self._with_outer(holdings.restored(self._layout, self._holding, layers, min_blocks))
 
-    def reside(self, beside: Iterable[int], min_blocks: int) -> Spans:
+    def reside(self, beside: Iterable[int], min_blocks: int, ahead: Spans | None = None) -> Spans:
         """Have pages for the parameters of exactly these layers beside those that are held.
 
         Room for what is new comes from blocks at the tail, and its contents are arbitrary; the pages of what is not
@@ -239,6 +239,8 @@ class ElasticMemory:
         Args:
             beside: not held; none: only those that are held stay resident.
             min_blocks: that have to stay; all others with higher ids are free.
+            ahead: blocks that the layers beside are to have memory for, see `holdings.resided`; `restore` leaves what
+                they hold there.
 
         Returns:
             Bytes of the outer parameters that have to be loaded too.
@@ -246,7 +248,7 @@ class ElasticMemory:
         Raises:
             ValueError, NotEnoughPagesError: as in `holdings.resided`; nothing was changed.
         """
-        return self._with_outer(holdings.resided(self._layout, self._holding, beside, min_blocks))
+        return self._with_outer(holdings.resided(self._layout, self._holding, beside, min_blocks, ahead))
 
     def rebase(self, by_blocks: int) -> None:
         """Move the KV of the layers that are held to other ids, by mapping; see `holdings.rebased`."""

@@ -5,7 +5,7 @@
     grow      free pages back more blocks at the tail;   back: they back the ids that are named
     shrink    the tail's pages become free
     restore   the tail's pages become parameters and KV of layers that come back
-    reside    the tail's pages become parameters of layers that others compute, or those become free
+    reside    the tail's pages become parameters of layers that others compute, and KV of theirs, or those become free
     rebase    the same KV under other block ids
 
 Each returns a `Holding`, and never one that the budget does not allow. `change.py` says how to get there.
@@ -179,7 +179,9 @@ def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_
     return _fitted(layout, _with_layers(layout, holding, layers), min_blocks)
 
 
-def resided(layout: MemoryLayout, holding: Holding, beside: Iterable[int], min_blocks: int) -> Holding:
+def resided(
+    layout: MemoryLayout, holding: Holding, beside: Iterable[int], min_blocks: int, ahead: Spans | None = None
+) -> Holding:
     """Return the holding with the parameters of exactly these layers beside those that are held.
 
     Blocks at the tail make room for what is new; the pages of what is not named any more become free.
@@ -189,6 +191,8 @@ def resided(layout: MemoryLayout, holding: Holding, beside: Iterable[int], min_b
         holding: before.
         beside: of the model, not held.
         min_blocks: that have to stay, of those with the lowest ids; as many as fit do.
+        ahead: blocks of the layers beside that there is to be memory for, so that KV can come before they are held;
+            none: that memory goes. None: what is left of the KV of layers that are not held stays as it is.
 
     Raises:
         ValueError: a layer is held, or there is none of that number; or fewer blocks are there now.
@@ -197,7 +201,14 @@ def resided(layout: MemoryLayout, holding: Holding, beside: Iterable[int], min_b
     wanted = set(beside)
     if wanted & set(holding.layers) or not wanted <= set(range(layout.facts.num_layers)):
         raise ValueError(f"layers {sorted(wanted)} cannot lie beside {holding.layers}")
-    return _fitted(layout, replace(holding, beside=tuple(sorted(wanted))), min_blocks)
+    leaving = holding.leaving
+    if ahead is not None:
+        if ahead.end > layout.facts.max_blocks:
+            raise ValueError(f"block {ahead.end - 1} is beyond the {layout.facts.max_blocks} that could ever be")
+        left = [(layer, blocks) for layer, blocks in leaving if layer not in (*holding.beside, *wanted)]
+        come = [(layer, ahead) for layer in wanted if ahead]
+        leaving = tuple(sorted((*left, *come), key=lambda entry: entry[0]))
+    return _fitted(layout, replace(holding, beside=tuple(sorted(wanted)), leaving=leaving), min_blocks)
 
 
 def _with_layers(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> Holding:

@@ -91,7 +91,8 @@ class Holding:
     kv: Spans
     """Pages that are mapped in the keys, and in the values, of each of these layers."""
     leaving: tuple[tuple[int, Spans], ...] = ()
-    """Layer and blocks, ascending: KV of layers that are not held any more, which somebody still reads."""
+    """Layer and blocks, ascending: KV of layers that are not held: any more, and somebody still reads it, or yet, and it
+    comes ahead of them."""
     beside: tuple[int, ...] = ()
     """Other layers whose parameters are there, ascending: nobody computes them here, so they have no KV."""
 
@@ -101,7 +102,7 @@ class Holding:
         return tuple(sorted((*self.layers, *self.beside)))
 
     def left(self, layer: int) -> Spans:
-        """Return the blocks of a dropped layer that are still there."""
+        """Return the blocks of a layer that is not held which are there all the same."""
         return dict(self.leaving).get(layer, Spans())
 
 
