@@ -58,7 +58,8 @@ class ExecutionParams:
     prepare_limit_s: float = 2.0
     """For a worker to say that it is prepared; readers stand still meanwhile."""
     move_limit_s: float = 5.0
-    """For the leader of a group that loads beside to say so: it moves KV before, and serves meanwhile."""
+    """For the leader of a group that loads beside to say so, or for the members of one that dissolves: KV moves before,
+    and they serve meanwhile."""
     prepared_limit_s: float = 5.0
     """After which a worker that was prepared goes on as it was, if it hears nothing."""
     ask_limit_s: float = 2.0
@@ -133,7 +134,7 @@ class PlanExecution:
         await self._announce("plan_preparing", f"plan {plan.plan_id}: {names_of(plan)}: {plan.reason}")
         trouble = await self._prepare(plan)
         late_s = _now_s() - began_s
-        move_s = self._params.move_limit_s if any(group.loads_beside for group in plan.groups) else 0.0
+        move_s = max((self._move_s(group) for group in plan.groups), default=0.0)
         if trouble is None and late_s >= self._params.prepared_limit_s + move_s:
             trouble = f"it took {late_s:.1f} s until all were prepared, who was first has given up"
         if trouble is not None:
@@ -160,11 +161,12 @@ class PlanExecution:
     async def _prepare(self, plan: Plan) -> str | None:
         """Return None once every worker is prepared, or the first trouble.
 
-        The leader of a group that loads beside moves KV first: it may take its time, and the others wait for it.
+        The leader of a group that loads beside moves KV first: it may take its time, and the others wait for it. So do
+        all members of a group that dissolves.
         """
         asks = []
         for group in plan.groups:
-            move_s = self._params.move_limit_s if group.loads_beside else 0.0
+            move_s = self._move_s(group)
             message = PreparePlan(
                 epoch=plan.epoch,
                 plan_id=plan.plan_id,
@@ -178,6 +180,11 @@ class PlanExecution:
             asks += [self._prepare_one(plan, stage, patient, answer_s) for stage in group.stages[1:]]
         troubles = await _together(asks, is_enough=lambda trouble: trouble is not None)
         return next((trouble for trouble in troubles if trouble is not None), None)
+
+    def _move_s(self, group: PlannedGroup) -> float:
+        """Return how long KV of a group may move before its workers are prepared."""
+        is_moving = group.loads_beside or len(group.stages) == 1
+        return self._params.move_limit_s if is_moving else 0.0
 
     async def _prepare_one(self, plan: Plan, stage: PlannedStage, message: PreparePlan, limit_s: float) -> str | None:
         try:

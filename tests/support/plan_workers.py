@@ -145,12 +145,12 @@ class PlanWorker:
     def become_whole(self) -> None:
         """The group is no more."""
         self.group, self.layers = (), MODEL.all_layers
-        self.resident = self.limit = None
+        self.resident = self.limit = self.ahead = None
 
     @property
     def num_blocks(self) -> int:
         """KV blocks that there is memory for beside the layers that it holds."""
-        return self._num_blocks(self.resident)
+        return self._num_blocks(self.resident) if self.ahead is None else self.ahead
 
     def _num_blocks(self, resident: LayerRange | None) -> int:
         blocks = CapacityRule(self.model).blocks(self.layers, NUM_PAGES, resident=resident)

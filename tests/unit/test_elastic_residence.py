@@ -279,15 +279,15 @@ def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(layers: L
     """As is the stage's own; and while it computes, a stage says the same as before."""
     model = open_elastic_model(SHAPES["llama"])
     num_blocks = model.info.capacity.num_blocks
-    assert model.ahead is None
+    assert model.ahead() is None
     stage_of(model, layers)
-    assert model.ahead is None
+    assert model.ahead() is None
     all_beside(model)
-    assert model.ahead is None, "only parameters are beside"
-    with pytest.raises(ValueError, match=f"ahead there are {num_blocks} blocks of all layers"):
-        model.reside(model.whole, num_blocks - 1, is_ahead=True)
+    assert model.ahead() is None, "only parameters are beside"
+    with pytest.raises(ValueError, match=f"ahead there are at most {num_blocks} blocks of all layers"):
+        model.reside(model.whole, num_blocks + 1, is_ahead=True)
     assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks == model.cache.num_blocks
-    ahead = model.ahead
+    ahead = model.ahead()
     assert ahead is not None
     wait_until_loaded(model)
     model.check_invariants()
@@ -296,7 +296,7 @@ def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(layers: L
         pool.copy_(data)
     model.check_invariants()
     model.restore()
-    assert model.ahead is None
+    assert model.ahead() is None
     assert (model.cache.num_blocks, model.layers) == (num_blocks, model.whole)
     assert all(map(torch.equal, model.cache.pools(), written))
     model.check_invariants()
@@ -310,7 +310,7 @@ def test_memory_for_kv_that_was_to_come_ahead_becomes_blocks_again(gate: Loading
     alone = model._memory.num_blocks
     assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks
     assert model.reside(model.layers, num_blocks) == alone
-    assert model.ahead is None
+    assert model.ahead() is None
     model.check_invariants()
     model.close()
 
@@ -330,9 +330,8 @@ class Life:
         getattr(self, name)()
         self.done.add(name)
         model, memory = self.model, self.model._memory
-        is_ahead = model.ahead is not None
-        expected = model.info.capacity.num_blocks if is_ahead else model.blocks_with(model.layers, model.resident)
-        assert model._memory.num_blocks == expected
+        if model.ahead() is None:
+            assert model._memory.num_blocks == model.blocks_with(model.layers, model.resident)
         assert 0 < model.loaded_ratio <= 1
         assert (model.loaded_ratio == 1) == (model._loading._bytes[0] == 0)
         model.check_invariants()
@@ -378,11 +377,13 @@ class Life:
 
     def ahead(self) -> None:
         if self.model.layers != self.model.whole:
-            blocks = self.model.info.capacity.num_blocks
+            blocks = int(self.rng.integers(1, self.model.info.capacity.num_blocks + 1))
             if blocks > self.model._memory.num_blocks:
                 return
-            assert self.model.reside(self.model.whole, blocks, is_ahead=True) == blocks
-            assert self.model.ahead is not None
+            assert self.model.reside(self.model.whole, blocks, is_ahead=True) >= blocks
+            cache = self.model.ahead()
+            assert cache is not None
+            assert (cache.num_blocks, len(cache.layers)) == (blocks, len(self.model.whole))
 
     def unload(self) -> None:
         if self.model.layers != self.model.whole:

@@ -322,11 +322,11 @@ async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_m
             devices[0]._exchange_now._give_up("it is told to")
             reside, was_over = member._model.reside, list[bool]()
 
-            def note(layers: LayerRange, num_blocks: int, *sources: Sequence[ParameterSource]) -> int:
+            def note(layers: LayerRange, num_blocks: int, *sources: Sequence[ParameterSource], is_ahead: bool) -> int:
                 assert member._exchange_now is not None
                 assert member._exchange_now._moving is not None
                 was_over.append(member._exchange_now._moving.done())
-                return reside(layers, num_blocks, *sources)
+                return reside(layers, num_blocks, *sources, is_ahead=is_ahead)
 
             patch.setattr(member._model, "reside", note)
             await asyncio.gather(member.reside(LayerRange(0, 4), 1), late.write(member))

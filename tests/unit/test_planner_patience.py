@@ -100,6 +100,7 @@ def test_every_figure_of_a_report_has_its_place() -> None:
         token_s=0.25,
         host_copy=LayerRange(0, 8),
         max_blocks=50,
+        num_blocks=100,
     )
 
 

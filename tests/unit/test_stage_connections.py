@@ -34,7 +34,7 @@ from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 from shared.wire import encode
 from tests.support.leaks import whats_open
 
-KV_ROLES = (StageRole.KV, StageRole.PARTING)
+KV_ROLES = (StageRole.KV, StageRole.AHEAD, StageRole.PARTING)
 WELCOME = StageWelcome(num_blocks=7, block_size=16)
 
 
@@ -246,7 +246,7 @@ async def test_a_listener_tells_others_the_name_that_it_was_given() -> None:
 
 
 def test_every_place_wants_its_leader_and_the_stages_before_it_and_nobody_else() -> None:
-    """All of 2 members, 5 roles and 3 senders; and of the leader, who is asked for parameters alone."""
+    """All of 2 members, 7 roles and 3 senders; and of the leader, who is asked for parameters alone."""
     wanted = set()
     for index in range(3):
         for role in StageRole if index else (StageRole.PARAMETERS,):
@@ -293,11 +293,11 @@ async def test_parameters_are_lent_to_the_other_stages_of_a_group_that_stands() 
             taken[0].close()
 
 
-@pytest.mark.parametrize("parting", [False, True])
-async def test_connections_for_kv_are_let_in_when_they_are_due_and_not_before(parting: bool) -> None:
+@pytest.mark.parametrize("due", KV_ROLES)
+async def test_connections_for_kv_are_let_in_when_they_are_due_and_not_before(due: StageRole) -> None:
+    other = next(role for role in KV_ROLES if role is not due)
     async with listening() as listener:
-        seats = listener.expect(place_of(2), parting=parting)
-        due, other = reversed(KV_ROLES) if parting else KV_ROLES
+        seats = listener.expect(place_of(2), purpose=due)
         with ExitStack() as sockets:
             for sender in range(2):
                 dialling = asyncio.create_task(dial(place_of(sender, listener.address), 2, due, sockets))

@@ -107,6 +107,8 @@ class InstanceFacts:
     """Layers whose parameters its host's memory holds too, with the outer parts of the ends that it covers."""
     max_blocks: int | None = None
     """Blocks for which addresses are reserved; None: enough for any plan."""
+    num_blocks: int = 0
+    """KV blocks that it hands out now; of a group's leader those of the group. 0: unknown."""
     resident: LayerRange | None = None
     """Layers whose parameters have memory, `layers` among them; None: just those, and it can load none beside."""
     loaded_ratio: float = 1.0

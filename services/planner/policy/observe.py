@@ -183,6 +183,7 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         link_bytes_per_s=elastic.link_bytes_per_s,
         host_copy=model[1].all_layers if elastic.has_host_copy else None,
         max_blocks=elastic.max_blocks,
+        num_blocks=report.num_blocks,
         resident=_resident(report),
         loaded_ratio=report.loaded_ratio,
     )

@@ -11,6 +11,10 @@ A group whose members have the whole model resident has room for as many tokens 
 With stages of equal size that is what its members have alone, together; with others it is less. So a load is planned
 only if what the group wants is below the ratio of that room too.
 
+If what it wants fits what *one* member has alone (`AHEAD_RATIO`), the group gets along with that meanwhile: then each
+member has memory for the KV of all layers, so most of it can move before the group dissolves. Its workers know it by
+the number of blocks.
+
 Pure. Source: KunServe v1, section 4.2, v2, section 4.4 (parameters are pulled beside serving). Deviations: room is made
 before the first byte is loaded, and all of a group's members load, or none.
 """
@@ -33,6 +37,9 @@ from services.planner.policy.drop_facts import (
 from services.planner.policy.restore import RestoreRefusal, missing_bytes, why_no_room
 from shared.ids import WorkerId
 from shared.layers import LayerRange, check_tiling
+
+AHEAD_RATIO = 0.85
+"""Share of what one member has alone that a group may want for its KV to move ahead; the rest is for what comes."""
 
 
 class Residence(StrEnum):
@@ -129,6 +136,18 @@ def beside_tokens(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
     return rule.tokens(rule.group_blocks(stages, rule.model.all_layers))
 
 
+def ahead_blocks(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
+    """Return the blocks that every member has memory for in all layers beside the whole model."""
+    return min(rule.whole_blocks((stage,)) for stage in stages)
+
+
+def room_beside(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> tuple[int, bool]:
+    """Return the KV that a group has room for that has parameters beside, tokens, and whether KV can move ahead."""
+    ahead = ahead_blocks(rule, stages)
+    is_ahead = 0 < stages[0].num_blocks <= ahead
+    return (rule.tokens(ahead), True) if is_ahead else (beside_tokens(rule, stages), False)
+
+
 def why_not_loaded(
     rule: CapacityRule, group_id: str, stages: Sequence[InstanceFacts], max_use_ratio: float, horizon_s: float = 0.0
 ) -> RestoreRefusal | None:
@@ -162,7 +181,9 @@ def plan_load(
     refusal = why_not_loaded(rule, group_id, stages, max_use_ratio, horizon_s)
     if refusal is not None:
         return refusal
-    num_blocks = rule.group_blocks(stages, model.all_layers)
+    num_blocks, ahead = rule.group_blocks(stages, model.all_layers), ahead_blocks(rule, stages)
+    if ahead and expected_tokens(stages, horizon_s) <= AHEAD_RATIO * rule.tokens(ahead):
+        num_blocks = min(num_blocks, ahead)
     num_bytes = sum(missing_bytes(model, stage) for stage in stages)
     reason = (
         f"{num_bytes / 2**30:.2f} GiB of parameters are loaded beside serving; "

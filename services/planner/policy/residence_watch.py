@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
 from services.planner.policy.pacing import ROUNDING_S, Backoff, PacingParams, fits_alone
-from services.planner.policy.residence import Residence, beside_tokens, pipeline_of, residence_of, why_not_loaded
+from services.planner.policy.residence import Residence, pipeline_of, residence_of, room_beside, why_not_loaded
 
 MAX_LOADS = 3
 """Loads of one group that may fail before it is restored in one step."""
@@ -58,7 +58,10 @@ class ResidenceWatch:
 
     @property
     def max_use_ratio(self) -> float:
-        """Share of the room beside the whole model above which a group gives it back: half way from `fit_ratio`."""
+        """Share of the room beside the whole model above which a group gives it back: half way from `fit_ratio`.
+
+        Where KV can move ahead, which takes a moment, all of the room.
+        """
         return (1 + self._params.fit_ratio) / 2
 
     def apply(self, facts: ClusterFacts, idle: Collection[str], now_s: float) -> Due:
@@ -152,9 +155,10 @@ class ResidenceWatch:
         """Return why a group is to give back what it has beside, in words; None: it keeps it."""
         if any(stage.throttled for stage in stages):
             return "it runs short of memory"
-        wanted, room = wanted_tokens(stages), beside_tokens(rule, stages)
-        if wanted > self.max_use_ratio * room:
-            return f"its requests want {wanted} tokens of KV, over {self.max_use_ratio:.0%} of the room there is"
+        wanted, (room, is_ahead) = wanted_tokens(stages), room_beside(rule, stages)
+        max_use_ratio = 1.0 if is_ahead else self.max_use_ratio
+        if wanted > max_use_ratio * room:
+            return f"its requests want {wanted} tokens of KV, over {max_use_ratio:.0%} of the room there is"
         if residence is Residence.BY_HALF:
             return "not all of its members have made room for the whole model"
         if self._has_stalled(name, now_s):

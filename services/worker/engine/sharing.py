@@ -142,6 +142,17 @@ class Sharing:
         ids_found = np.array(list(found.values()), dtype=np.int32)
         return KeptKv(tuple(found), ids_found, np.array(places, dtype=np.int32))
 
+    def computed(self, rows: Iterable[int]) -> KeptKv:
+        """Return the full blocks of running rows, as far as they are computed, each name once; rows go on as before."""
+        found: dict[RunName, int] = {}
+        for row in rows if self.prefix_caching else ():
+            num_full = int(self._table.num_computed[row]) // self._blocks.block_size
+            self._make_names(row, self._chains[row], num_full)
+            names = self._chains[row].names[1 : num_full + 1]
+            for name, block in zip(names, self._blocks.block_table[row, :num_full].tolist(), strict=True):
+                found.setdefault(name, block)
+        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
+
     # KV that is on its way
 
     @property

@@ -187,7 +187,8 @@ class ElasticModel:
             num_blocks: that there have to be; those with higher ids are not used any more.
             before: sources that are asked before the checkpoint is read; owned, whatever happens.
             after: those that are asked for what it does not give; owned.
-            is_ahead: there is memory for KV of the layers beside as well, see `ahead`.
+            is_ahead: there is memory for so many blocks of the layers beside as well, and no more of those held; see
+                `ahead`.
 
         Returns:
             KV blocks that there are.
@@ -203,10 +204,11 @@ class ElasticModel:
                 sources.callback(source.close)
             if (fitting := self.blocks_with(self.layers, layers)) < num_blocks:
                 raise ValueError(f"{fitting} blocks fit beside layers {layers}, {num_blocks} were promised")
-            if is_ahead and (layers != self.whole or num_blocks != self.info.capacity.num_blocks):
-                raise ValueError(f"ahead there are {self.info.capacity.num_blocks} blocks of all layers")
+            if is_ahead and (layers != self.whole or not 0 < num_blocks <= self.info.capacity.num_blocks):
+                raise ValueError(f"ahead there are at most {self.info.capacity.num_blocks} blocks of all layers")
             try:
-                self._make_room(layers, min(num_blocks, self._memory.num_blocks), is_ahead=is_ahead)
+                ahead_blocks = num_blocks if is_ahead else 0
+                self._make_room(layers, min(num_blocks, self._memory.num_blocks), ahead_blocks)
                 if is_ahead:
                     self._changed(lambda: self._memory.shrink(num_blocks))
                 else:
@@ -218,15 +220,14 @@ class ElasticModel:
                     self._loading.begin(before, after)
         return self._memory.num_blocks
 
-    @property
     def ahead(self) -> KVCache | None:
-        """Keys and values of all layers, of those that are not held too, with the blocks of the whole model.
+        """Return keys and values of all layers, of those that are not held too, in the first blocks.
 
         None: there is no memory for them. Valid until the next change; `restore` leaves what they hold.
         """
-        blocks = Spans.of((0, self.info.capacity.num_blocks))
-        others = [layer for layer in self.whole if layer not in self.layers]
-        if not others or any(self._memory.holding.left(layer) != blocks for layer in others):
+        left = {self._memory.holding.left(layer) for layer in self.whole if layer not in self.layers}
+        blocks = left.pop() if len(left) == 1 else Spans()
+        if not blocks:
             return None
         keys, values = zip(*(self._memory.kv(layer) for layer in self.whole), strict=True)
         return KVCache.over(keys, values, blocks.end)
@@ -278,12 +279,12 @@ class ElasticModel:
         memory.grow(max_blocks=num_blocks - memory.num_blocks)
         assert memory.num_blocks == num_blocks, f"{memory.num_blocks} blocks fit, {num_blocks} did at the start"
 
-    def _make_room(self, resident: LayerRange, min_blocks: int, *, is_ahead: bool = False) -> None:
+    def _make_room(self, resident: LayerRange, min_blocks: int, ahead_blocks: int = 0) -> None:
         """Have memory for the parameters of these layers and no others; nothing is being loaded then."""
         self._loading.stop()
         new = [layer for layer in resident if layer not in self._memory.resident_layers]
         beside = [layer for layer in resident if layer not in self.layers]
-        ahead = Spans.of((0, self.info.capacity.num_blocks if is_ahead else 0))
+        ahead = Spans.of((0, ahead_blocks))
         outer = self._changed(lambda: self._memory.reside(beside, min_blocks, ahead))
         self._loading.take_in(resident, new, outer)
 

@@ -193,6 +193,11 @@ class ShadowKv:
             for block in target.tolist():
                 self._elsewhere.pop(block, None)
 
+    def join(self, other: ShadowKv, ids: I32) -> None:
+        """Have blocks [n] of both memories, each with some of the layers: what they do not agree on is garbage."""
+        differs = ids[(self._slots[ids] != other._slots[ids]).any(axis=1)]
+        self.poison(differs)
+
     def attend_elsewhere(self, other: ShadowKv, source: I32, target: I32) -> None:
         """Read blocks [n] of another memory wherever blocks [n] of this one are named, until they are taken from it."""
         for block, its in zip(target.tolist(), source.tolist(), strict=True):

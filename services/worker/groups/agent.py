@@ -174,6 +174,10 @@ class PlanAgent:
                 if await self.changes.make_do(turn.ask.group, turn.decision):
                     turn.until_s = self._now() + turn.ask.limit_s  # it has served so far
                     limit.reschedule(turn.until_s)
+                busy_with = "KV was being copied ahead"
+                if await self.changes.copy_ahead(turn.ask.group, turn.decision):
+                    turn.until_s = self._now() + turn.ask.limit_s
+                    limit.reschedule(turn.until_s)
                 busy_with = "a step, or a copy to the host, was under way"
                 async with self._gate.exclusive():
                     limit.reschedule(None)

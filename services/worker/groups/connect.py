@@ -5,7 +5,8 @@
        │                     │  └─ previous ─┐
        └────── leader ───► stage 2 ◄─────────┘
 
-Each member is also dialled by every stage before it for KV, when the group forms and when it dissolves (`gather.py`).
+Each member is also dialled by every stage before it for KV, when the group forms, when KV is copied ahead, and when it
+dissolves (`gather.py`).
 While a group stands, any of its stages is dialled by the others for parameters (`parameter_lending.py`).
 Members are told of a plan at different times, so who dials may be early: the listener keeps a connection for a plan
 that it has not heard of for a while.
@@ -42,18 +43,19 @@ class Seats:
 
     Args:
         place: of the member.
-        parting: the group stands and is about to dissolve; else it is about to form.
+        purpose: of the connections for KV: the group is about to form (`KV`), or it stands, and KV is copied ahead
+            (`AHEAD`) or it is about to dissolve (`PARTING`).
         attending: of a group that forms, there are connections for remote attention.
     """
 
-    def __init__(self, place: GroupPlace, *, parting: bool = False, attending: bool = False) -> None:
+    def __init__(self, place: GroupPlace, *, purpose: StageRole = StageRole.KV, attending: bool = False) -> None:
         loop = asyncio.get_running_loop()
         self.place = place
         before = [stage.worker_id for stage in place.stages[: place.index]]
-        due = [(StageRole.PARTING if parting else StageRole.KV, worker_id) for worker_id in before]
+        due = [(purpose, worker_id) for worker_id in before]
         if attending:
             due += [(StageRole.ATTENTION, worker_id) for worker_id in before]
-        if not parting:
+        if purpose is StageRole.KV:
             due += [(StageRole.LEADER, before[0]), (StageRole.PREVIOUS, before[-1])]
         self._seats: dict[tuple[StageRole, WorkerId], asyncio.Future[socket.socket]] = {
             key: loop.create_future() for key in due
@@ -149,9 +151,9 @@ class StageListener:
         """Connections that came to nothing."""
         return self._door.num_refused
 
-    def expect(self, place: GroupPlace, *, parting: bool = False, attending: bool = False) -> Seats:
+    def expect(self, place: GroupPlace, *, purpose: StageRole = StageRole.KV, attending: bool = False) -> Seats:
         """Let in the connections of a group from now on, those that came early first; the rest as for `Seats`."""
-        seats = self._expected[place.plan_id] = Seats(place, parting=parting, attending=attending)
+        seats = self._expected[place.plan_id] = Seats(place, purpose=purpose, attending=attending)
         self._wake()
         return seats
 

@@ -7,7 +7,7 @@ alone ──lead──► leader: the executor is the whole group's          ─
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from services.worker.groups.arrivals import Arrivals
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
+
+NextShares = Callable[[], Sequence[KeptKv]]
+"""Returns by stage the blocks of the next round, once all of the last one are there; none: that was all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Parting:
 
     shares: tuple[KeptKv, ...] = ()
     """The leader says which blocks go to which stage's worker; the others say nothing."""
+    there: tuple[KeptKv, ...] = ()
+    """And which of the group's blocks are there already, by `copy_ahead`; none at all: nothing was copied."""
 
 
 class GroupFailedError(Exception):
@@ -152,7 +157,7 @@ class GroupDevice(Protocol):
         """
         ...
 
-    async def reside(self, layers: LayerRange, num_blocks: int) -> int:
+    async def reside(self, layers: LayerRange, num_blocks: int, *, is_ahead: bool = False) -> int:
         """Hold the parameters of some layers beside the own ones from now on; what the stage computes stays the same.
 
         What is not loaded yet is loaded beside the steps that come after this call. Blocks keep their contents and
@@ -165,6 +170,8 @@ class GroupDevice(Protocol):
         Args:
             layers: that contain the own ones. Just the own ones: what is beside becomes memory for KV again.
             num_blocks: that there have to be afterwards.
+            is_ahead: there is memory for KV of all layers in so many blocks, at most `whole_blocks`, so that it can
+                come before the group dissolves (`copy_ahead`).
 
         Returns:
             KV blocks that this device has for its layers then, `num_blocks` or more.
@@ -172,6 +179,30 @@ class GroupDevice(Protocol):
         Raises:
             GroupFailedError: so many do not fit, the system refuses, or there is no group; `alone` has to be called.
         """
+        ...
+
+    @property
+    def most_copied(self) -> int:
+        """Blocks that `copy_ahead` moves in one round at most; 0: it moves none."""
+        ...
+
+    async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
+        """Copy KV of the group that stands to where it will be when the group dissolves, while it serves.
+
+        All of its stages do it at the same time. A block that is copied does not change, and is not reused, until the
+        round after it begins. Anything else that changes the device ends it.
+
+        Args:
+            next_shares: of the leader: which blocks go to which stage next, at most `most_copied` in all; called on the
+                loop when all of the last ones are there. None: this is another stage.
+
+        Returns:
+            Whether all that the leader named has been copied. Else what the last round was to move may be there or not.
+        """
+        ...
+
+    def end_copying(self) -> None:
+        """Let `copy_ahead` end soon, here and at the other stages, and forget its connections. Idempotent."""
         ...
 
     @property

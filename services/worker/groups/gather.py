@@ -138,14 +138,20 @@ async def gather_as_member(
     return MemberLinks(leader, seats.previous.result(), behind[0] if behind else None, kv, attention)
 
 
-async def gather_to_part(
-    place: GroupPlace, seats: Seats | None, welcome: StageWelcome, limit_s: float, sockets: contextlib.ExitStack
+async def gather_for_kv(
+    place: GroupPlace,
+    purpose: StageRole,
+    seats: Seats | None,
+    welcome: StageWelcome,
+    limit_s: float,
+    sockets: contextlib.ExitStack,
 ) -> dict[int, socket.socket]:
-    """Connect every stage of a group that dissolves with every other; return the connections by stage.
+    """Connect every stage of a group that stands with every other; return the connections by stage.
 
     Args:
         place: in the group.
-        seats: `parting` ones; None: of the leader, whom nobody dials. Else as in `gather_as_member`.
+        purpose: to dissolve it (`PARTING`), or to copy KV before (`AHEAD`).
+        seats: for this purpose; None: of the leader, whom nobody dials. Else as in `gather_as_member`.
         welcome: as there.
         limit_s: as there.
         sockets: as there.
@@ -154,7 +160,7 @@ async def gather_to_part(
         GroupFailedError: somebody does not come.
     """
     found: dict[int, socket.socket] = {}
-    await together(_pairs(place, StageRole.PARTING, seats, welcome, sockets, found), limit_s)
+    await together(_pairs(place, purpose, seats, welcome, sockets, found), limit_s)
     return found
 
 

@@ -37,6 +37,7 @@ class StageRole(StrEnum):
     LEADER = "leader"  # its batches come over this connection, tokens and ends of copies go back
     PREVIOUS = "previous"  # the stage before: its activations come
     KV = "kv"  # any stage before: KV goes both ways when the group forms
+    AHEAD = "ahead"  # any stage before: KV goes both ways while the group serves, before it dissolves
     PARTING = "parting"  # any stage before: KV goes both ways when the group dissolves
     ATTENTION = "attention"  # any stage before: attention over KV that has not arrived, both ways
     PARAMETERS = "parameters"  # any other stage: parameters of the stage that listens go there
@@ -144,7 +145,7 @@ def why_refused(said: StageHello, place: GroupPlace) -> str | None:
     if said.role is StageRole.PARAMETERS:
         others = [stage.worker_id for stage in place.stages if stage.worker_id != place.own.worker_id]
         return None if said.sender in others else f"{said.sender} is no other stage of the group"
-    if said.role in (StageRole.KV, StageRole.PARTING, StageRole.ATTENTION):
+    if said.role in (StageRole.KV, StageRole.AHEAD, StageRole.PARTING, StageRole.ATTENTION):
         before = [stage.worker_id for stage in place.stages[: place.index]]
         return None if said.sender in before else f"{said.sender} is not before stage {place.index}"
     expected = place.stages[0 if said.role is StageRole.LEADER else place.index - 1].worker_id

@@ -39,6 +39,7 @@ class KvOffered(ControlMessage):
     ids: Ids
     tails: Ids = b""
     link_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    is_ahead: bool = False
 
 
 class KvLotPart(MessagePart):
@@ -50,6 +51,14 @@ class KvLotPart(MessagePart):
     first: Count
     names: Names
     is_live: bool = False
+    in_place: bool = False
+
+
+class KvBlocksPart(MessagePart):
+    """A `KeptKv`."""
+
+    names: Names
+    ids: Ids
 
 
 class KvDecided(ControlMessage):
@@ -58,6 +67,7 @@ class KvDecided(ControlMessage):
     kind: Literal["kv_decided"] = "kv_decided"
     held: Annotated[tuple[Layers, ...], Field(max_length=1024)]
     lots: Annotated[tuple[KvLotPart, ...], Field(max_length=1024)]
+    there: Annotated[tuple[KvBlocksPart, ...], Field(max_length=1024)] = ()
 
 
 def pack_offer(offer: KvOffer) -> bytes:
@@ -73,6 +83,7 @@ def pack_offer(offer: KvOffer) -> bytes:
         ids=ids.astype(_ID).tobytes(),
         tails=tails.astype(_ID).tobytes(),
         link_bytes_per_s=offer.link_bytes_per_s,
+        is_ahead=offer.is_ahead,
     )
     return encode(message)
 
@@ -89,7 +100,15 @@ def unpack_offer(data: bytes) -> KvOffer:
         raise WireError(f"{len(said.tails)} bytes are no whole number of places")
     tails = np.frombuffer(said.tails, dtype=_ID).astype(np.int32)
     kept = KeptKv(names, ids, tails)
-    return KvOffer(_layers(said.layers), said.room, said.num_blocks, said.group, kept, said.link_bytes_per_s)
+    return KvOffer(
+        _layers(said.layers),
+        said.room,
+        said.num_blocks,
+        said.group,
+        kept,
+        said.link_bytes_per_s,
+        is_ahead=said.is_ahead,
+    )
 
 
 def pack_table(table: KvTable) -> bytes:
@@ -102,10 +121,14 @@ def pack_table(table: KvTable) -> bytes:
             first=lot.first,
             names=b"".join(lot.names),
             is_live=lot.is_live,
+            in_place=lot.in_place,
         )
         for lot in table.lots
     )
-    return encode(KvDecided(held=tuple((layers.first, layers.end) for layers in table.held), lots=lots))
+    there = tuple(
+        KvBlocksPart(names=b"".join(found.names), ids=found.ids.astype(_ID).tobytes()) for found in table.there
+    )
+    return encode(KvDecided(held=tuple((layers.first, layers.end) for layers in table.held), lots=lots, there=there))
 
 
 def unpack_table(data: bytes) -> KvTable:
@@ -118,8 +141,9 @@ def unpack_table(data: bytes) -> KvTable:
     lots = []
     for lot in said.lots:
         names, ids = _unpack_blocks(lot.names, lot.ids)
-        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names, lot.is_live))
-    return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots))
+        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names, lot.is_live, lot.in_place))
+    there = tuple(KeptKv(*_unpack_blocks(found.names, found.ids)) for found in said.there)
+    return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots), there)
 
 
 def _layers(said: tuple[int, int]) -> LayerRange:

@@ -10,6 +10,10 @@ Every source of a lot has the same blocks for other layers, and sends each targe
 wants. At the targets the blocks get new ids, one after the other. What is cut is always the end of a lot: sequences are
 found by the beginning of their KV, and compute the rest again.
 
+Where every member of a group has memory for the KV of all layers (`KvOffer.is_ahead`), blocks keep their ids when it
+dissolves: a worker's own layers of them stay where they are, and those of the others come to the same places, most of
+them while the group still serves (`table_to_copy`).
+
 Source: KunServe v2, section 4.2 (KV is exchanged because layers moved). Deviation: blocks travel by what they hold, so
 one that several workers have goes once.
 """
@@ -22,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.engine.remote_kv import RemoteSpan
-from services.worker.engine.types import EMPTY_I32, I32, KeptKv
+from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from shared.layers import LayerRange, check_tiling
 
 MAX_EXCHANGED = 32_768
@@ -45,6 +49,8 @@ class KvOffer:
     """What should survive, the most wanted first; of a group only its leader says it."""
     link_bytes_per_s: float = 0.0
     """At which KV leaves it; 0: unknown."""
+    is_ahead: bool = False
+    """It has memory for as many blocks of all layers, in which those of its own layers are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,13 @@ class KvLot:
     """[n]"""
     is_live: bool = False
     """Until they are there, each source attends them for the targets."""
+    in_place: bool = False
+    """At the targets they have the same ids, `first` says nothing."""
+
+    @property
+    def target_ids(self) -> I32:
+        """[n] At the targets."""
+        return self.ids if self.in_place else np.arange(self.first, self.first + len(self.ids), dtype=np.int32)
 
     @property
     def span(self) -> RemoteSpan:
@@ -77,6 +90,8 @@ class KvTable:
     held: tuple[LayerRange, ...]
     """By stage: layers before the change."""
     lots: tuple[KvLot, ...] = ()
+    there: tuple[KeptKv, ...] = ()
+    """By stage: blocks that have come before, and count as arrived; none at all: at nobody."""
 
     @property
     def num_layers(self) -> int:
@@ -86,13 +101,14 @@ class KvTable:
     def part(self, lot: int, first: int, end: int) -> KeptKv:
         """Return blocks [first, end) of a lot as its targets number them."""
         found = self.lots[lot]
-        return KeptKv(found.names[first:end], np.arange(found.first + first, found.first + end, dtype=np.int32))
+        return KeptKv(found.names[first:end], found.target_ids[first:end])
 
     def kept_at(self, stage: int) -> KeptKv:
         """Return what a stage's blocks hold once all has arrived."""
         lots = [lot for lot in self.lots if stage in lot.targets]
-        ids = [np.arange(lot.first, lot.first + len(lot.ids), dtype=np.int32) for lot in lots]
-        return KeptKv(tuple(name for lot in lots for name in lot.names), np.concatenate([EMPTY_I32, *ids]))
+        there = self.there[stage] if self.there else NOTHING_KEPT
+        names = (*there.names, *(name for lot in lots for name in lot.names))
+        return KeptKv(names, np.concatenate([there.ids, *(lot.target_ids for lot in lots)]))
 
 
 def table_to_form(
@@ -131,7 +147,24 @@ def table_to_form(
     return KvTable(tuple(offer.layers for offer in offers), tuple(lots))
 
 
-def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTable:
+def table_to_copy(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTable:
+    """Return what moves while a group serves, so that it need not when the group dissolves; nothing if it cannot.
+
+    Args:
+        offers: by stage; what they keep is not looked at.
+        shares: by stage, of the group's blocks: no more than each stage's buffer holds.
+
+    Raises:
+        ValueError: there are more or fewer shares than stages.
+    """
+    held = tuple(offer.layers for offer in offers)
+    _check_shares(offers, shares)
+    if not all(offer.is_ahead for offer in offers):
+        return KvTable(held)
+    return KvTable(held, _in_place(shares))
+
+
+def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv], there: Sequence[KeptKv] = ()) -> KvTable:
     """Return what moves when the stages of a group become whole instances.
 
     Where buffers do not hold all shares, the longest are cut first.
@@ -139,6 +172,7 @@ def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTabl
     Args:
         offers: by stage; what they keep is not looked at.
         shares: by stage, of the group's blocks; none at all: nothing moves.
+        there: by stage, what has been copied before, by `table_to_copy`; none at all: nothing.
 
     Raises:
         ValueError: there are more or fewer shares than stages.
@@ -146,8 +180,13 @@ def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTabl
     held = tuple(offer.layers for offer in offers)
     if not shares:
         return KvTable(held)
-    if len(shares) != len(offers):
-        raise ValueError(f"{len(shares)} shares for {len(offers)} stages")
+    _check_shares(offers, shares)
+    if all(offer.is_ahead for offer in offers):
+        found = _found(shares, there) if there else (NOTHING_KEPT,) * len(offers)
+        rest = [_without(share, here) for share, here in zip(shares, found, strict=True)]
+        room = min(MAX_EXCHANGED - sum(map(len, found)), *(offer.room for offer in offers))
+        sizes = _level([len(share) for share in rest], max(room, 0))
+        return KvTable(held, _in_place([_first(share, n) for share, n in zip(rest, sizes, strict=True)]), found)
     wanted = [min(len(share), offer.num_blocks) for share, offer in zip(shares, offers, strict=True)]
     sizes = _level(wanted, min(MAX_EXCHANGED, *(offer.room for offer in offers)))
     sources = tuple(range(len(offers)))
@@ -159,6 +198,41 @@ def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTabl
             if size
         ),
     )
+
+
+def _check_shares(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> None:
+    if len(shares) != len(offers):
+        raise ValueError(f"{len(shares)} shares for {len(offers)} stages")
+
+
+def _in_place(shares: Sequence[KeptKv]) -> tuple[KvLot, ...]:
+    """Return what the other stages have for each, which has its own layers."""
+    return tuple(
+        KvLot(tuple(i for i in range(len(shares)) if i != stage), (stage,), share.ids, 0, share.names, in_place=True)
+        for stage, share in enumerate(shares)
+        if len(share)
+    )
+
+
+def _found(shares: Sequence[KeptKv], there: Sequence[KeptKv]) -> tuple[KeptKv, ...]:
+    """Return what of each share has been copied before, and lies where it did; as much as one message names."""
+    left, found = MAX_EXCHANGED, []
+    for share, copied in zip(shares, there, strict=True):
+        known = dict(zip(copied.names, copied.ids.tolist(), strict=True))
+        places = [i for i, name in enumerate(share.names) if known.get(name) == int(share.ids[i])][:left]
+        found.append(KeptKv(tuple(share.names[i] for i in places), share.ids[places]))
+        left -= len(places)
+    return tuple(found)
+
+
+def _without(share: KeptKv, others: KeptKv) -> KeptKv:
+    names = frozenset(others.names)
+    places = [i for i, name in enumerate(share.names) if name not in names]
+    return KeptKv(tuple(share.names[i] for i in places), share.ids[places])
+
+
+def _first(share: KeptKv, count: int) -> KeptKv:
+    return KeptKv(share.names[:count], share.ids[:count])
 
 
 def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wanted: Sequence[LayerRange]) -> None:
@@ -182,12 +256,26 @@ def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wan
             raise ValueError("a lot is not well formed")
         if stage in lot.sources:
             sent += len(lot.ids)
-            if len(lot.ids) and not 0 <= int(lot.ids.min()) <= int(lot.ids.max()) < num_blocks:
+            if not _are_among(lot.ids, num_blocks):
                 raise ValueError(f"blocks are asked for that are not among {num_blocks}")
-        if stage in lot.targets and not 0 <= lot.first <= lot.first + len(lot.ids) <= offer.num_blocks:
+        if stage in lot.targets and not _are_among(lot.target_ids, offer.num_blocks):
             raise ValueError(f"blocks are to come that are not among {offer.num_blocks}")
+    _check_in_place(table, stage, offer)
     if sent > offer.room:
         raise ValueError(f"{sent} blocks are asked for, and there is room for {offer.room}")
+
+
+def _check_in_place(table: KvTable, stage: int, offer: KvOffer) -> None:
+    if not offer.is_ahead and (table.there or any(lot.in_place for lot in table.lots)):
+        raise ValueError("there is no memory for layers of others")
+    if not table.there:
+        return
+    if len(table.there) != len(table.held) or not _are_among(table.there[stage].ids, offer.num_blocks):
+        raise ValueError(f"blocks are said to be there that are not among {offer.num_blocks}")
+
+
+def _are_among(ids: I32, num_blocks: int) -> bool:
+    return not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_blocks
 
 
 def _holders(offers: Sequence[KvOffer], stage: int, num_layers: int) -> tuple[int, ...]:

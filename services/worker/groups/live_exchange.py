@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -41,7 +40,13 @@ from services.worker.groups.remote_attention import AttentionOver, KeptKeys, Rem
 from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.threads import in_thread
 from services.worker.groups.write_fence import WriteFence
-from services.worker.memory.block_copies import BlockCopies, copy_blocks, settle, write_block_bytes
+from services.worker.memory.block_copies import (
+    BlockCopies,
+    copy_blocks,
+    scatter_block_bytes,
+    settle,
+    write_block_bytes,
+)
 from services.worker.memory.kv_cache import KVCache
 from shared.errors import WireError
 from shared.layers import LayerRange
@@ -73,19 +78,22 @@ class LiveExchange:
         limit_s: after so many seconds `agree` is given up, and again what moves; where a lot is live, after so many
             seconds without a block.
         remote: what live lots need; None: there can be none.
+        is_lasting: the connections stay open when all has moved, for another exchange.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  limits and kinds by name
         self,
         stage: int,
-        socks: Mapping[int, socket.socket],
+        socks: Mapping[int, KvSocket],
         wanted: Sequence[LayerRange],
         *,
         block_bytes: int,
         limit_s: float,
         remote: RemoteParts | None = None,
+        is_lasting: bool = False,
     ) -> None:
         self._stage = stage
+        self._is_lasting = is_lasting
         self._wanted = tuple(wanted)
         self._block_bytes = block_bytes
         self._limit_s = limit_s
@@ -111,12 +119,17 @@ class LiveExchange:
         self._loop = asyncio.get_running_loop()
         self.failure: str | None = None
         """Why KV does not move, once that is so."""
-        self._sockets = {peer: KvSocket(socks[peer]) for peer in sorted(socks)}
+        self._sockets = {peer: socks[peer] for peer in sorted(socks)}
 
     @property
     def kept(self) -> KeptKv:
         """What the blocks here hold once all has moved; nothing before, or if it does not."""
         return self._table.kept_at(self._stage) if self._table is not None and self._has_moved else NOTHING_KEPT
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that move, once that is agreed upon."""
+        return 0 if self._table is None else sum(len(lot.ids) for lot in self._table.lots)
 
     @property
     def is_live(self) -> bool:
@@ -322,13 +335,16 @@ class LiveExchange:
         await self._attempt(partial(self._move_all, cache, tell))
         if self.failure is None and self._table is not None and self._table.lots:
             _log.info(
-                "kv_exchanged",
+                "kv_copied_ahead" if self._is_lasting else "kv_exchanged",
                 stage=self._stage,
                 num_blocks=len(self._table.kept_at(self._stage)),
                 took_s=round(time.monotonic() - began_s, 4),
                 num_remote=0 if self.remote is None else self.remote.num_asked,
             )
-        self.close()
+        if self._is_lasting and self.failure is None:
+            self._copies.clear()
+        else:
+            self.close()
 
     def _move_all(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
         table, errors = self._table, list[Exception]()
@@ -380,9 +396,13 @@ class LiveExchange:
                 buffer = memoryview(bytearray(size))
             while (progress := sock.receive(buffer[:size])) is not None:
                 self._hear(peer, progress)
-            first = table.lots[chunk.lot].first + chunk.first
+            lot = table.lots[chunk.lot]
             with self._fence.writing():
-                write_block_bytes(cache, chunk.layer, chunk.side, first, buffer[:size])
+                if lot.in_place:
+                    ids = lot.ids[chunk.first : chunk.end]
+                    scatter_block_bytes(cache, chunk.layer, chunk.side, ids, buffer[:size])
+                else:
+                    write_block_bytes(cache, chunk.layer, chunk.side, lot.first + chunk.first, buffer[:size])
             if chunk.is_last:
                 land(chunk.lot, chunk.end)
         while self._complete is not None and self._complete.is_due(peer):

@@ -13,6 +13,7 @@ from asyncio import Future
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,8 +25,8 @@ from services.worker.executor.modelled_stage import ModelledStage, RemoteLink
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.groups.arrivals import Arrivals
-from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
-from services.worker.groups.modelled_exchange import Estate, Exchange, Share, hand_out
+from services.worker.groups.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.groups.modelled_exchange import Estate, Exchange, Share, copy_in_place, hand_out
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from shared.cost import CostModel, StageCost
@@ -74,6 +75,20 @@ class _Departure:
     exchange_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _Copying:
+    """The members of a group whose KV is copied ahead."""
+
+    members: dict[int, Share] = field(default_factory=dict)
+    are_there: Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_whole: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, *, is_whole: bool) -> None:
+        """It is over; later words change nothing."""
+        if not self.is_whole.done():
+            self.is_whole.set_result(is_whole)
+
+
 class ModelledNetwork:
     """Where modelled workers find each other; one per cluster.
 
@@ -100,6 +115,7 @@ class ModelledNetwork:
         self._meetings: dict[_Key, _Meeting] = {}
         self._pipelines: dict[_Key, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
         self._partings: dict[_Key, _Departure] = {}
+        self._copyings: dict[_Key, _Copying] = {}
         self._cut: set[frozenset[WorkerId]] = set()
 
     async def meet(
@@ -148,6 +164,46 @@ class ModelledNetwork:
         coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks, exchange.spans)
         meeting.begun.set_result(_Begun(stages, coming))
 
+    async def copy_ahead(self, place: GroupPlace, member: Share, next_shares: NextShares | None) -> bool:
+        """Copy KV of a group to where it will be, round by round; see `GroupDevice`."""
+        copying = self._copyings.setdefault(place.key, _Copying())
+        copying.members[place.index] = member
+        if len(copying.members) == len(place.stages):
+            copying.are_there.set_result(None)
+        try:
+            async with asyncio.timeout(PART_LIMIT_S):
+                either: list[Future[Any]] = [copying.are_there, copying.is_whole]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if next_shares is not None:
+                await self._copy_rounds(place, copying, next_shares)
+            return await asyncio.shield(copying.is_whole)
+        except TimeoutError:
+            copying.end(is_whole=False)
+            return False
+        finally:
+            if next_shares is not None:
+                copying.end(is_whole=False)
+            if self._copyings.get(place.key) is copying:
+                del self._copyings[place.key]
+
+    async def _copy_rounds(self, place: GroupPlace, copying: _Copying, next_shares: NextShares) -> None:
+        members = [copying.members[i] for i in sorted(copying.members)]
+        while not copying.is_whole.done():
+            shares = next_shares() if all(member.is_ahead for member in members) else ()
+            if not shares:
+                copying.end(is_whole=True)
+                return
+            most_bytes = copy_in_place(members, shares)
+            await asyncio.wait([copying.is_whole], timeout=most_bytes / self._link.bytes_per_s)
+            if self._is_cut(place):
+                copying.end(is_whole=False)
+
+    def end_copying(self, key: _Key) -> None:
+        """Break off what is copied ahead in a group. Idempotent."""
+        copying = self._copyings.get(key)
+        if copying is not None:
+            copying.end(is_whole=False)
+
     async def part(self, place: GroupPlace, share: Share) -> KeptKv:
         """Wait for the other members of a group that dissolves, and for the KV; return what this worker's blocks hold.
 
@@ -189,6 +245,7 @@ class ModelledNetwork:
         """A worker's process is gone, and its ends of all connections with it."""
         for key, (workers, stages) in list(self._pipelines.items()):
             if worker_id in workers:
+                self.end_copying(key)
                 index = workers.index(worker_id)
                 stages.servers[index].leave(f"{worker_id} is gone")
                 if index == 0:
@@ -281,6 +338,8 @@ class ModelledGroupDevice:
             )
         )
         self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
+        self._ahead: ShadowKv | None = None
+        """Beside a stage: memory for KV of all layers, in the blocks that it has."""
         self._group = WorkerId("")
         self._place: GroupPlace | None = None
         """In the pipeline that it is a stage of."""
@@ -321,12 +380,15 @@ class ModelledGroupDevice:
         """Return the KV blocks of the own layers beside the parameters of some more; see `GroupDevice`."""
         return holdings.room(self._layout, self.layers, layers)
 
-    async def reside(self, layers: LayerRange, num_blocks: int) -> int:
+    async def reside(self, layers: LayerRange, num_blocks: int, *, is_ahead: bool = False) -> int:
         """Have other parameters beside those of the own layers; see `GroupDevice`."""
         found = self.blocks_beside(layers)
         if not layers.covers(self.layers) or found < num_blocks:
             raise GroupFailedError(f"layers {layers} leave memory for {found} KV blocks of {num_blocks}")
+        self.end_copying()
         await asyncio.sleep(self._params.remap_s)
+        self._ahead = self._shadow_kv(self.whole_blocks, 1) if is_ahead else None
+        found = num_blocks if is_ahead else found
         if layers == self.resident:
             return found
         self._kv.poison(np.arange(min(found, self._kv.num_blocks), self._kv.num_blocks, dtype=np.int32))
@@ -349,6 +411,7 @@ class ModelledGroupDevice:
 
     async def _meet(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> _Begun:
         self._leave()
+        self._ahead = None
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
         before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes)
         await asyncio.sleep(self._params.remap_s)
@@ -369,22 +432,51 @@ class ModelledGroupDevice:
         return met
 
     @property
+    def most_copied(self) -> int:
+        """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
+        return self._kv.num_blocks
+
+    async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
+        """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
+        if self._place is None or self._ahead is None:
+            return False
+        return await self._network.copy_ahead(self._place, self._share(self._ahead, Parting()), next_shares)
+
+    def end_copying(self) -> None:
+        """Let copies end soon; see `GroupDevice`."""
+        if self._place is not None:
+            self._network.end_copying(self._place.key)
+
+    def _share(self, ahead: ShadowKv | None, parting: Parting) -> Share:
+        return Share(
+            self.layers,
+            self._kv,
+            self._shadow_kv(self.whole_blocks, 1) if ahead is None else ahead,
+            parting.shares,
+            2 * self._params.facts.block_bytes,
+            parting.there,
+            is_ahead=ahead is not None,
+        )
+
+    @property
     def whole_blocks(self) -> int:
         """KV blocks beside the whole model."""
         return self.num_blocks(self._all_layers)
 
     async def alone(self, parting: Parting | None = None) -> Led:
         """Hold the whole model; see `GroupDevice`."""
-        place, whole, kept = self._place, self._shadow_kv(self.whole_blocks, 1), NOTHING_KEPT
+        place, kept = self._place, NOTHING_KEPT
+        self.end_copying()
+        ahead, self._ahead = self._ahead, None
+        share = self._share(ahead, parting or Parting())
         if parting is not None and place is not None:
-            share = Share(self.layers, self._kv, whole, parting.shares, 2 * self._params.facts.block_bytes)
             kept = await self._network.part(place, share)
         self._leave()
         if self.layers != self._all_layers:
             await asyncio.sleep(self._params.remap_s + self._missing_bytes / self._params.load_bytes_per_s)
         self.layers, self._group = self._all_layers, WorkerId("")
         self.resident, self._loading = self.layers, None
-        self._kv = whole
+        self._kv = share.whole
         self.executor = self._make_executor(self._kv)
         return Led(self.executor, kept)
 

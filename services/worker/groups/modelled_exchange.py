@@ -25,7 +25,7 @@ from math import ceil, isinf
 import numpy as np
 
 from services.worker.engine.remote_kv import RemoteSpan
-from services.worker.engine.types import I32, KeptKv
+from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.shadow_kv import ShadowKv
 from services.worker.groups.arrivals import Arrived
@@ -66,6 +66,10 @@ class Share:
     """Of the leader: what goes to whom."""
     block_bytes: int
     """Of a block's keys and values in one layer."""
+    there: tuple[KeptKv, ...] = ()
+    """Of the leader: what was copied ahead, by stage."""
+    is_ahead: bool = False
+    """`whole` has the blocks under the ids that they have in the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +263,8 @@ def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
     Returns:
         What each one's blocks hold, and the most bytes that one of them sends or receives.
     """
+    if all(member.is_ahead for member in members):
+        return _leave_in_place(members)
     kept: list[KeptKv] = []
     sent, received = [0] * len(members), [0] * len(members)
     for index, (member, share) in enumerate(zip(members, members[0].shares, strict=True)):
@@ -272,6 +278,37 @@ def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
                 received[index] += num_bytes
         kept.append(KeptKv(share.names[:count], target))
     return kept, max(*sent, *received)
+
+
+def copy_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> int:
+    """Let every member of a group have all layers of some blocks, under the ids that they have there.
+
+    Returns:
+        The most bytes that one of them sends or receives.
+    """
+    sent, received = [0] * len(members), [0] * len(members)
+    for index, (member, share) in enumerate(zip(members, shares, strict=True)):
+        for holder, other in enumerate(members):
+            if holder != index:
+                member.whole.take_from(other.kv, share.ids, share.ids)
+                num_bytes = len(share) * other.block_bytes * len(other.layers)
+                sent[holder] += num_bytes
+                received[index] += num_bytes
+    return max(*sent, *received)
+
+
+def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
+    """As `hand_out`, where most has been copied ahead."""
+    shares, there = members[0].shares, members[0].there
+    copied = [set(zip(found.names, found.ids.tolist(), strict=True)) for found in there]
+    rest = []
+    for share, known in zip(shares, copied or [set[tuple[bytes, int]]()] * len(shares), strict=True):
+        places = [i for i, block in enumerate(zip(share.names, share.ids.tolist(), strict=True)) if block not in known]
+        rest.append(KeptKv(tuple(share.names[i] for i in places), share.ids[places]))
+    most_bytes = copy_in_place(members, rest)
+    for member, share in zip(members, shares, strict=False):
+        member.whole.join(member.kv, share.ids)
+    return [KeptKv(share.names, share.ids) for share in shares] or [NOTHING_KEPT] * len(members), most_bytes
 
 
 def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, *, is_live: bool) -> list[_Lot]:

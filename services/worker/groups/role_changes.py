@@ -8,7 +8,7 @@ their names (`engine/prefix.py`), so that in the group they are found as any cac
 or a connection is lost is over: each of its members, by itself, loads the layers that it lacks, and computes KV anew.
 
 Source: KunServe v2, section 4.1 (a drop changes page tables and roles between two steps) and 4.2 (KV is exchanged).
-Deviation: the way back, of which the papers say nothing.
+Deviation: the way back, in detail. Before a group dissolves, most of its KV moves while it serves (`kv_shares.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from services.worker.engine.sequence import SequenceKey
 from services.worker.groups.arrivals import ArrivingKv
 from services.worker.groups.block_limit import BlockLimit
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
+from services.worker.groups.kv_shares import KvShares
 from services.worker.groups.residence import Residence, residence_in, why_not_resident
 from services.worker.groups.role import Role, role_in, why_not_taken
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.groups.turn import Outcome
 from services.worker.intake import Intake
-from services.worker.policy.parting import share_out
 from services.worker.reporter import Reporter
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -38,6 +38,8 @@ from shared.log import get_logger
 from shared.messages.plan import PlannedGroup, PlanState, PreparePlan
 from shared.tasks import TaskOwner
 
+COPY_LIMIT_S = 3.0
+"""After which no further round of KV is copied ahead."""
 CLOSED = "its leader has closed the pipeline"
 """Why a pipeline is over that ended in order: the leader's part of the same plan may come first."""
 _log = get_logger()
@@ -90,6 +92,8 @@ class RoleChanges:
         """Plan of the pipeline that this worker is a stage of, or is about to be."""
         self._place_now: GroupPlace | None = None
         """In the group that stands."""
+        self._shares: KvShares | None = None
+        """Of a leader whose group is about to dissolve: what was copied, and whose it will be."""
         self._broken: str | None = None
         """Why that pipeline is over, until this worker has left it."""
         reporter.take_role(self.role)
@@ -142,9 +146,48 @@ class RoleChanges:
         await self._limit.reach(residence.num_blocks, given_up)
         return True
 
+    async def copy_ahead(self, group: PlannedGroup, given_up: Future[bool]) -> bool:
+        """Before a group dissolves, let most of its KV be where it will go; all members do it at the same time.
+
+        Without memory for it, or if it breaks off, all moves when the group dissolves. `go_back` comes in the end,
+        whatever becomes of the plan.
+
+        Returns:
+            Whether that took time; the leader has served meanwhile.
+        """
+        place, device = self._place_now, self._device
+        if place is None or len(group.stages) > 1 or self._broken is not None or not device.most_copied:
+            return False
+
+        def stop(_: Future[bool]) -> None:
+            device.end_copying()
+
+        given_up.add_done_callback(stop)
+        try:
+            if self.role.is_leader:
+                await self._copy_as_leader(place)
+            else:
+                await device.copy_ahead()
+        finally:
+            given_up.remove_done_callback(stop)
+        return True
+
+    async def _copy_as_leader(self, place: GroupPlace) -> None:
+        device, began_s = self._device, self._now()
+        self._shares = shares = self._new_shares(place)
+        try:
+            is_whole = await device.copy_ahead(shares.next_shares)
+        finally:
+            shares.let_go()
+            self._loop.wake()
+        num_blocks, took_s = sum(map(len, shares.there)), round(self._now() - began_s, 4)
+        _log.info("kv_copied", num_blocks=num_blocks, is_whole=is_whole, took_s=took_s)
+
     def go_back(self) -> None:
-        """Use all blocks again, if their memory has stayed. Idempotent."""
+        """Use all blocks again, if their memory has stayed, and forget what was copied ahead. Idempotent."""
         self._limit.go_back()
+        self._device.end_copying()
+        self._shares = None
 
     async def carry_out(self, asked: PreparePlan) -> Outcome:
         """Take the part that was prepared; the gate is held."""
@@ -182,8 +225,10 @@ class RoleChanges:
         """Have other parameters beside those that are computed; who computes what stays as it is."""
         if self.role.is_leader and not self._engine.is_within_limit:
             raise GroupFailedError("KV is in use that would lose its memory")
-        num_blocks = await self._device.reside(residence.layers, residence.num_blocks)
-        if residence.layers != self.role.layers:
+        loads = residence.layers != self.role.layers
+        is_ahead = loads and residence.num_blocks <= self._device.whole_blocks
+        num_blocks = await self._device.reside(residence.layers, residence.num_blocks, is_ahead=is_ahead)
+        if loads:
             self._limit.keep()
         else:
             self._limit.lift()  # the other stages have given theirs up before
@@ -229,21 +274,28 @@ class RoleChanges:
             return await self._stand_alone(plan_id)
         await self._leave_pipeline()
         self._engine.leave_executor(self._now())
-        shares = self._share_out(place) if self.role.is_leader else []
-        row_of = self._engine.row_of
-        kept = tuple(self._engine.sharing.kept([row_of[key] for key in keys]) for keys in shares)
-        num_blocks = await self._go_on_alone(plan_id, Parting(kept))
+        shares: list[list[SequenceKey]] = []
+        row_of, parting = self._engine.row_of, Parting()
+        if self.role.is_leader:
+            known, self._shares = self._shares or self._new_shares(place), None
+            shares = known.final()
+            kept = tuple(self._engine.sharing.kept([row_of[key] for key in keys]) for keys in shares)
+            parting = Parting(kept, known.there)
+        num_blocks = await self._go_on_alone(plan_id, parting)
         for stage, keys in list(zip(place.stages, shares, strict=False))[1:]:
             # now, when that worker is about to serve again; some have ended meanwhile
             self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
         return num_blocks
 
-    def _share_out(self, place: GroupPlace) -> list[list[SequenceKey]]:
-        """Return which sequences go on at which stage's worker, the own ones first."""
-        table, row_of = self._engine.table, self._engine.row_of
-        keys = sorted(row_of, key=lambda key: (table.arrival_s[row_of[key]], table.order[row_of[key]]))
-        sizes = -(-table.num_known[[row_of[key] for key in keys]] // self._engine.config.block_size)
-        return share_out(keys, sizes.tolist(), len(place.stages), self._device.whole_blocks)
+    def _new_shares(self, place: GroupPlace) -> KvShares:
+        return KvShares(
+            self._engine,
+            len(place.stages),
+            capacity=self._device.whole_blocks,
+            most_copied=self._device.most_copied,
+            limit_s=COPY_LIMIT_S,
+            now=self._now,
+        )
 
     async def _stand_alone(self, plan_id: int) -> int:
         """Be a whole instance, whatever the others do; KV is lost."""

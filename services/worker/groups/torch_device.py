@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv, KvCapacity
 from services.worker.executor.channel import SocketChannel
@@ -34,10 +35,12 @@ from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.executor.thread_stage import ThreadStages
 from services.worker.groups.connect import StageListener
-from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Parting
-from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_to_part
-from services.worker.groups.greeting import StageReady, StageWelcome
+from services.worker.groups.copy_ahead import CopyAhead
+from services.worker.groups.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
+from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
 from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
+from services.worker.groups.kv_wire import KvSocket
 from services.worker.groups.live_exchange import LiveExchange, RemoteParts
 from services.worker.groups.membership import Membership
 from services.worker.groups.parameter_peers import ParameterPeers
@@ -112,6 +115,8 @@ class TorchGroupDevice:
         """In the group that stands."""
         self._exchange_now: LiveExchange | None = None
         """Of the group that stands, until it is over or for longer."""
+        self._copying: CopyAhead | None = None
+        """Of the group that stands: KV that moves before it dissolves, and the connections for the rest."""
         self._layers = model.layers
         self._resident = model.resident
         self._closed = False
@@ -243,23 +248,51 @@ class TorchGroupDevice:
                 sockets.pop_all()
             return offer.num_blocks
 
-    async def reside(self, layers: LayerRange, num_blocks: int) -> int:
+    async def reside(self, layers: LayerRange, num_blocks: int, *, is_ahead: bool = False) -> int:
         """Have parameters beside the own ones, or have them no more; see `GroupDevice`."""
         async with self._changing:
             if self._place is None:
                 raise GroupFailedError("it is a stage of no group")
+            await self._stop_copying()
             if self._exchange_now is not None:
                 await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
             peers = await self._peers.sources() if layers != self._layers else ()
             before, after = (peers, ()) if self._peers_first else ((), peers)
             try:
                 return await in_thread(
-                    lambda: self._model.reside(layers, num_blocks, before, after), "parameter mapping"
+                    lambda: self._model.reside(layers, num_blocks, before, after, is_ahead=is_ahead),
+                    "parameter mapping",
                 )
             except Exception as error:  # whatever the memory raises: `alone` says whether it can be mended
                 raise GroupFailedError(f"parameters of {layers}: {type(error).__name__}: {error}") from error
             finally:
                 self._note_layers()
+
+    @property
+    def most_copied(self) -> int:
+        """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
+        return self._room
+
+    async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
+        """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
+        await self._stop_copying()
+        place, ahead = self._place, self._model.ahead()
+        if place is None or ahead is None:
+            return False
+        with contextlib.ExitStack() as sockets:
+            socks = await self._meet(place, StageRole.AHEAD, sockets)
+            if socks is None or self._place is not place or self._copying is not None:
+                return False
+            sockets.pop_all()
+        lasting = {peer: KvSocket(sock) for peer, sock in socks.items()}
+        copying = CopyAhead(lasting, lambda: self._exchange_to_part(place, lasting, is_lasting=True))
+        self._copying = copying
+        return await copying.run(self._offer_to_part(place), self._model.cache, ahead, next_shares)
+
+    def end_copying(self) -> None:
+        """Let copies end soon, and forget what was for the rest; see `GroupDevice`."""
+        if self._copying is not None:
+            self._copying.shut()
 
     @property
     def whole_blocks(self) -> int:
@@ -304,6 +337,7 @@ class TorchGroupDevice:
     async def _leave(self) -> None:
         """End what runs on the model. Cancelled, it can be called again."""
         self._place = None
+        await self._stop_copying()
         await self._peers.leave()
         if self._exchange_now is not None:
             await self._exchange_now.stop()
@@ -314,6 +348,11 @@ class TorchGroupDevice:
         if self._membership is not None:
             await self._membership.leave()
             self._membership = None
+
+    async def _stop_copying(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            await copying.stop()
 
     async def _leave_with(self, kept: KeptKv, layers: LayerRange) -> KvOffer:
         """End what runs on the model, and return what goes along to a group in which it will have these layers."""
@@ -343,7 +382,7 @@ class TorchGroupDevice:
             remote = RemoteParts(ends, shape, self._model.host_attention)
         return LiveExchange(
             index,
-            socks,
+            {peer: KvSocket(sock) for peer, sock in socks.items()},
             wanted,
             block_bytes=self._facts.block_bytes,
             limit_s=self._exchange_limit_s,
@@ -395,24 +434,48 @@ class TorchGroupDevice:
         shares = parting.shares
         if shares and len(shares) != len(place.stages):
             raise ValueError(f"{len(shares)} shares for {len(place.stages)} stages")
-        socks = await self._meet_to_part(place, sockets)
+        socks: dict[int, KvSocket] | None = None
+        if self._copying is not None and self._copying.is_complete:
+            socks, self._copying = self._copying.hand_on(), None
+        await self._stop_copying()
+        if socks is None and (met := await self._meet(place, StageRole.PARTING, sockets)) is not None:
+            socks = {peer: KvSocket(sock) for peer, sock in met.items()}
         if socks is None:
             return None
-        exchange = self._exchange(place.index, socks, [self._model.whole] * len(place.stages))
+        exchange = self._exchange_to_part(place, socks)
         sockets.callback(exchange.close)
-        offer = KvOffer(self._layers, self._room, self.whole_blocks, place.plan_id)
-        await exchange.agree(offer, self._model.cache.num_blocks, lambda offers: table_to_part(offers, shares))
+        decide = partial(table_to_part, shares=shares, there=parting.there)
+        await exchange.agree(self._offer_to_part(place), self._model.cache.num_blocks, decide)
         await in_thread(lambda: exchange.read(self._model.cache), "KV exchange")
         return exchange
 
-    async def _meet_to_part(self, place: GroupPlace, sockets: contextlib.ExitStack) -> dict[int, socket.socket] | None:
-        """Return connections to the other stages of a group that dissolves, by stage; None: not all have come."""
+    def _offer_to_part(self, place: GroupPlace) -> KvOffer:
+        is_ahead = self._model.ahead() is not None
+        return KvOffer(self._layers, self._room, self.whole_blocks, place.plan_id, is_ahead=is_ahead)
+
+    def _exchange_to_part(
+        self, place: GroupPlace, socks: dict[int, KvSocket], *, is_lasting: bool = False
+    ) -> LiveExchange:
+        """Return what moves KV between the stages of a group to where each of them has all layers."""
+        return LiveExchange(
+            place.index,
+            socks,
+            [self._model.whole] * len(place.stages),
+            block_bytes=self._facts.block_bytes,
+            limit_s=self._exchange_limit_s,
+            is_lasting=is_lasting,
+        )
+
+    async def _meet(
+        self, place: GroupPlace, purpose: StageRole, sockets: contextlib.ExitStack
+    ) -> dict[int, socket.socket] | None:
+        """Return connections to the other stages of a group that stands, by stage; None: not all have come."""
         welcome = StageWelcome(num_blocks=self.whole_blocks, block_size=self._block_size)
-        seats = self._listener.expect(place, parting=True) if place.index else None
+        seats = self._listener.expect(place, purpose=purpose) if place.index else None
         if seats is not None:
             sockets.callback(seats.close)
         try:
-            return await gather_to_part(place, seats, welcome, self._part_limit_s, sockets)
+            return await gather_for_kv(place, purpose, seats, welcome, self._part_limit_s, sockets)
         except GroupFailedError as error:
             _log.warning("kv_not_exchanged", stage=place.index, reason=str(error))
             return None

@@ -135,6 +135,31 @@ def write_block_bytes(cache: KVCache, layer: int, side: int, first: int, data: m
         pool[first : first + count].copy_(given.view(pool.dtype).view(count, *pool.shape[1:]))
 
 
+def scatter_block_bytes(cache: KVCache, layer: int, side: int, ids: I32, data: memoryview) -> None:
+    """Let blocks of a layer, wherever they lie, hold what the bytes say; on a GPU `settle` waits for it.
+
+    Args:
+        cache: that has the layer.
+        layer: numbered in the whole model.
+        side: 0: keys, 1: values.
+        ids: [n] different ones, in the order of the bytes.
+        data: of n blocks; may be used again at once.
+
+    Raises:
+        ValueError: the bytes are not n blocks, or there are no such blocks.
+    """
+    pool = (cache.keys, cache.values)[side][layer]
+    if len(data) != len(ids) * block_bytes(cache):
+        raise ValueError(f"{len(data)} bytes are not {len(ids)} blocks")
+    if not len(ids):
+        return
+    if not 0 <= int(ids.min()) <= int(ids.max()) < len(pool):
+        raise ValueError(f"blocks {ids.min()} to {ids.max()} are not all among the {len(pool)} of layer {layer}")
+    with torch.inference_mode():
+        given = torch.frombuffer(data, dtype=torch.uint8).view(pool.dtype).view(len(ids), *pool.shape[1:])
+        pool.index_copy_(0, torch.from_numpy(ids.astype(np.int64)).to(pool.device), given.to(pool.device))
+
+
 def settle(cache: KVCache) -> None:
     """Wait until everything that was written is there."""
     device = cache.keys[cache.layers[0]].device

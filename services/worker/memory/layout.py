@@ -91,8 +91,8 @@ class Holding:
     kv: Spans
     """Pages that are mapped in the keys, and in the values, of each of these layers."""
     leaving: tuple[tuple[int, Spans], ...] = ()
-    """Layer and blocks, ascending: KV of layers that are not held: any more, and somebody still reads it, or yet, and it
-    comes ahead of them."""
+    """Layer and blocks, ascending: KV of layers that are not held. Not any more, and somebody still reads it; or not
+    yet, and it comes ahead of them."""
     beside: tuple[int, ...] = ()
     """Other layers whose parameters are there, ascending: nobody computes them here, so they have no KV."""
 

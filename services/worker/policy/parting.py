@@ -7,13 +7,20 @@ request goes where is left open there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 Key = TypeVar("Key")
 
 
-def share_out(sequences: Sequence[Key], sizes: Sequence[int], num_members: int, capacity: int) -> list[list[Key]]:
+def share_out(
+    sequences: Sequence[Key],
+    sizes: Sequence[int],
+    num_members: int,
+    capacity: int,
+    fixed: Mapping[Key, int] = MappingProxyType({}),
+) -> list[list[Key]]:
     """Return for each member, the leader first, the sequences that go on there, in the given order.
 
     Args:
@@ -21,11 +28,17 @@ def share_out(sequences: Sequence[Key], sizes: Sequence[int], num_members: int, 
         sizes: [n] blocks that each of them needs now.
         num_members: of the group.
         capacity: blocks of each member.
+        fixed: sequences that have a member already, and keep it.
     """
     shares: list[list[Key]] = [[] for _ in range(num_members)]
     free = [capacity] * num_members
     for sequence, size in zip(sequences, sizes, strict=True):
-        member = max(range(num_members), key=lambda i: (free[i], -i))
+        if sequence in fixed:
+            free[fixed[sequence]] -= size
+    for sequence, size in zip(sequences, sizes, strict=True):
+        member = fixed.get(sequence)
+        if member is None:
+            member = max(range(num_members), key=lambda i: (free[i], -i))
+            free[member] -= size
         shares[member].append(sequence)
-        free[member] -= size
     return shares

@@ -1,0 +1,132 @@
+"""Which blocks of a group's KV go to which of its workers when it dissolves, from the first copy to the last.
+
+    sequences ──oldest first──► a worker each, for good          blocks of a sequence, as they are computed
+                                                                    │ not copied yet: the next round
+                                                                    └ copied: they count as there, unless their place
+                                                                      was given to another block since
+
+The leader's engine serves meanwhile: sequences come, grow and end. Source: KunServe v1, section 4.2 (live KV restore).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from services.worker.engine.engine import Engine
+from services.worker.engine.sequence import SequenceKey
+from services.worker.engine.types import KeptKv
+from services.worker.policy.parting import share_out
+
+MAX_ROUNDS: Final = 8
+"""After which a group dissolves, however much is computed meanwhile."""
+FEW_PER_SEQUENCE: Final = 2
+"""So many new blocks of each sequence are worth no further round: one comes with every 16 tokens or so."""
+_COPYING: Final = "KV that is copied ahead"
+"""Owner of the pins."""
+
+
+class KvShares:
+    """Of one leader, from the first round on; it holds no block once `let_go` was called.
+
+    Args:
+        engine: whose sequences are shared out.
+        num_stages: of the group.
+        capacity: KV blocks of each worker when it is alone.
+        most_copied: blocks of a round.
+        limit_s: after so many seconds no further round begins.
+        now: the worker's clock, seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        num_stages: int,
+        *,
+        capacity: int,
+        most_copied: int,
+        limit_s: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._num_stages = num_stages
+        self._capacity = capacity
+        self._most_copied = most_copied
+        self._until_s = now() + limit_s
+        self._now = now
+        self._stage_of: dict[SequenceKey, int] = {}
+        self._copied: list[dict[int, bytes]] = [{} for _ in range(num_stages)]
+        """By stage: name of what was copied, by id."""
+        self._copying: Sequence[KeptKv] = ()
+        self._num_rounds = 0
+
+    def next_shares(self) -> Sequence[KeptKv]:
+        """Take note that the last round is there; return the next one, see `NextShares`."""
+        arrived, self._copying = self._copying, ()
+        for copied, share in zip(self._copied, arrived, strict=False):
+            copied.update(zip(share.ids.tolist(), share.names, strict=True))
+        self.let_go()
+        table = self._engine.table
+        running = [(key, row) for key, row in self._engine.row_of.items() if table.num_computed[row]]
+        if self._num_rounds >= MAX_ROUNDS or self._now() >= self._until_s or not running:
+            return ()
+        by_stage = self._share_out()
+        rows = dict(running)
+        shares = [
+            self._not_copied(stage, [rows[key] for key in keys if key in rows]) for stage, keys in enumerate(by_stage)
+        ]
+        total = sum(map(len, shares))
+        if self._num_rounds and total <= FEW_PER_SEQUENCE * len(running):
+            return ()
+        self._num_rounds += 1
+        shares = _cut(shares, self._most_copied)
+        if not sum(map(len, shares)):
+            return ()
+        for share in shares:
+            self._engine.pin(share.ids, _COPYING)
+        self._copying = shares
+        return shares
+
+    def let_go(self) -> None:
+        """Let the blocks of the last round be reused; if that has not come to its end, it counts for nothing."""
+        broken_off, self._copying = self._copying, ()
+        for copied, share in zip(self._copied, broken_off, strict=False):
+            for block in share.ids.tolist():
+                copied.pop(block, None)
+        self._engine.unpin(_COPYING)
+
+    @property
+    def there(self) -> tuple[KeptKv, ...]:
+        """By stage: all that was copied, as the group numbers it."""
+        return tuple(KeptKv(tuple(copied.values()), np.array(list(copied), dtype=np.int32)) for copied in self._copied)
+
+    def final(self) -> list[list[SequenceKey]]:
+        """Return which sequences go on at which stage's worker, the leader's first."""
+        return self._share_out()
+
+    def _share_out(self) -> list[list[SequenceKey]]:
+        """Let every sequence that is here have a worker, those of before the same one."""
+        table, row_of = self._engine.table, self._engine.row_of
+        keys = sorted(row_of, key=lambda key: (table.arrival_s[row_of[key]], table.order[row_of[key]]))
+        sizes = -(-table.num_known[[row_of[key] for key in keys]] // self._engine.config.block_size)
+        fixed = {key: stage for key, stage in self._stage_of.items() if key in row_of}
+        shares = share_out(keys, sizes.tolist(), self._num_stages, self._capacity, fixed)
+        self._stage_of = {key: stage for stage, share in enumerate(shares) for key in share}
+        return shares
+
+    def _not_copied(self, stage: int, rows: Sequence[int]) -> KeptKv:
+        found = self._engine.sharing.computed(rows)
+        copied = self._copied[stage]
+        places = [i for i, block in enumerate(found.ids.tolist()) if copied.get(block) != found.names[i]]
+        return KeptKv(tuple(found.names[i] for i in places), found.ids[places])
+
+
+def _cut(shares: Sequence[KeptKv], most: int) -> list[KeptKv]:
+    """Return the first blocks of each share, so many in all at most, and of each in proportion."""
+    total = sum(map(len, shares))
+    if total <= most:
+        return list(shares)
+    counts = [len(share) * most // total for share in shares]
+    return [KeptKv(share.names[:n], share.ids[:n]) for share, n in zip(shares, counts, strict=True)]
