@@ -118,6 +118,8 @@ class PlanWorker:
     """When it began to load them."""
     limit: int | None = None
     """Leader: blocks that it uses at most, for what its members have beside."""
+    ahead: int | None = None
+    """Blocks of all layers, where KV can move ahead."""
     plan_id: int = 0
     newest_epoch: int = 0
     prepared: _Prepared | None = None
@@ -333,6 +335,8 @@ class PlanWorker:
         stage = next(stage for stage in group.stages if stage.worker_id == self.worker_id)
         self.resident = None if stage.resident is None else LayerRange(*stage.resident)
         self.limit = group.num_blocks if group.loads_beside and self.group[0] == self.worker_id else None
+        whole_blocks = CapacityRule(self.model).blocks(self.model.all_layers, NUM_PAGES)
+        self.ahead = group.num_blocks if group.loads_beside and group.num_blocks <= whole_blocks else None
         self.began_s, self.plan_id = _now_s(), prepared.plan_id
         return PlanState.DONE
 
@@ -343,7 +347,7 @@ class PlanWorker:
         if len(stages) > 1 and not await self.cluster.meet(self, prepared.plan_id, names, prepared.token):
             return PlanState.FAILED
         self.layers = LayerRange(*stage.layers)
-        self.resident = self.limit = None
+        self.resident = self.limit = self.ahead = None
         self.group = names if len(names) > 1 else ()
         self.plan_id = prepared.plan_id
         return PlanState.DONE

@@ -200,36 +200,53 @@ def test_a_burst_while_it_loads_gives_the_room_back_before_anything_is_dropped(a
     cluster = run_beside(burst)
     expected = ["drop", "load", "unload", "load", "restore"]
     assert levers(cluster) == expected
-    assert "w0: it runs short of memory; room for 384 tokens, now 320" in reasons(cluster, "plan_preparing", "short")[0]
+    assert "w0: it runs short of memory; room for 384 tokens, now 160" in reasons(cluster, "plan_preparing", "short")[0]
 
 
-@pytest.mark.parametrize(("at_first", "room", "most", "share"), [(2, 10, 10, "100%"), (7, 20, 15, "75%")])
-def test_a_group_that_is_used_more_and_more_gives_the_room_back_before_it_runs_short(
-    at_first: int, room: int, most: int, share: str
-) -> None:
-    """All of 10 blocks, where KV can move ahead, or half way from 0.5 to 1 of 20. At 10 and more none is restored."""
+def test_a_group_that_is_used_more_and_more_gives_the_room_back_before_it_runs_short() -> None:
+    """Half way from 0.5 to 1 of 20 blocks: 15 are kept, 16 are not. At 10 and more it is not restored either."""
 
     async def grow(cluster: PlanCluster) -> None:
         for worker in cluster.workers.values():
             worker.load_s = 40
         await group_of_two(cluster)
-        cluster.relax(at_first, "w0")
+        cluster.relax(7, "w0")  # with the other two more than what one has alone
         await until_lever(cluster, "load")
-        assert cluster.workers[W0].usable_blocks == room
-        for used in range(at_first, most - 1):  # slowly, so that no forecast sees it run short
+        assert cluster.workers[W0].usable_blocks == 20
+        for used in range(7, 14):  # slowly, so that no forecast sees it run short
             cluster.relax(used, "w0")
             await asyncio.sleep(2)
         await asyncio.sleep(30)
         assert cluster.workers[W0].loaded_ratio == 1.0
         assert levers(cluster) == ["drop", "load"]
-        cluster.relax(most - 1, "w0")
+        cluster.relax(14, "w0")
         await until_lever(cluster, "unload")
 
     cluster = run_beside(grow)
     cluster.check()
-    (reason,) = reasons(cluster, "plan_preparing", f"over {share}")
-    said = f"w0: its requests want {16 * (most + 1)} tokens of KV, over {share} of the room there is"
-    assert said in reason
+    (reason,) = reasons(cluster, "plan_preparing", "over 75%")
+    assert "w0: its requests want 256 tokens of KV, over 75% of the room there is" in reason
+
+
+def test_a_group_whose_kv_can_move_ahead_has_the_room_of_one_and_gives_it_back_when_that_is_short() -> None:
+    async def grow(cluster: PlanCluster) -> None:
+        for worker in cluster.workers.values():
+            worker.load_s = 40
+        await group_of_two(cluster)
+        await until_lever(cluster, "load")
+        assert cluster.workers[W0].usable_blocks == 10
+        for used in (3, 4, 5):  # slowly, as above
+            cluster.relax(used, "w0")
+            await asyncio.sleep(5)
+        assert levers(cluster) == ["drop", "load"]
+        cluster.relax(9, "w0")
+        await until_lever(cluster, "unload")
+        await asyncio.sleep(2)
+        assert cluster.workers[W0].usable_blocks == 24
+
+    cluster = run_beside(grow)
+    cluster.check()
+    assert "; room for 384 tokens, now 160" in reasons(cluster, "plan_preparing", "w0")[-1]
 
 
 def test_a_drop_that_needs_a_group_which_loads_has_it_give_back_first() -> None:

@@ -207,9 +207,9 @@ def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> Resi
         stages = pipeline_of(facts.model, groups[name])
         assert stages, f"{name} is no group that stands"
         changes.append(_resident(name, stages, rule.group_blocks(stages)))
-        before += rule.group_blocks(stages, facts.model.all_layers)
+        before += room_beside(rule, stages)[0]
         after += changes[-1].num_blocks
-    reason = f"{why}; room for {rule.tokens(after)} tokens, now {rule.tokens(before)}"
+    reason = f"{why}; room for {rule.tokens(after)} tokens, now {before}"
     return ResidencePlan(tuple(changes), None, reason)
 
 

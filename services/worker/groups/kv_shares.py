@@ -20,8 +20,11 @@ from services.worker.engine.sequence import SequenceKey
 from services.worker.engine.types import KeptKv
 from services.worker.policy.parting import share_out
 
-MAX_ROUNDS: Final = 8
-"""After which a group dissolves, however much is computed meanwhile."""
+FIRST_BLOCKS: Final = 32
+"""Of the first round; the others are larger or smaller, so that they take about `ROUND_S`."""
+ROUND_S: Final = 0.25
+MAX_GROWTH: Final = 8
+"""Of a round over the last one."""
 FEW_PER_SEQUENCE: Final = 2
 """So many new blocks of each sequence are worth no further round: one comes with every 16 tokens or so."""
 _COPYING: Final = "KV that is copied ahead"
@@ -60,7 +63,10 @@ class KvShares:
         self._copied: list[dict[int, bytes]] = [{} for _ in range(num_stages)]
         """By stage: name of what was copied, by id."""
         self._copying: Sequence[KeptKv] = ()
-        self._num_rounds = 0
+        self._num_blocks = FIRST_BLOCKS
+        """Of the next round."""
+        self._began_s: float | None = None
+        """When the last round did."""
 
     def next_shares(self) -> Sequence[KeptKv]:
         """Take note that the last round is there; return the next one, see `NextShares`."""
@@ -68,25 +74,27 @@ class KvShares:
         for copied, share in zip(self._copied, arrived, strict=False):
             copied.update(zip(share.ids.tolist(), share.names, strict=True))
         self.let_go()
-        table = self._engine.table
+        now_s, table = self._now(), self._engine.table
         running = [(key, row) for key, row in self._engine.row_of.items() if table.num_computed[row]]
-        if self._num_rounds >= MAX_ROUNDS or self._now() >= self._until_s or not running:
+        if now_s >= self._until_s or not running:
             return ()
         by_stage = self._share_out()
         rows = dict(running)
         shares = [
             self._not_copied(stage, [rows[key] for key in keys if key in rows]) for stage, keys in enumerate(by_stage)
         ]
-        total = sum(map(len, shares))
-        if self._num_rounds and total <= FEW_PER_SEQUENCE * len(running):
+        is_first = self._began_s is None
+        if self._began_s is not None:
+            growth = min(ROUND_S / max(now_s - self._began_s, 1e-6), MAX_GROWTH)
+            self._num_blocks = max(int(self._num_blocks * growth), self._num_stages)
+        if not is_first and sum(map(len, shares)) <= FEW_PER_SEQUENCE * len(running):
             return ()
-        self._num_rounds += 1
-        shares = _cut(shares, self._most_copied)
+        shares = _cut(shares, min(self._num_blocks, self._most_copied))
         if not sum(map(len, shares)):
             return ()
         for share in shares:
             self._engine.pin(share.ids, _COPYING)
-        self._copying = shares
+        self._copying, self._began_s = shares, now_s
         return shares
 
     def let_go(self) -> None:
@@ -128,5 +136,6 @@ def _cut(shares: Sequence[KeptKv], most: int) -> list[KeptKv]:
     total = sum(map(len, shares))
     if total <= most:
         return list(shares)
-    counts = [len(share) * most // total for share in shares]
+    ends = np.cumsum([0, *map(len, shares)]) * most // total
+    counts = np.diff(ends).tolist()
     return [KeptKv(share.names[:n], share.ids[:n]) for share, n in zip(shares, counts, strict=True)]

@@ -26,7 +26,14 @@ from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.groups.arrivals import Arrivals
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
-from services.worker.groups.modelled_exchange import Estate, Exchange, Share, copy_in_place, hand_out
+from services.worker.groups.modelled_exchange import (
+    Estate,
+    Exchange,
+    Share,
+    copy_in_place,
+    hand_out,
+    most_bytes_in_place,
+)
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from shared.cost import CostModel, StageCost
@@ -164,6 +171,11 @@ class ModelledNetwork:
         coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks, exchange.spans)
         meeting.begun.set_result(_Begun(stages, coming))
 
+    @property
+    def moves_kv(self) -> bool:
+        """KV changes hands; else all of it is computed again."""
+        return self._exchange_limit_s > 0
+
     async def copy_ahead(self, place: GroupPlace, member: Share, next_shares: NextShares | None) -> bool:
         """Copy KV of a group to where it will be, round by round; see `GroupDevice`."""
         copying = self._copyings.setdefault(place.key, _Copying())
@@ -193,10 +205,12 @@ class ModelledNetwork:
             if not shares:
                 copying.end(is_whole=True)
                 return
-            most_bytes = copy_in_place(members, shares)
-            await asyncio.wait([copying.is_whole], timeout=most_bytes / self._link.bytes_per_s)
+            took_s = most_bytes_in_place(members, shares) / self._link.bytes_per_s
+            await asyncio.wait([copying.is_whole], timeout=took_s)
             if self._is_cut(place):
                 copying.end(is_whole=False)
+            if not copying.is_whole.done():
+                copy_in_place(members, shares)
 
     def end_copying(self, key: _Key) -> None:
         """Break off what is copied ahead in a group. Idempotent."""
@@ -434,7 +448,7 @@ class ModelledGroupDevice:
     @property
     def most_copied(self) -> int:
         """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
-        return self._kv.num_blocks
+        return self._kv.num_blocks if self._network.moves_kv else 0
 
     async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
         """Copy KV to where it will be, while the group serves; see `GroupDevice`."""

@@ -280,20 +280,22 @@ def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
     return kept, max(*sent, *received)
 
 
-def copy_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> int:
-    """Let every member of a group have all layers of some blocks, under the ids that they have there.
-
-    Returns:
-        The most bytes that one of them sends or receives.
-    """
-    sent, received = [0] * len(members), [0] * len(members)
+def copy_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> None:
+    """Let every member of a group have all layers of some blocks, under the ids that they have there."""
     for index, (member, share) in enumerate(zip(members, shares, strict=True)):
         for holder, other in enumerate(members):
             if holder != index:
                 member.whole.take_from(other.kv, share.ids, share.ids)
-                num_bytes = len(share) * other.block_bytes * len(other.layers)
-                sent[holder] += num_bytes
-                received[index] += num_bytes
+
+
+def most_bytes_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> int:
+    """Return the most bytes that one of them sends or receives by `copy_in_place`."""
+    sent, received = [0] * len(members), [0] * len(members)
+    for index, share in enumerate(shares):
+        for holder, other in enumerate(members):
+            num_bytes = len(share) * other.block_bytes * len(other.layers) if holder != index else 0
+            sent[holder] += num_bytes
+            received[index] += num_bytes
     return max(*sent, *received)
 
 
@@ -305,10 +307,12 @@ def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
     for share, known in zip(shares, copied or [set[tuple[bytes, int]]()] * len(shares), strict=True):
         places = [i for i, block in enumerate(zip(share.names, share.ids.tolist(), strict=True)) if block not in known]
         rest.append(KeptKv(tuple(share.names[i] for i in places), share.ids[places]))
-    most_bytes = copy_in_place(members, rest)
+    copy_in_place(members, rest)
     for member, share in zip(members, shares, strict=False):
         member.whole.join(member.kv, share.ids)
-    return [KeptKv(share.names, share.ids) for share in shares] or [NOTHING_KEPT] * len(members), most_bytes
+    return [KeptKv(share.names, share.ids) for share in shares] or [NOTHING_KEPT] * len(members), most_bytes_in_place(
+        members, rest
+    )
 
 
 def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, *, is_live: bool) -> list[_Lot]:
