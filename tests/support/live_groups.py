@@ -71,10 +71,10 @@ def open_elastic_model(shape: CheckpointShape, folder: Path | None = None, **cha
         return load_elastic_model(runner_settings(where, **settings), lambda _done, _what: None)
 
 
-def spoil(model: ElasticModel) -> None:
-    """Write what is no number into all KV: layers that come back find it in their parameters."""
+def spoil(model: ElasticModel, first: int = 0) -> None:
+    """Write what is no number into all KV from a block on: layers that come back find it in their parameters."""
     memory = model._memory
-    blocks = torch.tensor(list(memory.usable))
+    blocks = torch.tensor([block for block in memory.usable if block >= first], dtype=torch.int64)
     for layer in memory.held_layers:
         for pool in memory.kv(layer):
             pool.index_fill_(0, blocks, torch.nan)

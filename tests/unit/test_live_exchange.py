@@ -6,11 +6,13 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from services.worker.groups import kv_wire, live_exchange
 from services.worker.groups.device import Parting
 from services.worker.groups.live_exchange import LiveExchange
@@ -171,6 +173,9 @@ def some_kept(device: TorchGroupDevice, rng: np.random.Generator, num_blocks: in
     return KeptKv(names, rng.choice(num_blocks, count, replace=False).astype(np.int32))
 
 
+KINDS = ("form", "merge", "part", "part ahead", "broken off")
+
+
 class Life:
     """Workers that form groups, merge them, and part, as a seed says, and always know which bits are to be where."""
 
@@ -186,7 +191,8 @@ class Life:
         for device in self.devices:
             scribble(device, self.rng)
         if self.groups and self.rng.random() < 0.4:
-            await self.part(*self.groups.pop(int(self.rng.integers(len(self.groups)))))
+            part = self.part if self.rng.random() < 0.5 else self.part_after_copying
+            await part(*self.groups.pop(int(self.rng.integers(len(self.groups)))))
         elif self.groups and free:
             await self.merge(*self.groups.pop(int(self.rng.integers(len(self.groups)))), free[0])
         elif len(free) >= 2:
@@ -255,6 +261,65 @@ class Life:
             check_bits(members[i], led.kept, expected[i])
         self.done["part"] += 1
 
+    async def part_after_copying(self, members: list[TorchGroupDevice], group: Group) -> None:
+        """Some of each share is copied ahead, in rounds; some of that is written anew since, and some breaks off."""
+        num_blocks = min(device.whole_blocks for device in members)
+        for device in members:
+            assert await device.reside(device._model.whole, num_blocks, is_ahead=True) >= num_blocks
+            ahead = device._model.ahead()
+            assert ahead is not None
+            for layer in (layer for layer in ahead.layers if layer not in device.layers):
+                ahead.keys[layer].fill_(torch.nan)
+                ahead.values[layer].fill_(torch.nan)
+        shares = [some_kept(device, self.rng, num_blocks) for device in members]
+        rounds = [
+            tuple(part_of(share, self.rng.random(len(share)) < chance) for share in shares)
+            for chance in self.rng.choice([0.3, 0.9], int(self.rng.integers(1, 4)))
+        ]
+        rounds = [each for each in rounds if sum(map(len, each))]
+        asked = iter(rounds)
+        told = [lambda: next(asked, ()), *[None] * (len(members) - 1)]
+        done = await asyncio.gather(*(device.copy_ahead(tell) for device, tell in zip(members, told, strict=True)))
+        assert all(done)
+        there = [joined([each[stage] for each in rounds]) for stage in range(len(members))]
+        wrong = [part_of(each, self.rng.random(len(each)) < 0.2) for each in there]
+        for each in wrong:  # the places hold something else now, and nobody says that it is there
+            for device in members:
+                spoil_blocks(device, each.ids, self.rng)
+        written = np.concatenate([each.ids for each in wrong])
+        known = [part_of(each, ~np.isin(each.ids, written)) for each in there]
+        if self.rng.random() < 0.3:
+            for device in members:  # the plan was given up, and this is another one
+                device.end_copying()
+            self.done["broken off"] += 1
+        expected = [snapshot(members, share) for share in shares]
+        await group.executor.close()
+        calls = [Parting(tuple(shares), tuple(known)), *[Parting()] * (len(members) - 1)]
+        told_alone = await asyncio.gather(*(device.alone(call) for device, call in zip(members, calls, strict=True)))
+        for share, device, led, bits in zip(shares, members, told_alone, expected, strict=True):
+            assert set(led.kept.names) == set(share.names)
+            found = dict(zip(led.kept.names, led.kept.ids.tolist(), strict=True))
+            assert [found[name] for name in share.names] == share.ids.tolist(), "every block stays in its place"
+            check_bits(device, led.kept, bits)
+        self.done["part ahead"] += 1
+
+
+def part_of(kept: KeptKv, chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> KeptKv:
+    places = np.flatnonzero(chosen)
+    return KeptKv(tuple(kept.names[i] for i in places), kept.ids[places])
+
+
+def joined(parts: Sequence[KeptKv]) -> KeptKv:
+    found = {name: block for part in parts for name, block in zip(part.names, part.ids.tolist(), strict=True)}
+    return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
+
+
+def spoil_blocks(device: TorchGroupDevice, ids: I32, rng: np.random.Generator) -> None:
+    """Write other numbers into blocks of the layers that a stage computes."""
+    for layer in device.layers:
+        for pool in (device._model.cache.keys[layer], device._model.cache.values[layer]):
+            pool[ids] = float(rng.random())
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(2))
@@ -266,9 +331,9 @@ async def test_through_random_changes_every_bit_is_where_it_belongs(
         life = Life(devices, seed)
         for number in range(100):  # how much memory there is differs from run to run, and with it what can be done
             await life.step()
-            if number >= 13 and all(life.done[name] for name in ("form", "merge", "part")):
+            if number >= 13 and all(life.done[name] for name in KINDS):
                 break
-        assert min(life.done[name] for name in ("form", "merge", "part")) > 0, life.done
+        assert min(life.done[name] for name in KINDS) > 0, life.done
         for _, group in life.groups:
             await group.executor.close()
 
