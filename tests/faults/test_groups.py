@@ -7,14 +7,17 @@ Rows 9, 10 and 11. And pipelines for good, which form by themselves.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cli.status import run_status
+from shared.layers import LayerRange
 from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
+from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import assert_same, unchanged
 from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
@@ -28,6 +31,7 @@ from tests.support.group_changes import (
     change_while_readers_leave,
     group_env,
     leaving,
+    plan_now,
     shape,
 )
 from tests.support.mapped_pages import check_process
@@ -149,6 +153,37 @@ async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
         assert given == (peers if load_from == "peers" else {(name, "the checkpoint") for name in (first, second)})
         restored = [event for name in cluster.workers for event in role_changes(cluster, name) if not event["group"]]
         assert len(restored) == 4
+
+
+async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolves(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """All by hand and at once, since answers are short: nobody's text changes."""
+    long = {"max_tokens": 800, "ignore_eos": True}
+    asks = [replace(each, body=each.body | long) for each in long_prompts(3, num_repeats=6)]
+    with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
+        stage = set_up_with(cluster, asks)
+        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+            driver = PlanDriver(bus)
+            await driver.start()
+            await until(lambda: len(driver.reports) == 2, "both have reported")
+            whole_blocks = min(report.num_blocks for report in driver.reports.values())
+            whole = LayerRange(0, next(iter(driver.reports.values())).num_layers)
+            await seen(readers, 20)
+            await change_until_done(cluster, bus, "drop")
+            plan = await plan_now(cluster, bus)
+            driver.epoch = plan.plan_id
+            names = [stage.worker_id for stage in plan.groups[0].stages]
+            await until(lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group")
+            assert states(await driver.reside(names, whole_blocks, whole)) == ["done"] * 2
+            assert states(await driver.restore(names)) == ["done"] * 2
+        copied = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_copied"]
+        moved = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_exchanged"]
+        assert [event["is_whole"] for event in copied] == [True]
+        assert copied[0]["num_blocks"] > 3 * 8, "of three prompts and more"
+        parted = [event["num_moved"] for event in moved if event["num_moved"] < event["num_blocks"]]
+        assert parted, "a block that was there already did not move again"
+        assert max(parted) <= 3 * 5
 
 
 def done(cluster: Cluster, lever: str) -> list[dict[str, Any]]:

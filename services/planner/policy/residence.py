@@ -40,6 +40,8 @@ from shared.layers import LayerRange, check_tiling
 
 AHEAD_RATIO = 0.85
 """Share of what one member has alone that a group may want for its KV to move ahead; the rest is for what comes."""
+AHEAD_HORIZON_S = 2.0
+"""And so may it so many seconds ahead, if none of its requests ends: about what the load and the copies take."""
 
 
 class Residence(StrEnum):
@@ -182,7 +184,8 @@ def plan_load(
     if refusal is not None:
         return refusal
     num_blocks, ahead = rule.group_blocks(stages, model.all_layers), ahead_blocks(rule, stages)
-    if ahead and expected_tokens(stages, horizon_s) <= AHEAD_RATIO * rule.tokens(ahead):
+    expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
+    if ahead and expected <= AHEAD_RATIO * rule.tokens(ahead):
         num_blocks = min(num_blocks, ahead)
     num_bytes = sum(missing_bytes(model, stage) for stage in stages)
     reason = (

@@ -333,11 +333,12 @@ class LiveExchange:
     async def _move(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
         began_s = time.monotonic()
         await self._attempt(partial(self._move_all, cache, tell))
-        if self.failure is None and self._table is not None and self._table.lots:
+        if self.failure is None and self._table is not None and (self._table.lots or self._table.there):
             _log.info(
                 "kv_copied_ahead" if self._is_lasting else "kv_exchanged",
                 stage=self._stage,
                 num_blocks=len(self._table.kept_at(self._stage)),
+                num_moved=self.num_blocks,
                 took_s=round(time.monotonic() - began_s, 4),
                 num_remote=0 if self.remote is None else self.remote.num_asked,
             )

@@ -181,7 +181,8 @@ class RoleChanges:
             shares.let_go()
             self._loop.wake()
         num_blocks, took_s = sum(map(len, shares.there)), round(self._now() - began_s, 4)
-        _log.info("kv_copied", num_blocks=num_blocks, is_whole=is_whole, took_s=took_s)
+        if num_blocks:
+            _log.info("kv_copied", num_blocks=num_blocks, is_whole=is_whole, took_s=took_s)
 
     def go_back(self) -> None:
         """Use all blocks again, if their memory has stayed, and forget what was copied ahead. Idempotent."""
