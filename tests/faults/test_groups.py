@@ -159,8 +159,8 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """All by hand and at once, since answers are short: nobody's text changes."""
-    long = {"max_tokens": 800, "ignore_eos": True}
-    asks = [replace(each, body=each.body | long) for each in long_prompts(3, num_repeats=6)]
+    long: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
+    asks = [replace(each, body={**each.body, **long}) for each in long_prompts(3, num_repeats=6)]
     with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
         stage = set_up_with(cluster, asks)
         async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
