@@ -105,6 +105,15 @@ class Records:
             longest[self.num_tokens < 2] = np.nan
         return longest
 
+    def longest_gap_over_s(self, at_s: float) -> float:
+        """Return the longest time between two neighbouring tokens of an answer within which an instant lies, or 0."""
+        if not self.token_s.size:
+            return 0.0
+        is_over = np.append((self.token_s[:-1] <= at_s) & (at_s < self.token_s[1:]), False)
+        is_over[self.token_begin[1:][self.num_tokens > 0] - 1] = False  # from one request to the next
+        gaps = np.diff(self.token_s, append=0.0)[is_over]
+        return float(gaps.max()) if gaps.size else 0.0
+
     @cached_property
     def qoe(self) -> F64:
         """[n] QoE of each answer, in [0, 1]; 0 for one that is not complete, NaN when no reader follows.

@@ -63,6 +63,8 @@ _ROWS: Final = (
     _Row("preemptions", ("preemptions",), _count),
     _Row("longest stall", ("stall_s", "max"), _seconds, has_factor=True),
     _Row("stall p99", ("stall_s", "p99"), _seconds, has_factor=True),
+    _Row("longest stall at a drop", ("stall_at_drops_s",), _seconds),
+    _Row("longest stall at a restore", ("stall_at_restores_s",), _seconds),
     _Row("pipeline bubbles", ("bubble_ratio",), _share, if_any=True),
     _Row("drops", ("drops",), _count, if_any=True),
     _Row("restores", ("restores",), _count, if_any=True),

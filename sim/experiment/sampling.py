@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -37,8 +37,8 @@ class Sampler:
         self._rows: list[tuple[float, ...]] = []
         self._grouped: list[float] = []
         """Share of the instances that are in groups, by sample."""
-        self._plans: Counter[str] = Counter()
-        """That were carried out, by lever."""
+        self._plans: dict[str, list[float]] = defaultdict(list)
+        """When they were carried out, by lever."""
 
     async def run(self, on_sample: Callable[[float], None]) -> None:
         """Look by period until cancelled; `on_sample` is called with the seconds that have passed.
@@ -99,10 +99,12 @@ class Sampler:
             demand_over_capacity_peak=float((samples.demanded_blocks / samples.num_blocks).max()),
             preemptions=sum(each.num_preemptions for each in stats),
             bubble_ratio=self._bubble_ratio(),
-            drops=self._plans["drop"],
-            restores=self._plans["restore"],
+            drops=len(self._plans["drop"]),
+            restores=len(self._plans["restore"]),
+            drop_times_s=tuple(self._plans["drop"]),
+            restore_times_s=tuple(self._plans["restore"]),
             grouped_ratio=float(np.dot(self._grouped[:-1], elapsed_s) / max(elapsed_s.sum(), PERIOD_S)),
-            migrations=self._plans["migrate"],
+            migrations=len(self._plans["migrate"]),
             gpus_peak=int(samples.num_gpus.max()),
             gpu_seconds=float((samples.num_gpus[:-1] * elapsed_s).sum()),
         )
@@ -122,4 +124,5 @@ class Sampler:
     def _on_plan(self, entry: KvEntry) -> None:
         if entry.value is not None:
             plan = decode_json(entry.value, Plan)
-            self._plans[plan.lever] += plan.phase is PlanPhase.COMMITTING
+            if plan.phase is PlanPhase.COMMITTING:
+                self._plans[plan.lever].append(self._loop.time() - self._begin_s)

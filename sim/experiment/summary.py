@@ -22,6 +22,14 @@ GOOD_QOE: Final = 0.95
 HELD_WINDOW_S: Final = 5.0
 """Arrivals of so many seconds together say whether a limit still holds."""
 SIGNIFICANT_DIGITS: Final = 6
+_PLACED: Final = {
+    "kv_peak_ratio",
+    "demand_over_capacity_peak",
+    "preemptions",
+    "drop_times_s",
+    "restore_times_s",
+}
+"""Facts that have their place among the figures, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,9 @@ class SystemFacts:
     """Plans that dropped layers."""
     restores: int | None = None
     """Plans that brought them back."""
+    drop_times_s: tuple[float, ...] = ()
+    """When they were carried out; the figures are of those after the warm-up."""
+    restore_times_s: tuple[float, ...] = ()
     grouped_ratio: float | None = None
     """Share of the instances' time that passed in groups, from the drop until they were whole again."""
     migrations: int | None = None
@@ -84,11 +95,9 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "demand_over_capacity_peak": facts.demand_over_capacity_peak,
             "preemptions": facts.preemptions,
             "stall_s": _stall(measured.longest_gap_s),
-            **{
-                name: value
-                for name, value in asdict(facts).items()
-                if name not in {"kv_peak_ratio", "demand_over_capacity_peak", "preemptions"}
-            },
+            "stall_at_drops_s": _stall_at(measured, facts.drop_times_s),
+            "stall_at_restores_s": _stall_at(measured, facts.restore_times_s),
+            **{name: value for name, value in asdict(facts).items() if name not in _PLACED},
         }
     )
     return summary
@@ -160,6 +169,11 @@ def _throughput(records: Records) -> float | None:
     if not records.num_tokens.sum():
         return None
     return float(records.num_tokens.sum() / (np.nanmax(records.last_token_s) - records.arrival_s[0]))
+
+
+def _stall_at(records: Records, times_s: tuple[float, ...]) -> float | None:
+    """Return the longest time between two tokens of an answer within which one of these instants lies."""
+    return max(map(records.longest_gap_over_s, times_s)) if times_s else None
 
 
 def _stall(longest_gap_s: F64) -> dict[str, float | None]:

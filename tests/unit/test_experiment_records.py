@@ -50,6 +50,17 @@ def test_every_request_has_the_figures_of_its_own_tokens(answers: list[list[floa
             assert records.longest_gap_s[i] == pytest.approx(max(b - a for a, b in pairwise(times)), abs=1e-9)
 
 
+@given(ANSWERS, st.floats(0, 50))
+def test_a_gap_over_an_instant_is_that_of_the_answer_that_waits_longest_then(
+    answers: list[list[float]], at_s: float
+) -> None:
+    records = record(answers)
+    ends = records.token_begin[1:].tolist()
+    tokens = [records.token_s[begin:end].tolist() for begin, end in pairwise([0, *ends])]
+    over = [after - before for times in tokens for before, after in pairwise(times) if before <= at_s < after]
+    assert records.longest_gap_over_s(at_s) == max(over, default=0.0)
+
+
 @given(ANSWERS, st.data())
 def test_a_selection_has_the_figures_of_the_selected(answers: list[list[float]], data: st.DataObject) -> None:
     records = record(answers)
