@@ -93,8 +93,8 @@ class PlannerSettings(ServiceSettings):
     prepare_limit_s: _Seconds = 2.0
     """Seconds for workers to say that they are prepared; readers stand still meanwhile."""
     move_limit_s: _Seconds = 5.0
-    """Seconds for the leader of a group that is to load parameters beside to make do with fewer KV blocks; it serves
-    meanwhile, but nothing else is decided."""
+    """Seconds for the leader of a group that is to load parameters beside to make do with fewer KV blocks, and for the
+    members of one that dissolves to copy KV ahead; they serve meanwhile, but nothing else is decided."""
     prepared_limit_s: _Seconds = 5.0
     """Seconds after which a worker that was prepared goes on as it was if it hears nothing."""
     commit_limit_s: _Seconds = 60.0

@@ -88,8 +88,8 @@ class Conductor:
     def _choose(self, name: str) -> list[PlannedGroup]:
         """A worker that is alone forms a group with others that are; of two groups of two one of four is made.
 
-        Every other group loads parameters beside, gives them up again, or is dissolved. What would leave a layer
-        without a second copy is not done.
+        Every other group loads parameters beside, with memory for KV ahead or without, gives them up again, or is
+        dissolved. What would leave a layer without a second copy is not done.
         """
         known = self._known()
         report = next((each for each in known if each.worker_id == name), None)
@@ -107,7 +107,7 @@ class Conductor:
         if merged is not None:
             return [merged]
         self._num_turns += 1
-        residence = _residence(own) if self._num_turns % 3 else None
+        residence = _residence(own, is_ahead=bool(self._num_turns % 2)) if self._num_turns % 3 else None
         return [alone(member) for member in own] if residence is None else [residence]
 
     async def _finish(self, groups: list[PlannedGroup], kind: FaultKind) -> None:
@@ -173,8 +173,13 @@ class Conductor:
         self.answers.update(f"{word} {'silent' if state is None else state.value}" for state in states)
 
 
-def _residence(own: Sequence[WorkerReport]) -> PlannedGroup | None:
-    """Return the group with all parameters beside, or without if they are; None: not all of its stages are known."""
+def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> PlannedGroup | None:
+    """Return the group with all parameters beside, or without if they are; None: not all of its stages are known.
+
+    Args:
+        own: its members, in any order.
+        is_ahead: beside, it has as many blocks as there is memory for in all layers.
+    """
     stages = sorted(own, key=lambda report: report.stage)
     if [stage.stage for stage in stages] != list(range(own[0].num_stages)):
         return None
@@ -187,6 +192,8 @@ def _residence(own: Sequence[WorkerReport]) -> PlannedGroup | None:
         rule.blocks(each.layers, each.num_pages, each.max_blocks, None if is_beside else whole)
         for each in facts.instances
     )
+    if is_ahead and not is_beside:
+        num_blocks = min(rule.blocks(whole, each.num_pages, each.max_blocks) for each in facts.instances)
     return beside(stages, num_blocks, None if is_beside else whole) if num_blocks else None
 
 

@@ -175,7 +175,7 @@ class PlanAgent:
                     turn.until_s = self._now() + turn.ask.limit_s  # it has served so far
                     limit.reschedule(turn.until_s)
                 busy_with = "KV was being copied ahead"
-                if await self.changes.copy_ahead(turn.ask.group, turn.decision):
+                if await self.changes.copy_ahead(turn.ask.group, turn.ask.limit_s, turn.decision):
                     turn.until_s = self._now() + turn.ask.limit_s
                     limit.reschedule(turn.until_s)
                 busy_with = "a step, or a copy to the host, was under way"

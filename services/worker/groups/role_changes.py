@@ -13,6 +13,7 @@ Deviation: the way back, in detail. Before a group dissolves, most of its KV mov
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import Future
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +40,9 @@ from shared.messages.plan import PlannedGroup, PlanState, PreparePlan
 from shared.tasks import TaskOwner
 
 COPY_LIMIT_S = 3.0
-"""After which no further round of KV is copied ahead."""
+"""After which no further round of KV is copied ahead; sooner where a plan has less time."""
+LAST_ROUND, END_COPYING = 0.6, 0.8
+"""Shares of a plan's time: after the first no further round begins, after the second what is under way ends."""
 CLOSED = "its leader has closed the pipeline"
 """Why a pipeline is over that ended in order: the leader's part of the same plan may come first."""
 _log = get_logger()
@@ -146,11 +149,16 @@ class RoleChanges:
         await self._limit.reach(residence.num_blocks, given_up)
         return True
 
-    async def copy_ahead(self, group: PlannedGroup, given_up: Future[bool]) -> bool:
+    async def copy_ahead(self, group: PlannedGroup, limit_s: float, given_up: Future[bool]) -> bool:
         """Before a group dissolves, let most of its KV be where it will go; all members do it at the same time.
 
         Without memory for it, or if it breaks off, all moves when the group dissolves. `go_back` comes in the end,
         whatever becomes of the plan.
+
+        Args:
+            group: of this worker alone, if its group dissolves.
+            limit_s: that the plan has.
+            given_up: done when it is over.
 
         Returns:
             Whether that took time; the leader has served meanwhile.
@@ -163,18 +171,20 @@ class RoleChanges:
             device.end_copying()
 
         given_up.add_done_callback(stop)
+        over = asyncio.get_running_loop().call_later(END_COPYING * limit_s, device.end_copying)
         try:
             if self.role.is_leader:
-                await self._copy_as_leader(place)
+                await self._copy_as_leader(place, min(COPY_LIMIT_S, LAST_ROUND * limit_s))
             else:
                 await device.copy_ahead()
         finally:
+            over.cancel()
             given_up.remove_done_callback(stop)
         return True
 
-    async def _copy_as_leader(self, place: GroupPlace) -> None:
+    async def _copy_as_leader(self, place: GroupPlace, limit_s: float) -> None:
         device, began_s = self._device, self._now()
-        self._shares = shares = self._new_shares(place)
+        self._shares = shares = self._new_shares(place, limit_s)
         try:
             is_whole = await device.copy_ahead(shares.next_shares)
         finally:
@@ -288,13 +298,13 @@ class RoleChanges:
             self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
         return num_blocks
 
-    def _new_shares(self, place: GroupPlace) -> KvShares:
+    def _new_shares(self, place: GroupPlace, limit_s: float = 0.0) -> KvShares:
         return KvShares(
             self._engine,
             len(place.stages),
             capacity=self._device.whole_blocks,
             most_copied=self._device.most_copied,
-            limit_s=COPY_LIMIT_S,
+            limit_s=limit_s,
             now=self._now,
         )
 
