@@ -32,6 +32,7 @@ REQUIRED = (
     "log group_broken",
     "log kv_arrived",
     "log kv_given_up",
+    "log kv_copied",
     "sent refused stage",
     "finished length",
     "preempted",
