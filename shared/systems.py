@@ -32,6 +32,7 @@ class KvExchange(StrEnum):
 
     COORDINATED = "coordinated"  # a request stalls until its KV has moved (KunServe v2, section 4.2)
     LIVE = "live"  # it goes on, and KV is attended where it lies until it has moved (v1, section 4.2)
+    BY_PRICE = "by-price"  # either, for the requests of each worker, by what it costs them over these links
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ SYSTEMS: dict[str, System] = {
         # tokens a little earlier by making all others wait, which is a trade and no bound.
         System("oracle", scheduler="chunked", placement="least-loaded", memory=Memory.UNLIMITED),
         # KunServe: `fcfs-chunked`, but for replicated parameters that give way to KV under pressure.
-        System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True),
+        System("kunserve", scheduler="lookahead", placement="least-loaded", drops=True, exchange=KvExchange.BY_PRICE),
         # As version 1 of the paper has it: prompts are cut by token count, and KV is exchanged live.
         System("kunserve-v1", scheduler="chunked", placement="least-loaded", drops=True, exchange=KvExchange.LIVE),
         # As version 2 has it.

@@ -113,8 +113,9 @@ def test_without_exchange_kv_is_computed_again(scenario: Scenario, found: dict[s
 
 def test_over_a_slow_link_live_exchange_stalls_less() -> None:
     """Contexts of more than a split: of shorter ones there is nothing to attend elsewhere."""
-    slow = {"system": "kunserve", "network_bytes_per_s": 1e9}
-    variants = {"slow": slow, "live": {**slow, "kv_exchange": "live"}}
+    by_price = {"system": "kunserve", "network_bytes_per_s": 1e9}
+    slow = {**by_price, "kv_exchange": "coordinated"}
+    variants = {"slow": slow, "live": {**slow, "kv_exchange": "live"}, "by-price": by_price}
     more = {"lengths": "700x60", "kv_tokens": 7000, "variants": variants}
     scenario = validated({**SCENARIO, **more}, "scenario varied")
     params = build_cluster(scenario, "slow", scenario.workload(3)).params
@@ -127,6 +128,7 @@ def test_over_a_slow_link_live_exchange_stalls_less() -> None:
     assert min(each["drops"] for each in found.values()) > 0
     assert found["slow"]["stall_s"]["max"] > found["kunserve"]["stall_s"]["max"]
     assert found["live"]["stall_s"]["max"] < found["slow"]["stall_s"]["max"]
+    assert found["by-price"]["stall_s"] == found["live"]["stall_s"], "over this link that is the cheaper mode"
 
 
 def test_one_seed_is_one_result(scenario: Scenario, found: dict[str, Summary]) -> None:

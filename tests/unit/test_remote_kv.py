@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.prefix import PrefixIndex
 from services.worker.engine.remote_kv import RemoteKv, RemoteSpan, tail_begin
 from services.worker.engine.types import SPLIT_KEYS, KeptKv
-from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
-from services.worker.groups.kv_table import KvOffer, KvTable, table_to_form
+from services.worker.groups.kv_messages import KvOffered, pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.groups.kv_table import KvOffer, KvTable, MovingKv, table_to_form
+from shared.errors import WireError
 from shared.layers import LayerRange
+from shared.wire import encode
 
 BLOCK = 64
 SPLIT = SPLIT_KEYS // BLOCK
@@ -81,20 +84,21 @@ def test_without_whole_splits_of_blocks_no_block_is_a_tail() -> None:
 def test_tails_travel_first_where_kv_is_attended_elsewhere() -> None:
     rng = np.random.default_rng(0)
     names = tuple(name_of(i) for i in range(10))
-    kept = KeptKv(names, rng.permutation(20)[:10].astype(np.int32), np.array([3, 8, 9], np.int32))
+    tails, ends = np.array([3, 8, 9], np.int32), np.array([3, 6, 9], np.int32)
+    kept = KeptKv(names, rng.permutation(20)[:10].astype(np.int32), tails, ends)
     whole = LayerRange(0, 4)
-    offers = [KvOffer(whole, 9, 50, kept=kept, link_bytes_per_s=2.5), KvOffer(whole, 99, 50)]
+    offers = [KvOffer(whole, 9, 50, kept=kept, link_bytes_per_s=2.5, step_s=0.25), KvOffer(whole, 99, 50)]
     assert all(_same(unpack_offer(pack_offer(offer)), offer) for offer in offers)
     order = [0, 1, 2, 3, 4, 5, 6, 7, 8]
     for live, expected in ((False, order), (True, [3, 8, 0, 1, 2, 4, 5, 6, 7])):
-        asked: list[tuple[tuple[int, ...], int]] = []
+        asked: list[tuple[Any, ...]] = []
 
-        def is_live(stages: Sequence[int], count: int, live: bool = live, asked: list[Any] = asked) -> bool:
-            asked.append((tuple(stages), count))
-            return live
+        def are_live(lots: Sequence[MovingKv], live: bool = live, asked: list[Any] = asked) -> list[bool]:
+            asked += [(lot.sources, len(lot.kept), lot.kept.tails.tolist(), lot.kept.ends.tolist()) for lot in lots]
+            return [live]
 
-        table = table_to_form(offers, 4, is_live)
-        assert asked == [((0,), 9)]
+        table = table_to_form(offers, 4, are_live)
+        assert asked == [((0,), 9, [3, 8], [3, 6])], "a sequence that is cut has no end here"
         (lot,) = table.lots
         assert lot.is_live is live
         assert lot.names == tuple(names[i] for i in expected), "cut at the end, then the tails first"
@@ -103,17 +107,34 @@ def test_tails_travel_first_where_kv_is_attended_elsewhere() -> None:
         assert _same_table(unpack_table(pack_table(table)), table)
 
 
+def test_each_lot_travels_in_the_order_of_its_own_mode() -> None:
+    whole, wanted = LayerRange(0, 4), [False, True]
+    kept = [
+        KeptKv(tuple(name_of(10 * i + j) for j in range(4)), np.arange(4, dtype=np.int32), np.array([1, 3], np.int32))
+        for i in range(2)
+    ]
+    table = table_to_form([KvOffer(whole, 9, 50, kept=each) for each in kept], 4, lambda _: wanted)
+    assert [lot.is_live for lot in table.lots] == wanted
+    assert [lot.first for lot in table.lots] == [0, 4]
+    assert [lot.ids.tolist() for lot in table.lots] == [[0, 1, 2, 3], [1, 3, 0, 2]]
+    assert table.lots[1].names == tuple(kept[1].names[i] for i in (1, 3, 0, 2))
+
+
+@pytest.mark.parametrize("field", ["tails", "ends"])
+@pytest.mark.parametrize("places", [[0, 2], [1, 0], [0, 0], [-1]])
+def test_places_that_are_not_among_the_blocks_are_refused(field: str, places: list[int]) -> None:
+    packed = np.array(places, dtype="<i4").tobytes()
+    said = KvOffered(layers=(0, 3), room=4, num_blocks=5, group=0, names=bytes(32), ids=bytes(8))
+    with pytest.raises(WireError):
+        unpack_offer(encode(said.model_copy(update={field: packed})))
+
+
 def _same(one: KvOffer, other: KvOffer) -> bool:
-    arrays = (one.kept.ids, other.kept.ids), (one.kept.tails, other.kept.tails)
-    plain = (one.layers, one.room, one.num_blocks, one.group, one.kept.names, one.link_bytes_per_s)
-    return plain == (
-        other.layers,
-        other.room,
-        other.num_blocks,
-        other.group,
-        other.kept.names,
-        other.link_bytes_per_s,
-    ) and all(np.array_equal(*pair) for pair in arrays)
+    arrays = [(getattr(one.kept, name), getattr(other.kept, name)) for name in ("ids", "tails", "ends")]
+    plain = [
+        (o.layers, o.room, o.num_blocks, o.group, o.kept.names, o.link_bytes_per_s, o.step_s) for o in (one, other)
+    ]
+    return plain[0] == plain[1] and all(np.array_equal(*pair) for pair in arrays)
 
 
 def _same_table(one: KvTable, other: KvTable) -> bool:

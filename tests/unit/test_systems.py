@@ -15,6 +15,7 @@ from shared.errors import StartupError
 from shared.systems import (
     PLANNED_SYSTEMS,
     SYSTEMS,
+    KvExchange,
     Memory,
     Preemption,
     UnknownSystemError,
@@ -62,9 +63,15 @@ def test_the_static_pipeline_is_fcfs_in_two_stages() -> None:
 def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_and_in_what_groups_are_scheduled_by() -> None:
     """With one lane `lookahead` is `chunked`, decision for decision (tests/unit/test_policy_lookahead.py)."""
     assert [name for name, system in SYSTEMS.items() if system.drops] == KUNSERVE
-    plain = replace(SYSTEMS["kunserve"], name="fcfs-chunked", drops=False, scheduler="chunked")
+    other = replace(SYSTEMS["kunserve"], name="fcfs-chunked", scheduler="chunked")
+    plain = replace(other, drops=False, exchange=KvExchange.COORDINATED)
     assert plain == SYSTEMS["fcfs-chunked"]
     assert SYSTEMS["kunserve"].scheduler == "lookahead"
+
+
+def test_the_papers_versions_have_one_mode_of_exchange_each_and_kunserve_chooses() -> None:
+    assert [SYSTEMS[name].exchange for name in KUNSERVE] == ["by-price", "live", "coordinated"]
+    assert replace(SYSTEMS["kunserve"], name="kunserve-v2", exchange=KvExchange.COORDINATED) == SYSTEMS["kunserve-v2"]
 
 
 def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:

@@ -133,14 +133,18 @@ class Sharing:
         """Return the first full blocks of parked rows, as far as their contents are here."""
         found: dict[RunName, int] = {}
         tails: dict[RunName, None] = {}
+        ends: set[RunName] = set()
         for row in rows if self.prefix_caching else ():
             names = self._chains[row].names[1:]
             ids = self._blocks.index.find(names)
             found.update(zip(names, ids, strict=False))
             tails |= dict.fromkeys(names[tail_begin(len(ids), self._blocks.block_size) : len(ids)])
-        places = [place for place, name in enumerate(found) if name in tails]
-        ids_found = np.array(list(found.values()), dtype=np.int32)
-        return KeptKv(tuple(found), ids_found, np.array(places, dtype=np.int32))
+            ends.update(names[max(len(ids) - 1, 0) : len(ids)])
+        marked = (
+            np.array([place for place, name in enumerate(found) if name in those], dtype=np.int32)
+            for those in (tails, ends)
+        )
+        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32), *marked)
 
     def computed(self, rows: Iterable[int]) -> KeptKv:
         """Return the full blocks of running rows, as far as they are computed, each name once; rows go on as before."""

@@ -8,6 +8,7 @@ their blocks by `Batch.table_delta`, and forgets them by `Batch.drops`. Effects 
 from __future__ import annotations
 
 from asyncio import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -164,9 +165,17 @@ class KeptKv:
     tails: I32 = field(default_factory=lambda: EMPTY_I32)
     """[m] places, ascending, of those in the last split of their sequence, if it is not whole: the sequence needs them
     before it can go on while the others are attended where they lie."""
+    ends: I32 = field(default_factory=lambda: EMPTY_I32)
+    """[q] places, ascending, of the last block of each sequence."""
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def only(self, places: Sequence[int]) -> KeptKv:
+        """Return the blocks at some places, in the order given; tails and ends are those that are among them."""
+        at = np.array(places, dtype=np.int64)
+        tails, ends = (np.flatnonzero(np.isin(at, marked)).astype(np.int32) for marked in (self.tails, self.ends))
+        return KeptKv(tuple(self.names[place] for place in places), self.ids[at], tails, ends)
 
 
 NOTHING_KEPT = KeptKv()

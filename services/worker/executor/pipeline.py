@@ -29,6 +29,7 @@ from services.worker.engine.types import (
     HostCopy,
     KvCapacity,
 )
+from services.worker.executor.recent_steps import RecentSteps
 from services.worker.executor.stage_messages import CopyEnded, Durations, KvOver, StageMessage, StepDone, StepFailed
 
 
@@ -109,6 +110,7 @@ class PipelineExecutor:
         self._busy_s = [0.0] * stages.num_stages
         self._span_s = 0.0
         self._began_s = 0.0
+        self._recent = RecentSteps()
         stages.attach(self._on_message, self._on_lost)
 
     @property
@@ -126,6 +128,11 @@ class PipelineExecutor:
         """How busy the stages were up to now."""
         running_s = self._now() - self._began_s if self._pending else 0.0
         return PipelineStats(tuple(self._busy_s), self._span_s + running_s)
+
+    @property
+    def recent_step_s(self) -> float:
+        """How long a step was in the stages lately, seconds; 0 before the first one."""
+        return self._recent.median_s
 
     def submit(self, batch: Batch) -> Future[BatchOutput]:
         """Queue a step; see `Executor`. Once the pipeline is broken the future fails at once."""
@@ -184,6 +191,8 @@ class PipelineExecutor:
             self._busy_s[stage] += duration_s
         if not self._pending:
             self._span_s += self._now() - self._began_s
+        if isinstance(message, StepDone):
+            self._recent.note(sum(message.durations_s))
         if future.cancelled():
             return
         if isinstance(message, StepFailed):

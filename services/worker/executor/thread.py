@@ -16,6 +16,7 @@ from services.worker.engine.types import (
     HostCopy,
     KvCapacity,
 )
+from services.worker.executor.recent_steps import RecentSteps
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +54,7 @@ class ThreadExecutor:
         self._runner = runner
         self._loop = loop
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._recent = RecentSteps()
         self._closed = False
         self._ended: asyncio.Future[None] = loop.create_future()
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
@@ -67,6 +69,11 @@ class ThreadExecutor:
     def capacity(self) -> KvCapacity:
         """KV memory."""
         return self._runner.capacity
+
+    @property
+    def recent_step_s(self) -> float:
+        """How long a step took lately, seconds; 0 before the first one."""
+        return self._recent.median_s
 
     @property
     def is_closed(self) -> bool:
@@ -115,6 +122,7 @@ class ThreadExecutor:
             cause = f"{type(error).__name__}: {error}"
             self._call(_fail, future, BatchFailedError(batch.step_id, cause))
         else:
+            self._recent.note(output.duration_s)
             self._call(_succeed, future, output)
 
     def _copy(self, copy: HostCopy, future: asyncio.Future[None]) -> None:

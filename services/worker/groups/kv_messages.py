@@ -38,7 +38,9 @@ class KvOffered(ControlMessage):
     names: Names
     ids: Ids
     tails: Ids = b""
+    ends: Ids = b""
     link_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    step_s: Annotated[float, Field(ge=0)] = 0.0
     is_ahead: bool = False
 
 
@@ -73,7 +75,7 @@ class KvDecided(ControlMessage):
 def pack_offer(offer: KvOffer) -> bytes:
     """Return an offer as bytes; of what it keeps, the first `MAX_EXCHANGED` blocks."""
     names, ids = offer.kept.names[:MAX_EXCHANGED], offer.kept.ids[:MAX_EXCHANGED]
-    tails = offer.kept.tails[offer.kept.tails < len(names)]
+    tails, ends = (marked[marked < len(names)] for marked in (offer.kept.tails, offer.kept.ends))
     message = KvOffered(
         layers=(offer.layers.first, offer.layers.end),
         room=offer.room,
@@ -82,7 +84,9 @@ def pack_offer(offer: KvOffer) -> bytes:
         names=b"".join(names),
         ids=ids.astype(_ID).tobytes(),
         tails=tails.astype(_ID).tobytes(),
+        ends=ends.astype(_ID).tobytes(),
         link_bytes_per_s=offer.link_bytes_per_s,
+        step_s=offer.step_s,
         is_ahead=offer.is_ahead,
     )
     return encode(message)
@@ -96,10 +100,7 @@ def unpack_offer(data: bytes) -> KvOffer:
     """
     said = decode(data, KvOffered)
     names, ids = _unpack_blocks(said.names, said.ids)
-    if len(said.tails) % _ID.itemsize:
-        raise WireError(f"{len(said.tails)} bytes are no whole number of places")
-    tails = np.frombuffer(said.tails, dtype=_ID).astype(np.int32)
-    kept = KeptKv(names, ids, tails)
+    kept = KeptKv(names, ids, _unpack_places(said.tails, len(names)), _unpack_places(said.ends, len(names)))
     return KvOffer(
         _layers(said.layers),
         said.room,
@@ -107,7 +108,8 @@ def unpack_offer(data: bytes) -> KvOffer:
         said.group,
         kept,
         said.link_bytes_per_s,
-        is_ahead=said.is_ahead,
+        said.step_s,
+        said.is_ahead,
     )
 
 
@@ -151,6 +153,15 @@ def _layers(said: tuple[int, int]) -> LayerRange:
         return LayerRange(*said)
     except ValueError as error:
         raise WireError(str(error)) from None
+
+
+def _unpack_places(packed: bytes, num_blocks: int) -> I32:
+    if len(packed) % _ID.itemsize:
+        raise WireError(f"{len(packed)} bytes are no whole number of places")
+    places = np.frombuffer(packed, dtype=_ID).astype(np.int32)
+    if places.size and not (int(places[0]) >= 0 and int(places[-1]) < num_blocks and (np.diff(places) > 0).all()):
+        raise WireError(f"places do not ascend among {num_blocks} blocks")
+    return places
 
 
 def _unpack_blocks(names: bytes, ids: bytes) -> tuple[tuple[bytes, ...], I32]:

@@ -30,6 +30,10 @@ class _Lowest:
             self._lowest[lot] = now
         return (before, now) if now > before else None
 
+    def lowest(self, lot: int) -> int:
+        """Return the lowest count of a lot."""
+        return self._lowest[lot]
+
     def of(self, lot: int, party: int) -> int | None:
         """Return a party's count, None if it has none."""
         return self._counts[lot].get(party)
@@ -83,6 +87,10 @@ class Complete:
     def is_due(self, stage: int) -> bool:
         """Something has not come to a stage yet."""
         return any(count < size for count, size in self._of(stage))
+
+    def is_whole(self, lot: int) -> bool:
+        """All stages that it was for have all of a lot."""
+        return self._counts.lowest(lot) == len(self._table.lots[lot].ids)
 
     def _of(self, stage: int) -> Iterator[tuple[int, int]]:
         for index, lot in enumerate(self._table.lots):

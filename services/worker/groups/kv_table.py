@@ -48,7 +48,9 @@ class KvOffer:
     kept: KeptKv = field(default_factory=KeptKv)
     """What should survive, the most wanted first; of a group only its leader says it."""
     link_bytes_per_s: float = 0.0
-    """At which KV leaves it; 0: unknown."""
+    """At which KV leaves it, and comes to it; 0: unknown."""
+    step_s: float = 0.0
+    """That a step took there lately; 0: unknown."""
     is_ahead: bool = False
     """It has memory for as many blocks of all layers, in which those of its own layers are."""
 
@@ -111,9 +113,34 @@ class KvTable:
         return KeptKv(names, np.concatenate([there.ids, *(lot.target_ids for lot in lots)]))
 
 
-def table_to_form(
-    offers: Sequence[KvOffer], num_layers: int, is_live: Callable[[Sequence[int], int], bool] = lambda *_: False
-) -> KvTable:
+@dataclass(frozen=True, slots=True)
+class MovingKv:
+    """Blocks that are to travel together, before it is said how."""
+
+    sources: tuple[int, ...]
+    """Stages that have them, each for its layers."""
+    kept: KeptKv
+    """As the sources number them."""
+
+    def ordered(self, *, is_live: bool) -> MovingKv:
+        """Return them in the order in which they travel: live ones with those first that a sequence needs to go on."""
+        if not is_live:
+            return self
+        tails = frozenset(self.kept.tails.tolist())
+        order = sorted(range(len(self.kept)), key=lambda place: place not in tails)
+        return MovingKv(self.sources, self.kept.only(order))
+
+
+AreLive = Callable[[Sequence[MovingKv]], Sequence[bool]]
+"""Says of all that moves, lot by lot, whether its sources attend it for the others until it has arrived."""
+
+
+def none_live(lots: Sequence[MovingKv]) -> Sequence[bool]:
+    """Let all sequences wait for their KV."""
+    return [False] * len(lots)
+
+
+def table_to_form(offers: Sequence[KvOffer], num_layers: int, are_live: AreLive = none_live) -> KvTable:
     """Return what moves when workers become a group.
 
     The first worker's blocks come first; a name that came before does not come again. A worker that was in another
@@ -124,26 +151,24 @@ def table_to_form(
     Args:
         offers: by stage.
         num_layers: of the whole model.
-        is_live: says, of the stages that have some blocks and their number, whether they attend them for the others
-            until they have arrived.
+        are_live: chooses how each lot moves.
     """
     num_blocks = min(MAX_EXCHANGED, *(offer.num_blocks for offer in offers))
     seen: set[bytes] = set()
-    lots: list[KvLot] = []
+    moving: list[MovingKv] = []
     for stage, offer in enumerate(offers):
         sources = _holders(offers, stage, num_layers)
         fresh = [i for i, name in enumerate(offer.kept.names) if name not in seen]
         room = min((offers[source].room for source in sources), default=0)
         fresh = fresh[: max(min(room, num_blocks - len(seen)), 0)]
         if fresh:
-            live = is_live(sources, len(fresh))
-            if live:
-                tails = frozenset(offer.kept.tails.tolist())
-                fresh.sort(key=lambda place: place not in tails)
-            names = tuple(offer.kept.names[i] for i in fresh)
-            targets = tuple(range(len(offers)))
-            lots.append(KvLot(sources, targets, offer.kept.ids[fresh], len(seen), names, live))
-            seen.update(names)
+            moving.append(MovingKv(sources, offer.kept.only(fresh)))
+            seen.update(moving[-1].kept.names)
+    lots, first = [], 0
+    for lot, is_live in zip(moving, are_live(moving), strict=True):
+        kept = lot.ordered(is_live=is_live).kept
+        lots.append(KvLot(lot.sources, tuple(range(len(offers))), kept.ids, first, kept.names, is_live))
+        first += len(kept)
     return KvTable(tuple(offer.layers for offer in offers), tuple(lots))
 
 

@@ -12,7 +12,7 @@ Whatever goes wrong ends all of this stage's connections, so that the others hea
 not come. Blocks that are not complete everywhere hold anything, and are named nowhere.
 
 Of a *live* lot the stages attend KV where it lies until it has arrived (`remote_attention.py`), so that its sequences
-go on at once; if such an exchange fails they lack KV in the middle, so the group ends.
+go on at once; if an exchange fails before all of that has come they lack KV in the middle, so the group ends.
 
 The leader gives such blocks to others once its own part is over (`when_over`); a stage may not know yet. So it says so
 ahead of the batches that use them (`KvOver`), and then each stage ends its writes (`end_writes`) before it goes on.
@@ -135,6 +135,14 @@ class LiveExchange:
     def is_live(self) -> bool:
         """A lot is attended where it lies."""
         return self._table is not None and any(lot.is_live for lot in self._table.lots)
+
+    @property
+    def lacks_live(self) -> bool:
+        """Of the leader: not all has come everywhere that sequences may go on without."""
+        table, complete = self._table, self._complete
+        if table is None or complete is None:
+            return self.is_live
+        return any(lot.is_live and not complete.is_whole(index) for index, lot in enumerate(table.lots))
 
     async def agree(self, offer: KvOffer, num_blocks: int, decide: Decide) -> None:
         """Learn what moves.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,13 @@ from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, Executor, Kep
 from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector
 from services.worker.executor.modelled_pipeline import ModelledStages, StageOwner
-from services.worker.executor.modelled_stage import ModelledStage, RemoteLink
+from services.worker.executor.modelled_stage import REMOTE_STATES, ModelledStage, RemoteLink
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.groups.arrivals import Arrivals
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.groups.exchange_modes import ExchangeFacts, modes_of
+from services.worker.groups.kv_table import AreLive
 from services.worker.groups.modelled_exchange import (
     Estate,
     Exchange,
@@ -113,7 +115,7 @@ class ModelledNetwork:
         exchange_limit_s: float = 5.0,
         kv_exchange: KvExchange = KvExchange.COORDINATED,
     ) -> None:
-        self._is_live = kv_exchange is KvExchange.LIVE and exchange_limit_s > 0
+        self._kv_exchange = kv_exchange if exchange_limit_s > 0 else KvExchange.COORDINATED
         self.num_remote_steps = 0
         """Steps in which keys that lay elsewhere were attended, of groups that are over."""
         self._link = link or ModelledLink()
@@ -156,13 +158,12 @@ class ModelledNetwork:
         owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
         owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
         stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
-        link, is_live = self._link, self._is_live and SPLIT_KEYS % arrivals[0].stage.capacity.block_size == 0
-        if is_live:
+        befores, link = [arrival.before for arrival in arrivals], self._link
+        are_live = self._modes(place, befores, arrivals[0].stage.capacity.block_size)
+        exchange = Exchange(befores, [a.stage for a in arrivals], link.bytes_per_s, are_live=are_live)
+        if exchange.is_live:
             for arrival in arrivals:
                 arrival.stage.attend_over(RemoteLink(link.latency_s, link.bytes_per_s, link.token_bytes))
-        exchange = Exchange(
-            [a.before for a in arrivals], [a.stage for a in arrivals], link.bytes_per_s, is_live=is_live
-        )
         began_s = asyncio.get_running_loop().time()
         leader = stages.servers[0]
         news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
@@ -170,6 +171,20 @@ class ModelledNetwork:
         self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
         coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks, exchange.spans)
         meeting.begun.set_result(_Begun(stages, coming))
+
+    def _modes(self, place: GroupPlace, befores: Sequence[Estate], block_size: int) -> AreLive:
+        """Return what chooses whose KV is attended where it lies."""
+        link = self._link
+        facts = ExchangeFacts(
+            held=tuple(before.layers for before in befores),
+            wanted=tuple(stage.layers for stage in place.stages),
+            link_bytes_per_s=(link.bytes_per_s,) * len(befores),
+            latency_s=link.latency_s,
+            step_s=max(before.step_s for before in befores),
+            block_bytes=befores[0].block_bytes,
+            token_bytes=round(link.token_bytes * (1 + REMOTE_STATES)),
+        )
+        return modes_of(self._kv_exchange, facts, can_attend=SPLIT_KEYS % block_size == 0)
 
     @property
     def moves_kv(self) -> bool:
@@ -427,7 +442,8 @@ class ModelledGroupDevice:
         self._leave()
         self._ahead = None
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
-        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes)
+        step_s = self._params.cost.step_s(len(kept.ends), len(kept) * self._params.block_size, 0)
+        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes, step_s)
         await asyncio.sleep(self._params.remap_s)
         layers, num_layers = place.own.layers, len(self._all_layers)
         num_blocks = self.num_blocks(layers)

@@ -6,7 +6,7 @@ A group's KV comes while it serves. Until a stage has sent the KV of layers that
 blocks: so of the room that a drop makes only a part is there at once, and what has to arrive has its blocks from the
 beginning. Each worker sends at its link's rate, and receives at the same time.
 
-Where the exchange is live, KV that has not arrived is read where it lies; what that takes of the links comes first.
+Of a live lot, KV that has not arrived is read where it lies; what that takes of the links comes first.
 
 Source: KunServe v2, section 4.2 (pieces of about a stage's execution time); v1, section 4.2 (live exchange).
 Deviations: a link carries KV as if no activation went over it; activations are a few percent of it. Remote attention
@@ -29,6 +29,7 @@ from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.shadow_kv import ShadowKv
 from services.worker.groups.arrivals import Arrived
+from services.worker.groups.kv_table import AreLive, MovingKv, none_live
 from services.worker.transfer.exchange import chunk_blocks
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -50,6 +51,8 @@ class Estate:
     kept: KeptKv
     block_bytes: int
     """Of a block's keys and values in one layer."""
+    step_s: float = 0.0
+    """That a step of its running sequences takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,13 @@ class _Lot:
     first: int
     """Id of the first one in the group; the others follow."""
     names: tuple[bytes, ...]
+    is_live: bool
+    """What has not arrived is attended where it lies."""
+
+    @property
+    def span(self) -> RemoteSpan:
+        """Ids in the group."""
+        return RemoteSpan(self.first, self.first + len(self.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ class Exchange:
         before: what each brings, by stage.
         stages: what each is.
         bytes_per_s: of each worker's link, each way.
-        is_live: KV that has not arrived is attended where it lies.
+        are_live: chooses whose KV is attended where it lies until it has arrived.
     """
 
     def __init__(
@@ -123,21 +133,21 @@ class Exchange:
         before: Sequence[Estate],
         stages: Sequence[ModelledStage],
         bytes_per_s: float,
-        *,
-        is_live: bool = False,
+        are_live: AreLive = none_live,
     ) -> None:
-        self.is_live = is_live
         self._before = before
         self._stages = stages
         self._bytes_per_s = bytes_per_s
         self._num_blocks = min(stage.capacity.num_blocks for stage in stages)
-        self._lots = _lots(before, sum(len(stage.layers) for stage in stages), self._num_blocks, is_live=is_live)
+        self._lots = _lots(before, sum(len(stage.layers) for stage in stages), self._num_blocks, are_live)
+        self.is_live = any(lot.is_live for lot in self._lots)
+        """Some of it is attended where it lies."""
         unsent = [sum(self._leaving(lot, i) * len(lot.names) for lot in self._lots) for i in range(len(before))]
         self.num_blocks = max(self._room(unsent), sum(len(lot.names) for lot in self._lots))
         """Blocks with memory at the beginning, those that wait for KV among them."""
         self.steps = tuple(self._steps(unsent))
         """In order of time."""
-        for lot in self._lots if is_live else ():
+        for lot in (lot for lot in self._lots if lot.is_live):
             target = np.arange(lot.first, lot.first + len(lot.names), dtype=np.int32)
             for stage, holder in self._sources(lot):
                 stage.kv.attend_elsewhere(self._before[holder].kv, lot.source, target)
@@ -145,7 +155,7 @@ class Exchange:
     @property
     def spans(self) -> tuple[RemoteSpan, ...]:
         """What can be attended where it lies."""
-        return tuple(RemoteSpan(lot.first, lot.first + len(lot.names)) for lot in self._lots if self.is_live)
+        return tuple(lot.span for lot in self._lots if lot.is_live)
 
     @property
     def coming(self) -> KeptKv:
@@ -169,17 +179,17 @@ class Exchange:
 
         Args:
             began_s: on the running loop's clock.
-            limit_s: after so many seconds nothing more comes; a live exchange has no limit while something comes.
+            limit_s: after so many seconds nothing more comes; if a lot is live there is no limit while something comes.
             is_cut: likewise.
-            on_lost: called if a live exchange ends before all has come: sequences lack KV then.
+            on_lost: called if it ends before all live lots have come: sequences lack KV then.
         """
         loop = asyncio.get_running_loop()
         last_s = math.inf if self.is_live else limit_s
-        for step in self.steps:
+        for index, step in enumerate(self.steps):
             while (wait_s := began_s + min(step.at_s, last_s) + self._attention_s - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
             if step.at_s > last_s or is_cut():
-                if self.is_live:
+                if any(left.piece.lot.is_live for left in self.steps[index:]):
                     on_lost("a connection over which KV comes is cut")
                 return
             yield Arrived(self._carry(step.piece), step.num_blocks)
@@ -315,21 +325,22 @@ def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
     )
 
 
-def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, *, is_live: bool) -> list[_Lot]:
+def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, are_live: AreLive) -> list[_Lot]:
     """Return whose blocks go along: the first worker's first, each name once, as many as the group has room for.
 
-    Where the exchange is live, first those that sequences need to go on.
+    Of a live lot first those that sequences need to go on.
     """
     names: set[bytes] = set()
-    lots: list[_Lot] = []
+    moving: list[MovingKv] = []
     for owner in before:
         fresh = [i for i, name in enumerate(owner.kept.names) if name not in names][: num_blocks - len(names)]
         holders = tuple(i for i, other in enumerate(before) if other.group == owner.group)
         if fresh and sum(len(before[holder].layers) for holder in holders) == num_layers:
-            if is_live:
-                tails = frozenset(owner.kept.tails.tolist())
-                fresh.sort(key=lambda place: place not in tails)
-            own = tuple(owner.kept.names[i] for i in fresh)
-            lots.append(_Lot(holders, owner.kept.ids[fresh], len(names), own))
-            names.update(own)
+            moving.append(MovingKv(holders, owner.kept.only(fresh)))
+            names.update(moving[-1].kept.names)
+    lots, first = list[_Lot](), 0
+    for lot, is_live in zip(moving, are_live(moving), strict=True):
+        kept = lot.ordered(is_live=is_live).kept
+        lots.append(_Lot(lot.sources, kept.ids, first, kept.names, is_live))
+        first += len(kept)
     return lots

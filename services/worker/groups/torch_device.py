@@ -23,9 +23,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from services.worker.attention.remote import STATE_EXTRA
 from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv, KvCapacity
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.elastic_model import ElasticModel
@@ -37,9 +38,10 @@ from services.worker.executor.thread_stage import ThreadStages
 from services.worker.groups.connect import StageListener
 from services.worker.groups.copy_ahead import CopyAhead
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.groups.exchange_modes import ExchangeFacts, modes_of
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
 from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
-from services.worker.groups.kv_table import KvOffer, table_to_form, table_to_part
+from services.worker.groups.kv_table import AreLive, KvOffer, table_to_form, table_to_part
 from services.worker.groups.kv_wire import KvSocket
 from services.worker.groups.live_exchange import LiveExchange, RemoteParts
 from services.worker.groups.membership import Membership
@@ -62,6 +64,8 @@ EXCHANGE_BYTES = 256 * 1024**2
 """Host memory for KV that changes hands, while it does."""
 EXCHANGE_LIMIT_S = 30.0
 """Longest time in which KV has to change hands."""
+MESSAGE_S = 200e-6
+"""Assumed of a message of remote attention between two stages, from thread to thread."""
 _log = get_logger()
 
 
@@ -104,8 +108,9 @@ class TorchGroupDevice:
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
         can_attend = SPLIT_KEYS % model.info.capacity.block_size == 0
-        self._is_live = kv_exchange is KvExchange.LIVE and can_attend
-        """KV that has not arrived is attended where it lies."""
+        self._kv_exchange = kv_exchange if can_attend else KvExchange.COORDINATED
+        self._may_attend = self._kv_exchange is not KvExchange.COORDINATED
+        """KV that has not arrived may be attended where it lies."""
         self._turns = LinkTurns()
         self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
@@ -184,7 +189,7 @@ class TorchGroupDevice:
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._is_live)
+                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._may_attend)
                 capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
                 wanted = [stage.layers for stage in place.stages]
                 exchange = self._exchange(place.index, links.kv, wanted, links.attention)
@@ -204,7 +209,7 @@ class TorchGroupDevice:
 
             def over() -> None:
                 """Give blocks without KV to others; where sequences go on without it, the group has ended."""
-                if exchange.is_live and exchange.failure is not None:
+                if exchange.failure is not None and exchange.lacks_live:
                     stages.lose(f"KV is not exchanged: {exchange.failure}")
                 else:
                     executor.end_writes()
@@ -224,11 +229,11 @@ class TorchGroupDevice:
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
                 welcome = StageWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
-                seats = self._listener.expect(place, attending=self._is_live)
+                seats = self._listener.expect(place, attending=self._may_attend)
                 sockets.callback(seats.close)
                 try:
                     links = await gather_as_member(
-                        place, seats, welcome, self._limit_s, sockets, attending=self._is_live
+                        place, seats, welcome, self._limit_s, sockets, attending=self._may_attend
                     )
                 finally:
                     self._listener.forget(seats)
@@ -357,13 +362,31 @@ class TorchGroupDevice:
     async def _leave_with(self, kept: KeptKv, layers: LayerRange) -> KvOffer:
         """End what runs on the model, and return what goes along to a group in which it will have these layers."""
         group = 0 if self._place is None else self._place.plan_id
+        step_s = 0.0 if self._executor is None else self._executor.recent_step_s
         await self._leave()
-        return KvOffer(self._layers, self._room, self._model.blocks_with(layers), group, kept)
+        num_blocks, rate = self._model.blocks_with(layers), self._facts.link_bytes_per_s
+        return KvOffer(self._layers, self._room, num_blocks, group, kept, rate, step_s)
 
     @property
     def _room(self) -> int:
         """Blocks of the layers that are held now that may be kept aside."""
         return self._exchange_bytes // (2 * self._facts.block_bytes * len(self._layers))
+
+    def _modes(self, place: GroupPlace, offers: Sequence[KvOffer]) -> AreLive:
+        """Return what chooses whose KV is attended where it lies."""
+        spec = self._model.spec
+        query_bytes = spec.num_heads * spec.head_dim * self._model.cache.keys[0].dtype.itemsize
+        state_bytes = spec.num_heads * (spec.head_dim + STATE_EXTRA) * 4
+        facts = ExchangeFacts(
+            held=tuple(offer.layers for offer in offers),
+            wanted=tuple(stage.layers for stage in place.stages),
+            link_bytes_per_s=tuple(offer.link_bytes_per_s for offer in offers),
+            latency_s=MESSAGE_S,
+            step_s=max(offer.step_s for offer in offers),
+            block_bytes=2 * self._facts.block_bytes,
+            token_bytes=query_bytes + state_bytes,
+        )
+        return modes_of(self._kv_exchange, facts, can_attend=self._may_attend)
 
     def _exchange(
         self,
@@ -408,7 +431,7 @@ class TorchGroupDevice:
             await exchange.agree(
                 offer,
                 self._model.cache.num_blocks,
-                lambda offers: table_to_form(offers, num_layers, lambda *_: self._is_live),
+                lambda offers: table_to_form(offers, num_layers, self._modes(place, offers)),
             )
             await in_thread(change, "layer dropping")
             stage = await in_thread(open_stage, "model opening")
