@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine.types import KeptKv
-from services.worker.groups.exchange_modes import ExchangeFacts, all_live, modes_of
+from services.worker.groups.exchange_modes import ExchangeFacts, all_live, modes_of, work_of
 from services.worker.groups.kv_table import MovingKv, none_live
 from services.worker.policy.exchange_mode import LotWork, Pace, Prices, choose_live
-from shared.layers import even_split
+from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 
 
@@ -171,6 +171,19 @@ def test_facts_of_links_become_prices() -> None:
     assert list(slow_messages(lots)) == [False, False]
     dear_tokens = modes_of(KvExchange.BY_PRICE, replace(facts_of(), token_bytes=10_000), can_attend=True)
     assert list(dear_tokens(lots)) == [False, False]
+
+
+def test_layers_that_stay_where_they_are_cost_nothing() -> None:
+    """A group of 3 and 1 layers becomes one of 2 and 2: one layer moves, from stage 0 to stage 1."""
+    held, wanted = (LayerRange(0, 3), LayerRange(3, 4)), even_split(4, 2)
+    facts = ExchangeFacts(held, wanted, (100.0, 50.0), 0.25, Pace(0.1), block_bytes=10, token_bytes=7)
+    work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), facts)
+    assert work.sends_s.tolist() == [0.1, 0.0]
+    assert work.takes_s.tolist() == [0.0, 0.2]
+    assert work.asks_s.tolist() == [0.07, 0.14]
+    assert work.messages_s == 0.5
+    assert work.can_be_live
+    assert (work.num_blocks, work.tails.tolist(), work.ends.tolist()) == (6, [4, 5], [5])
 
 
 @pytest.mark.parametrize("unknown", [0, 1])

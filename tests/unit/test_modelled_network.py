@@ -176,13 +176,15 @@ class Memory:
     def __init__(self, names: dict[int, bytes] | None = None, layers: LayerRange | None = None) -> None:
         self.content = {block: [(name, layers, self)] for block, name in (names or {}).items()}
         self.num_blocks = 0
+        self.elsewhere: list[tuple[Memory, list[int], list[int]]] = []
 
     def take_from(self, other: Memory, source: I32, target: I32) -> None:
         for here, there in zip(target.tolist(), source.tolist(), strict=True):
             self.content.setdefault(here, []).extend(other.content[there])
 
     def attend_elsewhere(self, other: Memory, source: I32, target: I32) -> None:
-        """Nothing is read here before it has come."""
+        """Note who is asked for what lies elsewhere."""
+        self.elsewhere.append((other, source.tolist(), target.tolist()))
 
     def check(self, kept: KeptKv, layers: LayerRange) -> None:
         """Check that every named block has these layers of what its name says, and nothing else."""
@@ -318,6 +320,8 @@ def test_a_cut_ends_the_group_only_while_a_live_lot_is_on_its_way(cut_ratio: flo
     ]
     exchange = Exchange(before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS, are_live=lambda _: [True, False])
     assert [(span.first, span.end) for span in exchange.spans] == [(0, 10)]
+    ten = list(range(10))
+    assert all(stage.kv.elsewhere == [(before[0].kv, ten, ten)] for stage in stages), "of the live lot alone"
     live_s = max(step.at_s for step in exchange.steps if step.piece.lot.is_live)
     assert live_s < exchange.took_s / 2
     cut_s, lost = cut_ratio * exchange.took_s, list[str]()

@@ -57,10 +57,11 @@ def modes_of(exchange: KvExchange, facts: ExchangeFacts, *, can_attend: bool) ->
 
 def by_price(facts: ExchangeFacts, lots: Sequence[MovingKv]) -> Sequence[bool]:
     """Let those sequences go on for whom that is cheaper; see `policy/exchange_mode.py`."""
-    return choose_live([_work(lot, facts) for lot in lots], facts.pace)
+    return choose_live([work_of(lot, facts) for lot in lots], facts.pace)
 
 
-def _work(lot: MovingKv, facts: ExchangeFacts) -> LotWork:
+def work_of(lot: MovingKv, facts: ExchangeFacts) -> LotWork:
+    """Return what a lot costs on each stage's link: layers that stay where they are cost nothing."""
     num_stages = len(facts.wanted)
     sends, takes = np.zeros(num_stages), np.zeros(num_stages)
     for source in lot.sources:

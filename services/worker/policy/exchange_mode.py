@@ -87,7 +87,7 @@ def choose_live(lots: Sequence[LotWork], pace: Pace) -> tuple[bool, ...]:
     may = [index for index, lot in enumerate(lots) if lot.can_be_live and _attends(lot).any()]
     priced = Prices(lots, pace)
     found = [_improve([False] * len(lots), may, priced), _improve([i in may for i in range(len(lots))], may, priced)]
-    return min(found, key=lambda each: (priced.of(each), sum(each)))
+    return min(found, key=priced.of)
 
 
 def _improve(live: Sequence[bool], may: Sequence[int], prices: Prices) -> tuple[bool, ...]:
