@@ -203,7 +203,7 @@ class SimWorker:
         )
         return self.groups.executor
 
-    def _take_device(self, kv: ShadowKv) -> Executor:
+    def _take_device(self, kv: ShadowKv) -> ModelledExecutor:
         """Compute with the whole model over this memory."""
         self.kv = kv
         self.device = StickyExecutor(self.params.cost, kv, failure=self.params.failure)

@@ -148,6 +148,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         exchange_bytes_per_s=settings.exchange_gb_per_s * 1e9,
         peers_first=settings.load_from is LoadFrom.PEERS,
         kv_exchange=find_system(settings.system).exchange,
+        token_s=facts.token_s,
     )
     return Loaded((await device.alone()).executor, facts, device)
 

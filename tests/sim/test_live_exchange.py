@@ -14,6 +14,7 @@ import pytest
 from services.worker.engine import remote_kv
 from services.worker.executor.shadow_kv import ShadowKv
 from services.worker.groups import modelled_device
+from services.worker.groups.kv_table import AreLive
 from shared.systems import KvExchange
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.cluster import FaultCluster
@@ -38,6 +39,38 @@ def live_scenario(seed: int) -> Scenario:
     scenario = draw_group_scenario(seed)
     rate = min(scenario.link_bytes_per_s, 2e4)
     return replace(scenario, kv_exchange=KvExchange.LIVE, link_bytes_per_s=rate)
+
+
+def mixed(*_: object, **__: object) -> AreLive:
+    """Let every other lot be live, whatever the links are like."""
+    return lambda lots: [index % 2 == 0 for index in range(len(lots))]
+
+
+@pytest.mark.parametrize("first", range(0, 24, 6))
+def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelled_device, "modes_of", mixed)
+    networks: dict[int, FaultCluster] = {}
+    total: Counter[str] = Counter()
+    num_remote, wrong = 0, []
+    for seed in (*range(first, first + 6), *SEEDS[-4:]):
+        report = run_scenario(live_scenario(seed), watch=lambda cluster: networks.update({0: cluster}))
+        wrong += [f"seed {seed}: {said}" for said in report.violations]
+        total.update(report.coverage)
+        num_remote += networks[0].network.num_remote_steps
+    assert not wrong, "\n".join(wrong)
+    assert num_remote
+    assert total["log kv_arrived"]
+
+
+def test_by_price_a_link_that_costs_little_is_asked_over() -> None:
+    networks: dict[int, FaultCluster] = {}
+    num_remote = 0
+    for seed in range(6):
+        scenario = replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE)
+        report = run_scenario(scenario, watch=lambda cluster: networks.update({0: cluster}))
+        assert not report.violations
+        num_remote += networks[0].network.num_remote_steps
+    assert num_remote
 
 
 def report_of(seed: int) -> SeedReport:

@@ -237,6 +237,7 @@ async def live_devices(
     exchange_limit_s: float = 30.0,
     peers_first: bool = False,
     kv_exchange: KvExchange = KvExchange.COORDINATED,
+    link_bytes_per_s: float = 0.0,
     **changes: object,
 ) -> AsyncIterator[list[TorchGroupDevice]]:
     """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
@@ -249,7 +250,13 @@ async def live_devices(
         listener = await StageListener.open(wait_s=wait_s)
         limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s, "part_limit_s": 20.0}
         device = TorchGroupDevice(
-            model, listener, exchange_bytes=exchange_bytes, peers_first=peers_first, kv_exchange=kv_exchange, **limits
+            model,
+            listener,
+            exchange_bytes=exchange_bytes,
+            exchange_bytes_per_s=link_bytes_per_s,
+            peers_first=peers_first,
+            kv_exchange=kv_exchange,
+            **limits,
         )
         devices.append(device)
         await devices[-1].alone()

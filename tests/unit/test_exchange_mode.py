@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine.types import KeptKv
-from services.worker.groups.exchange_modes import ExchangeFacts, all_live, modes_of
+from services.worker.groups.exchange_modes import ExchangeFacts, all_live, modes_of, work_of
 from services.worker.groups.kv_table import MovingKv, none_live
-from services.worker.policy.exchange_mode import LotWork, Prices, choose_live
-from shared.layers import even_split
+from services.worker.policy.exchange_mode import LotWork, Pace, Prices, choose_live
+from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 
 
@@ -60,7 +60,7 @@ steps = st.sampled_from([0.01, 0.1, 1.0])
 def test_prices_by_hand() -> None:
     """Two sequences of 6 blocks, splits of 4: tails come at 2 and 4 s, whole splits at 8 and 12 s."""
     free = lot_of([6, 6], 4)
-    prices = Prices([free], 0.5)
+    prices = Prices([free], Pace(0.5))
     assert prices.of([False]) == pytest.approx(6 + 12)
     assert prices.of([True]) == pytest.approx(2 + 4)
     # asked (8 - 2 + 12 - 4) / 12 tokens a step on average; with 0.3 s each the busiest link has 0.35 s of it
@@ -68,26 +68,36 @@ def test_prices_by_hand() -> None:
     longer = (0.5 + 0.35) / 0.5
     lag = 0.35 / (0.5 + 0.35)
     expected = longer * (2 + 4) + longer * (10 + 8) * lag
-    assert Prices([asking], 0.5).of([True]) == pytest.approx(expected)
-    assert Prices([asking], 0.5).of([False]) == pytest.approx(6 + 12)
+    assert Prices([asking], Pace(0.5)).of([True]) == pytest.approx(expected)
+    assert Prices([asking], Pace(0.5)).of([False]) == pytest.approx(6 + 12)
     late = replace(free, messages_s=0.5)
-    assert Prices([late], 0.5).of([True]) == pytest.approx(2 + 4 + (10 + 8) * 0.5)
+    assert Prices([late], Pace(0.5)).of([True]) == pytest.approx(2 + 4 + (10 + 8) * 0.5)
     later = replace(free, messages_s=9.5)
-    assert Prices([later], 0.5).of([True]) == pytest.approx(2 + 4 + 9.5 + 9.5), "one step is begun, and takes 10 s"
+    assert Prices([later], Pace(0.5)).of([True]) == pytest.approx(2 + 4 + 2 * 9.5), "one step is begun, and takes 10 s"
+
+
+def test_what_would_come_too_late_is_computed_again_unless_something_is_live() -> None:
+    lots = [lot_of([6, 6], 4), lot_of([5], 4, stage=1)]
+    plenty, short = (Prices(lots, Pace(0.5, limit_s, again_s=10.0)) for limit_s in (12.0, 9.0))
+    assert plenty.of([False, False]) == pytest.approx(5 + 6 + 12)
+    assert short.of([False, False]) == pytest.approx(5 + 6 + 9 + 3 * 10)
+    assert short.of([True, False]) == plenty.of([True, False])
+    both = Prices(lots, Pace(0.5, 3.0, again_s=10.0))
+    assert both.of([False, False]) == pytest.approx((3 + (2 + 2) * 10) + (3 + (3 + 2) * 10) + (3 + (9 + 2) * 10))
 
 
 def test_a_lot_waits_for_its_turn_on_a_link_that_another_uses() -> None:
     one, other = lot_of([2], 4, 0, 3, block_s=1.0), lot_of([3], 4, 1, 3, block_s=1.0)
     # each sends alone; stage 2 takes half of both: 2 blocks of the one and 3 of the other
-    assert Prices([one, other], 1.0).of([False, False]) == pytest.approx(2 + 3)
+    assert Prices([one, other], Pace(1.0)).of([False, False]) == pytest.approx(2 + 3)
     slow = replace(other, takes_s=np.array([0.0, 0.0, 2.0]))
-    assert Prices([one, slow], 1.0).of([False, False]) == pytest.approx((2 * 0.5 + 2 * 2) + (2 * 0.5 + 3 * 2))
+    assert Prices([one, slow], Pace(1.0)).of([False, False]) == pytest.approx((2 * 0.5 + 2 * 2) + (2 * 0.5 + 3 * 2))
 
 
 @given(lots=lots_drawn, step_s=steps)
 def test_no_mode_of_all_and_no_other_mode_of_one_is_cheaper(lots: tuple[LotWork, ...], step_s: float) -> None:
-    chosen = choose_live(lots, step_s)
-    price_s = Prices(lots, step_s).of
+    chosen = choose_live(lots, Pace(step_s))
+    price_s = Prices(lots, Pace(step_s)).of
     assert price_s(chosen) <= price_s([False] * len(lots))
     able = [bool(lot.ends.size) and len(lot.tails) < lot.num_blocks for lot in lots]
     assert price_s(chosen) <= price_s(able)
@@ -102,30 +112,30 @@ def test_of_lots_that_cost_alike_the_choice_is_the_cheapest_of_all(lots: tuple[L
     lots = lots[:2]
     able = [bool(lot.ends.size) and len(lot.tails) < lot.num_blocks for lot in lots]
     choices = product(*[(False, True) if may else (False,) for may in able])
-    price_s = Prices(lots, step_s).of
-    assert price_s(choose_live(lots, step_s)) <= min(map(price_s, choices)) + 1e-9
+    price_s = Prices(lots, Pace(step_s)).of
+    assert price_s(choose_live(lots, Pace(step_s))) <= min(map(price_s, choices)) + 1e-9
 
 
 @given(lots=lots_drawn, step_s=steps)
 def test_what_cannot_gain_or_is_not_known_is_coordinated(lots: tuple[LotWork, ...], step_s: float) -> None:
-    chosen = choose_live(lots, step_s)
+    chosen = choose_live(lots, Pace(step_s))
     for lot, live in zip(lots, chosen, strict=True):
         assert not (live and not lot.ends.size), "nobody waits"
         assert not (live and len(lot.tails) == lot.num_blocks), "all contexts are shorter than a split"
     instant = [replace(lot, sends_s=lot.sends_s * 0, takes_s=lot.takes_s * 0) for lot in lots]
-    assert not any(choose_live(instant, step_s)), "nothing to wait for"
-    unknown = choose_live([replace(lots[0], can_be_live=False), *lots[1:]], step_s)
+    assert not any(choose_live(instant, Pace(step_s))), "nothing to wait for"
+    unknown = choose_live([replace(lots[0], can_be_live=False), *lots[1:]], Pace(step_s))
     assert not unknown[0]
-    assert not any(choose_live(lots, 0.0))
+    assert not any(choose_live(lots, Pace(0.0)))
 
 
 @given(lots=lots_drawn, step_s=steps, factor=st.sampled_from([1.5, 4.0, 100.0]))
 def test_dearer_remote_attention_only_makes_it_rarer(lots: tuple[LotWork, ...], step_s: float, factor: float) -> None:
     one = lots[:1]
     dearer = [replace(lot, asks_s=lot.asks_s * factor, messages_s=lot.messages_s * factor) for lot in one]
-    assert choose_live(one, step_s) >= choose_live(dearer, step_s)
-    assert Prices(dearer, step_s).of([False]) == Prices(one, step_s).of([False])
-    assert Prices(dearer, step_s).of([True]) >= Prices(one, step_s).of([True])
+    assert choose_live(one, Pace(step_s)) >= choose_live(dearer, Pace(step_s))
+    assert Prices(dearer, Pace(step_s)).of([False]) == Prices(one, Pace(step_s)).of([False])
+    assert Prices(dearer, Pace(step_s)).of([True]) >= Prices(one, Pace(step_s)).of([True])
 
 
 @given(lots=lots_drawn, step_s=steps, factor=st.sampled_from([1.5, 4.0, 100.0]))
@@ -134,12 +144,12 @@ def test_kv_that_takes_longer_by_itself_only_makes_live_better(
 ) -> None:
     """With the same remote attention all waits grow alike; what does not is the step that is begun."""
     slower = [replace(lot, sends_s=lot.sends_s * factor, takes_s=lot.takes_s * factor) for lot in lots]
-    price_s, slower_s = Prices(lots, step_s).of, Prices(slower, step_s).of
+    price_s, slower_s = Prices(lots, Pace(step_s)).of, Prices(slower, Pace(step_s)).of
     for choice in product((False, True), repeat=len(lots)):
         assert slower_s(choice) <= factor * price_s(choice) * (1 + 1e-9)
     none = [False] * len(lots)
     assert slower_s(none) == pytest.approx(factor * price_s(none))
-    assert choose_live(slower[:1], step_s) >= choose_live(lots[:1], step_s)
+    assert choose_live(slower[:1], Pace(step_s)) >= choose_live(lots[:1], Pace(step_s))
 
 
 def moving(lengths: list[int], first: int, source: int) -> MovingKv:
@@ -150,7 +160,7 @@ def moving(lengths: list[int], first: int, source: int) -> MovingKv:
 
 def facts_of(link_bytes_per_s: tuple[float, ...] = (100.0, 100.0)) -> ExchangeFacts:
     whole = even_split(4, 1)[0]
-    return ExchangeFacts((whole, whole), even_split(4, 2), link_bytes_per_s, 0.0, 0.1, 10, 1)
+    return ExchangeFacts((whole, whole), even_split(4, 2), link_bytes_per_s, 0.0, Pace(0.1), 10, 1)
 
 
 def test_facts_of_links_become_prices() -> None:
@@ -161,6 +171,19 @@ def test_facts_of_links_become_prices() -> None:
     assert list(slow_messages(lots)) == [False, False]
     dear_tokens = modes_of(KvExchange.BY_PRICE, replace(facts_of(), token_bytes=10_000), can_attend=True)
     assert list(dear_tokens(lots)) == [False, False]
+
+
+def test_layers_that_stay_where_they_are_cost_nothing() -> None:
+    """A group of 3 and 1 layers becomes one of 2 and 2: one layer moves, from stage 0 to stage 1."""
+    held, wanted = (LayerRange(0, 3), LayerRange(3, 4)), even_split(4, 2)
+    facts = ExchangeFacts(held, wanted, (100.0, 50.0), 0.25, Pace(0.1), block_bytes=10, token_bytes=7)
+    work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), facts)
+    assert work.sends_s.tolist() == [0.1, 0.0]
+    assert work.takes_s.tolist() == [0.0, 0.2]
+    assert work.asks_s.tolist() == [0.07, 0.14]
+    assert work.messages_s == 0.5
+    assert work.can_be_live
+    assert (work.num_blocks, work.tails.tolist(), work.ends.tolist()) == (6, [4, 5], [5])
 
 
 @pytest.mark.parametrize("unknown", [0, 1])

@@ -176,10 +176,15 @@ class Memory:
     def __init__(self, names: dict[int, bytes] | None = None, layers: LayerRange | None = None) -> None:
         self.content = {block: [(name, layers, self)] for block, name in (names or {}).items()}
         self.num_blocks = 0
+        self.elsewhere: list[tuple[Memory, list[int], list[int]]] = []
 
     def take_from(self, other: Memory, source: I32, target: I32) -> None:
         for here, there in zip(target.tolist(), source.tolist(), strict=True):
             self.content.setdefault(here, []).extend(other.content[there])
+
+    def attend_elsewhere(self, other: Memory, source: I32, target: I32) -> None:
+        """Note who is asked for what lies elsewhere."""
+        self.elsewhere.append((other, source.tolist(), target.tolist()))
 
     def check(self, kept: KeptKv, layers: LayerRange) -> None:
         """Check that every named block has these layers of what its name says, and nothing else."""
@@ -297,6 +302,38 @@ def test_what_comes_too_late_or_over_a_cut_link_does_not_come() -> None:
     assert run(_all_of(exchange, 1e9, 1e9)) == len(exchange.coming)
     assert 0 < run(_all_of(exchange, half_s, 1e9)) < len(exchange.coming)
     assert 0 < run(_all_of(exchange, 1e9, half_s)) < len(exchange.coming)
+
+
+@pytest.mark.parametrize("cut_ratio", [0.1, 0.5, 0.9])
+def test_a_cut_ends_the_group_only_while_a_live_lot_is_on_its_way(cut_ratio: float) -> None:
+    """The first lot is short and live, the second long and coordinated."""
+    whole, halves = LayerRange(0, NUM_LAYERS), even_split(NUM_LAYERS, 2)
+    before = []
+    for leader, size in (("a", 10), ("b", 40)):
+        names = [f"{leader}{i}".encode() for i in range(size)]
+        memory: Any = Memory(dict(enumerate(names)), whole)
+        kept = KeptKv(tuple(names), np.arange(size, dtype=np.int32))
+        before.append(Estate(whole, memory, WorkerId(leader), kept, block_bytes=BLOCK_BYTES))
+    stages: list[Any] = [
+        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=99), remote_wire_s=0.0)
+        for layers in halves
+    ]
+    exchange = Exchange(before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS, are_live=lambda _: [True, False])
+    assert [(span.first, span.end) for span in exchange.spans] == [(0, 10)]
+    ten = list(range(10))
+    assert all(stage.kv.elsewhere == [(before[0].kv, ten, ten)] for stage in stages), "of the live lot alone"
+    live_s = max(step.at_s for step in exchange.steps if step.piece.lot.is_live)
+    assert live_s < exchange.took_s / 2
+    cut_s, lost = cut_ratio * exchange.took_s, list[str]()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        async for _ in exchange.news(began_s, 1e9, lambda: loop.time() - began_s >= cut_s, lost.append):
+            pass
+
+    run(main())
+    assert bool(lost) == (cut_s < live_s)
 
 
 @pytest.mark.parametrize("seed", range(10))

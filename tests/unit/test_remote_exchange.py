@@ -20,9 +20,10 @@ from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.remote import new_states
 from services.worker.engine.types import NOTHING_KEPT, BatchFailedError
 from services.worker.executor.link_turns import LinkTurns
-from services.worker.groups import kv_wire, remote_attention
+from services.worker.executor.recent_steps import RecentSteps
+from services.worker.groups import kv_wire, remote_attention, torch_device
 from services.worker.groups.device import Led
-from services.worker.groups.kv_table import KvLot, KvTable
+from services.worker.groups.kv_table import AreLive, KvLot, KvTable
 from services.worker.groups.remote_attention import KeptKeys, RemoteAttention, RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket, StepRows, pack_rows, unpack_rows
 from services.worker.groups.torch_device import TorchGroupDevice
@@ -54,11 +55,11 @@ def _spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def long_devices(
-    num: int, name: str = "long", **changes: str
+    num: int, name: str = "long", kv_exchange: KvExchange = KvExchange.LIVE, **changes: Any
 ) -> contextlib.AbstractAsyncContextManager[list[TorchGroupDevice]]:
     """Return devices that exchange live; `changes` are those of a runner."""
     more: dict[str, Any] = {"memory_bytes": 24 * MIB, **changes}
-    return live_devices(num, name, kv_exchange=KvExchange.LIVE, **more)
+    return live_devices(num, name, kv_exchange=kv_exchange, **more)
 
 
 async def lead(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], servers: Sequence[LongServer]) -> Led:
@@ -77,6 +78,54 @@ async def take_in(server: LongServer, led: Led) -> None:
     async for arrived in led.arrivals.news:
         server.engine.arrived(arrived.blocks)
     server.engine.expect_no_more()
+
+
+async def exchange_by_price(devices: Sequence[TorchGroupDevice]) -> tuple[int, dict[Any, list[int]]]:
+    """Return how many lots are live in an exchange of two servers that is begun, served and ended; and the texts."""
+    servers = [LongServer((await device.alone()).executor) for device in devices]
+    servers[0].add([0, 1, 2, 3])
+    servers[1].add([4, 5, 6, 7])
+    for server in servers:
+        await server.serve(12)
+    first = servers[0]
+    led = await lead(devices, HALVES, servers)
+    assert led.arrivals is not None
+    first.enter(led.executor, arrivals=led.arrivals)
+    first.add([4, 5, 6, 7])
+    listening = asyncio.create_task(take_in(first, led))
+    await first.serve(1)
+    await listening
+    await first.serve()
+    await led.executor.close()
+    await asyncio.gather(*(device.alone() for device in devices))
+    check(devices)
+    return len(led.arrivals.spans), {name: list(text) for name, text in first.texts.items()}
+
+
+@pytest.mark.parametrize(("link_bytes_per_s", "num_live"), [(0.0, 0), (1e5, 2), (1e15, 0)])
+async def test_what_is_known_of_the_links_decides_whose_kv_is_attended(
+    link_bytes_per_s: float, num_live: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With steps of a second: these take a millisecond here, and messages as long."""
+    monkeypatch.setattr(RecentSteps, "long_s", 1.0)
+    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE, link_bytes_per_s=link_bytes_per_s) as devices:
+        found, texts = await exchange_by_price(devices)
+    assert found == num_live
+    assert texts == await calm_long_texts("long", "float32", "torch")
+
+
+@pytest.mark.parametrize("live", [0, 1])
+async def test_one_worker_is_asked_while_the_readers_of_another_wait(
+    live: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_live(*_: object, **__: object) -> AreLive:
+        return lambda lots: [index == live for index in range(len(lots))]
+
+    monkeypatch.setattr(torch_device, "modes_of", one_live)
+    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE) as devices:
+        found, texts = await exchange_by_price(devices)
+    assert found == 1
+    assert texts == await calm_long_texts("long", "float32", "torch")
 
 
 def remotes(devices: Sequence[TorchGroupDevice]) -> list[RemoteAttention]:

@@ -63,8 +63,7 @@ def test_the_static_pipeline_is_fcfs_in_two_stages() -> None:
 def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_and_in_what_groups_are_scheduled_by() -> None:
     """With one lane `lookahead` is `chunked`, decision for decision (tests/unit/test_policy_lookahead.py)."""
     assert [name for name, system in SYSTEMS.items() if system.drops] == KUNSERVE
-    other = replace(SYSTEMS["kunserve"], name="fcfs-chunked", scheduler="chunked")
-    plain = replace(other, drops=False, exchange=KvExchange.COORDINATED)
+    plain = replace(SYSTEMS["kunserve-v2"], name="fcfs-chunked", drops=False, scheduler="chunked")
     assert plain == SYSTEMS["fcfs-chunked"]
     assert SYSTEMS["kunserve"].scheduler == "lookahead"
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, HostMemory, KvCapacity
+from services.worker.executor.recent_steps import RecentSteps
 from services.worker.executor.shadow_kv import ShadowKv
 from shared.cost import CostModel, StageCost
 
@@ -60,11 +61,17 @@ class ModelledExecutor:
         self._kv = kv
         self._host = host
         self._failure = failure
+        self._recent = RecentSteps()
         self._copying: dict[Future[None], None] = {}
         self._link_free_s = {True: 0.0, False: 0.0}
         """By direction, `HostCopy.to_host`: when the link has carried all that it was given."""
         self._queue: deque[tuple[Batch, Future[BatchOutput], float]] = deque()
         self._busy_until_s = 0.0
+
+    @property
+    def recent_step_s(self) -> float:
+        """How long a step with prompts took lately, seconds; 0 before the first one."""
+        return self._recent.long_s
 
     @property
     def depth(self) -> int:
@@ -124,4 +131,5 @@ class ModelledExecutor:
             return
         tokens = self._kv.compute(batch)
         if not future.cancelled():
+            self._recent.note(duration_s)
             future.set_result(BatchOutput(batch.step_id, tokens, duration_s, self._kv.logprobs(batch, tokens)))

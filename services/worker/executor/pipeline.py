@@ -131,8 +131,8 @@ class PipelineExecutor:
 
     @property
     def recent_step_s(self) -> float:
-        """How long a step was in the stages lately, seconds; 0 before the first one."""
-        return self._recent.median_s
+        """How long a step with prompts was in the stages lately, seconds; 0 before the first one."""
+        return self._recent.long_s
 
     def submit(self, batch: Batch) -> Future[BatchOutput]:
         """Queue a step; see `Executor`. Once the pipeline is broken the future fails at once."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
-NUM_RECENT = 32
+import numpy as np
+
+NUM_RECENT = 256
+LONG_RATIO = 0.9
 
 
 class RecentSteps:
@@ -19,6 +21,10 @@ class RecentSteps:
         self._durations_s.append(duration_s)
 
     @property
-    def median_s(self) -> float:
-        """The middle one, so that a long prompt among decodes does not count; 0 before the first step."""
-        return median(self._durations_s) if self._durations_s else 0.0
+    def long_s(self) -> float:
+        """Of ten steps nine were as short as this; 0 before the first one.
+
+        Where memory is full the last steps have decodes alone. With new room come the prompts that wait, and steps
+        become as long as those were in which memory filled.
+        """
+        return float(np.quantile(self._durations_s, LONG_RATIO, method="inverted_cdf")) if self._durations_s else 0.0

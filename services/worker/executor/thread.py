@@ -72,8 +72,8 @@ class ThreadExecutor:
 
     @property
     def recent_step_s(self) -> float:
-        """How long a step took lately, seconds; 0 before the first one."""
-        return self._recent.median_s
+        """How long a step with prompts took lately, seconds; 0 before the first one."""
+        return self._recent.long_s
 
     @property
     def is_closed(self) -> bool:

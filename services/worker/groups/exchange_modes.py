@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from services.worker.groups.kv_table import AreLive, MovingKv, none_live
-from services.worker.policy.exchange_mode import LotWork, choose_live
+from services.worker.policy.exchange_mode import LotWork, Pace, choose_live
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 
@@ -30,8 +30,7 @@ class ExchangeFacts:
     """By stage, each way; 0: unknown."""
     latency_s: float
     """Of a message between two stages."""
-    step_s: float
-    """Of the group, without remote attention; 0: unknown."""
+    pace: Pace
     block_bytes: int
     """Of a block's keys and values in one layer."""
     token_bytes: int
@@ -58,10 +57,11 @@ def modes_of(exchange: KvExchange, facts: ExchangeFacts, *, can_attend: bool) ->
 
 def by_price(facts: ExchangeFacts, lots: Sequence[MovingKv]) -> Sequence[bool]:
     """Let those sequences go on for whom that is cheaper; see `policy/exchange_mode.py`."""
-    return choose_live([_work(lot, facts) for lot in lots], facts.step_s)
+    return choose_live([work_of(lot, facts) for lot in lots], facts.pace)
 
 
-def _work(lot: MovingKv, facts: ExchangeFacts) -> LotWork:
+def work_of(lot: MovingKv, facts: ExchangeFacts) -> LotWork:
+    """Return what a lot costs on each stage's link: layers that stay where they are cost nothing."""
     num_stages = len(facts.wanted)
     sends, takes = np.zeros(num_stages), np.zeros(num_stages)
     for source in lot.sources:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, Executor, KeptKv
+from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv
 from services.worker.executor.channel import ModelledLink
-from services.worker.executor.modelled import FailureInjector
+from services.worker.executor.modelled import FailureInjector, ModelledExecutor
 from services.worker.executor.modelled_pipeline import ModelledStages, StageOwner
 from services.worker.executor.modelled_stage import REMOTE_STATES, ModelledStage, RemoteLink
 from services.worker.executor.pipeline import PipelineExecutor
@@ -38,6 +38,7 @@ from services.worker.groups.modelled_exchange import (
 )
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
+from services.worker.policy.exchange_mode import Pace
 from shared.cost import CostModel, StageCost
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -180,7 +181,11 @@ class ModelledNetwork:
             wanted=tuple(stage.layers for stage in place.stages),
             link_bytes_per_s=(link.bytes_per_s,) * len(befores),
             latency_s=link.latency_s,
-            step_s=max(before.step_s for before in befores),
+            pace=Pace(
+                max(before.step_s for before in befores),
+                self._exchange_limit_s,
+                befores[0].token_s * block_size / len(befores),
+            ),
             block_bytes=befores[0].block_bytes,
             token_bytes=round(link.token_bytes * (1 + REMOTE_STATES)),
         )
@@ -345,7 +350,7 @@ class ModelledGroupDevice:
         self,
         params: ModelledDeviceParams,
         network: ModelledNetwork,
-        make_executor: Callable[[ShadowKv], Executor],
+        make_executor: Callable[[ShadowKv], ModelledExecutor],
     ) -> None:
         facts = params.facts
         self.layers = self.resident = LayerRange(0, len(facts.layer_bytes))
@@ -439,11 +444,11 @@ class ModelledGroupDevice:
         return self.num_blocks(self.layers)
 
     async def _meet(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> _Begun:
+        step_s = self._recent_step_s
         self._leave()
         self._ahead = None
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
-        step_s = self._params.cost.step_s(len(kept.ends), len(kept) * self._params.block_size, 0)
-        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes, step_s)
+        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes, step_s, self._params.cost.b1_s)
         await asyncio.sleep(self._params.remap_s)
         layers, num_layers = place.own.layers, len(self._all_layers)
         num_blocks = self.num_blocks(layers)
@@ -513,6 +518,11 @@ class ModelledGroupDevice:
     async def close(self) -> None:
         """Leave any group. Idempotent."""
         self._leave()
+
+    @property
+    def _recent_step_s(self) -> float:
+        leads = self._place is not None and not self._place.index
+        return self.pipelines[-1].recent_step_s if leads else self.executor.recent_step_s
 
     @property
     def _missing_bytes(self) -> float:

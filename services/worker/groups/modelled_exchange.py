@@ -52,7 +52,9 @@ class Estate:
     block_bytes: int
     """Of a block's keys and values in one layer."""
     step_s: float = 0.0
-    """That a step of its running sequences takes."""
+    """That a step took lately; 0: unknown."""
+    token_s: float = 0.0
+    """That computing a token takes by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ from services.worker.groups.remote_attention import RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
+from services.worker.policy.exchange_mode import Pace
 from services.worker.sockets import what_failed
 from shared.layers import LayerRange, check_tiling
 from shared.log import get_logger
@@ -84,6 +85,7 @@ class TorchGroupDevice:
         peers_first: parameters come back beside a group from its other stages, and from the checkpoint what those do
             not give; else the other way round.
         kv_exchange: how KV comes to a group that forms; the same for all of its stages.
+        token_s: that computing a token takes; 0: unknown, KV that does not come in time costs nothing then.
     """
 
     def __init__(  # noqa: PLR0913  limits by name
@@ -98,6 +100,7 @@ class TorchGroupDevice:
         exchange_bytes_per_s: float = 0.0,
         peers_first: bool = False,
         kv_exchange: KvExchange = KvExchange.COORDINATED,
+        token_s: float = 0.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -107,6 +110,7 @@ class TorchGroupDevice:
         self._exchange_limit_s = exchange_limit_s
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
+        self._token_s = token_s
         can_attend = SPLIT_KEYS % model.info.capacity.block_size == 0
         self._kv_exchange = kv_exchange if can_attend else KvExchange.COORDINATED
         self._may_attend = self._kv_exchange is not KvExchange.COORDINATED
@@ -382,7 +386,11 @@ class TorchGroupDevice:
             wanted=tuple(stage.layers for stage in place.stages),
             link_bytes_per_s=tuple(offer.link_bytes_per_s for offer in offers),
             latency_s=MESSAGE_S,
-            step_s=max(offer.step_s for offer in offers),
+            pace=Pace(
+                max(offer.step_s for offer in offers),
+                self._exchange_limit_s,
+                self._token_s * self._block_size / len(offers),
+            ),
             block_bytes=2 * self._facts.block_bytes,
             token_bytes=query_bytes + state_bytes,
         )

@@ -16,6 +16,8 @@ where a wait, and D, are those of the longer exchange; the second part is of tho
 begun with remote attention ends with it. What each sequence asks counts from its wait to its last block,
 on average over D.
 
+If none is live, what has not come within a limit is computed again, block after block: whoever needs it waits for that.
+
 Neither mode of one lot can be priced without the others', since they share links and steps. So two choices are
 improved, one lot at a time, while the price falls: that all lots are coordinated, and that all are live. The better
 one is taken: never dearer than either paper's, and coordinated where it makes no difference.
@@ -27,6 +29,7 @@ back; whoever comes new is not counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,19 +63,31 @@ class LotWork:
             raise ValueError(f"sequences end at {self.ends}, which is not among {self.num_blocks} blocks")
 
 
-def choose_live(lots: Sequence[LotWork], step_s: float) -> tuple[bool, ...]:
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the group is."""
+
+    step_s: float
+    """Time of a step in which nothing is attended elsewhere; 0: unknown."""
+    limit_s: float = math.inf
+    """What has not come by then is computed again, unless something is live."""
+    again_s: float = 0.0
+    """Per block that is."""
+
+
+def choose_live(lots: Sequence[LotWork], pace: Pace) -> tuple[bool, ...]:
     """Return for each lot whether its sequences go on while it moves.
 
     Args:
         lots: all of one exchange.
-        step_s: time of a step of the group in which nothing is attended elsewhere, seconds; 0: unknown, then none is.
+        pace: of the group; if a step's time is unknown, none is live.
     """
-    if step_s <= 0:
+    if pace.step_s <= 0:
         return (False,) * len(lots)
     may = [index for index, lot in enumerate(lots) if lot.can_be_live and _attends(lot).any()]
-    priced = Prices(lots, step_s)
+    priced = Prices(lots, pace)
     found = [_improve([False] * len(lots), may, priced), _improve([i in may for i in range(len(lots))], may, priced)]
-    return min(found, key=lambda each: (priced.of(each), sum(each)))
+    return min(found, key=priced.of)
 
 
 def _improve(live: Sequence[bool], may: Sequence[int], prices: Prices) -> tuple[bool, ...]:
@@ -91,12 +106,12 @@ class Prices:
 
     Args:
         lots: of one exchange.
-        step_s: time of a step, above 0.
+        pace: of the group; a step's time is above 0.
     """
 
-    def __init__(self, lots: Sequence[LotWork], step_s: float) -> None:
+    def __init__(self, lots: Sequence[LotWork], pace: Pace) -> None:
         self._lots = lots
-        self._step_s = step_s
+        self._step_s = pace.step_s
         self._attends = [_attends(lot) for lot in lots]
         arrivals = [_arrivals_s(lots, lot) for lot in lots]
         self._last_s = [float(times[-1]) if times.size else 0.0 for times in arrivals]
@@ -104,6 +119,8 @@ class Prices:
             (times[lot.ends], np.array(_live_waits(lot, times))) for lot, times in zip(lots, arrivals, strict=True)
         ]
         """By lot, then by mode: of each sequence, if remote attention took no time."""
+        self._cut_s = [times[lot.ends] for lot, times in zip(lots, _cut(lots, arrivals, pace), strict=True)]
+        """By lot: of each sequence, if none is live."""
         self._ends_s = [times[_live_places(lot)] for lot, times in zip(lots, arrivals, strict=True)]
         """By lot: when each sequence asks no more, if it is live."""
         self._known: dict[tuple[bool, ...], float] = {}
@@ -120,6 +137,8 @@ class Prices:
         return self._known[key]
 
     def _price(self, live: tuple[bool, ...]) -> float:
+        if not any(live):
+            return float(sum(waits.sum() for waits in self._cut_s))
         waits_s = [self._waits_s[i][is_live] for i, is_live in enumerate(live)]
         last_s = max((self._last_s[i] for i, is_live in enumerate(live) if is_live), default=0.0)
         messages_s, busy_s = 0.0, np.zeros(1)
@@ -150,6 +169,21 @@ def _arrivals_s(lots: Sequence[LotWork], lot: LotWork) -> F64:
             )
             arrived = np.maximum(arrived, busy)
     return arrived
+
+
+def _cut(lots: Sequence[LotWork], arrivals_s: Sequence[F64], pace: Pace) -> list[F64]:
+    """Return by lot [n]: when each block has come or been computed again, if none is live."""
+    come = [int(np.searchsorted(times, pace.limit_s, side="right")) for times in arrivals_s]
+    if all(count == lot.num_blocks for count, lot in zip(come, lots, strict=True)):
+        return list(arrivals_s)
+    cut = []
+    for times in arrivals_s:
+        places = np.arange(1, len(times) + 1)
+        turns = sum(
+            np.maximum(np.minimum(places, lot.num_blocks) - count, 0) for lot, count in zip(lots, come, strict=True)
+        )
+        cut.append(np.where(times <= pace.limit_s, times, pace.limit_s + turns * pace.again_s))
+    return cut
 
 
 def _attends(lot: LotWork) -> np.typing.NDArray[np.bool_]:
