@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.memory.block_copies import copy_blocks, write_block_bytes
+from services.worker.memory.block_copies import copy_blocks, scatter_block_bytes, write_block_bytes
 from services.worker.memory.kv_cache import KVCache
 
 
@@ -28,6 +28,27 @@ def test_copies_are_written_back_to_the_bit_and_nowhere_else(dtype: torch.dtype)
     before[4][0], before[4][1] = before[4][2].clone(), before[4][5].clone()
     before[2][6], before[2][7] = before[2][7].clone(), before[2][2].clone()
     assert all(torch.equal(pool.view(torch.uint8), old) for pool, old in zip(pools, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_are_scattered_to_the_bit_and_nowhere_else(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys, values = ([torch.randn((9, 4, 2, 3), generator=generator).to(dtype) for _ in range(2)] for _ in range(2))
+    cache = KVCache.over(keys, values, 8)
+    before = [pool.clone() for pool in (*keys, *values)]
+    copies = copy_blocks(cache, np.array([7, 2, 5], np.int32))
+    scatter_block_bytes(cache, 1, 1, np.array([6, 0], np.int32), copies.bytes_of(1, 1, 1, 3))
+    scatter_block_bytes(cache, 0, 0, np.array([], np.int32), copies.bytes_of(0, 0, 0, 0))
+    before[3][6], before[3][0] = before[3][2].clone(), before[3][5].clone()
+    assert all(map(torch.equal, (*keys, *values), before))
+
+
+def test_bytes_that_do_not_go_with_the_blocks_are_not_scattered() -> None:
+    cache = KVCache.over([torch.zeros((4, 2, 1, 2))], [torch.zeros((4, 2, 1, 2))], 4)
+    for ids, size, reason in (([1, 2], 16, "are not 2 blocks"), ([4], 16, "not all among the 4"), ([-1], 16, "among")):
+        with pytest.raises(ValueError, match=reason):
+            scatter_block_bytes(cache, 0, 0, np.array(ids, np.int32), memoryview(bytearray(size)))
+    assert not any(pool.any() for pool in cache.pools())
 
 
 def test_blocks_that_are_not_there_are_refused() -> None:

@@ -16,6 +16,7 @@ from services.worker.groups.kv_table import (
     KvOffer,
     KvTable,
     check_table,
+    table_to_copy,
     table_to_form,
     table_to_part,
 )
@@ -151,6 +152,54 @@ def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
                     assert chunk.layer in offers[source].layers
         blocks = range(len(table.kept_at(target)))
         assert set(got) == {(layer, side, block) for layer in layers for side in range(2) for block in blocks}
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_was_copied_ahead_does_not_move_again_and_every_block_stays_in_its_place(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = tiling(rng, int(rng.integers(2, 4)))
+    offers = [KvOffer(part, int(rng.integers(5, 40)), 64, 7, is_ahead=True) for part in parts]
+    shares = [kept(rng, 12) for _ in parts]
+    there = [kept(rng, 6) if rng.random() < 0.3 else some_of(rng, share) for share in shares]
+    table = table_to_part(offers, shares, there)
+    for stage, (share, copied) in enumerate(zip(shares, there, strict=True)):
+        wanted = set(zip(share.names, share.ids.tolist(), strict=True))
+        known = set(zip(copied.names, copied.ids.tolist(), strict=True))
+        found = table.kept_at(stage)
+        got = set(zip(found.names, found.ids.tolist(), strict=True))
+        assert wanted & known <= got <= wanted, "where it was, under the name that it had"
+        moved = {name for lot in table.lots if stage in lot.targets for name in lot.names}
+        assert not moved & {name for name, _ in wanted & known}
+        assert len(got) == len(wanted & known) + len(moved)
+        check_table(table, stage, offers[stage], 64, [WHOLE] * len(parts))
+    sent = sum(len(lot.ids) for lot in table.lots)
+    rest = sum(len(share) for share in shares) - sum(map(len, table.there))
+    assert sent == min(rest, *(offer.room for offer in offers))
+    for lot in table.lots:
+        assert set(lot.sources) | set(lot.targets) == set(range(len(parts))), "from all others"
+        assert not set(lot.sources) & set(lot.targets), "its own layers are there"
+    again = unpack_table(pack_table(table))
+    assert [each.names for each in again.there] == [each.names for each in table.there]
+    assert [again.kept_at(i).ids.tolist() for i in range(len(parts))] == [
+        table.kept_at(i).ids.tolist() for i in range(len(parts))
+    ]
+    assert table_to_copy(offers, shares).lots == () or all(lot.in_place for lot in table_to_copy(offers, shares).lots)
+
+
+def test_nothing_is_copied_ahead_to_who_has_no_memory_for_it() -> None:
+    rng = np.random.default_rng(1)
+    offers = [KvOffer(part, 20, 64, 7, is_ahead=stage == 0) for stage, part in enumerate(tiling(rng, 2))]
+    shares = [kept(rng, 12) for _ in offers]
+    assert table_to_copy(offers, shares).lots == ()
+    assert not any(lot.in_place for lot in table_to_part(offers, shares).lots)
+    told = table_to_part([replace(offer, is_ahead=True) for offer in offers], shares)
+    with pytest.raises(ValueError, match="there is no memory for layers of others"):
+        check_table(told, 1, offers[1], 64, [WHOLE] * 2)
+
+
+def some_of(rng: np.random.Generator, found: KeptKv) -> KeptKv:
+    places = np.flatnonzero(rng.random(len(found)) < 0.5)
+    return KeptKv(tuple(found.names[i] for i in places), found.ids[places])
 
 
 # Messages
