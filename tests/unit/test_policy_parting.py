@@ -25,3 +25,22 @@ def test_each_row_goes_to_one_member_and_no_member_is_fuller_than_need_be(seed: 
 
 def test_the_oldest_goes_on_at_the_leader() -> None:
     assert share_out([7, 3, 5], [1, 1, 1], 2, 10) == [[7, 5], [3]]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_who_has_a_member_keeps_it_and_the_others_go_where_room_is_left(seed: int) -> None:
+    """So a sequence whose KV was copied to a member goes on there, whoever comes and goes meanwhile."""
+    rng = np.random.default_rng(seed)
+    names = [f"s{i}" for i in range(int(rng.integers(1, 30)))]
+    sizes = rng.integers(1, 9, len(names)).tolist()
+    num_members = int(rng.integers(2, 5))
+    first = share_out(names, sizes, num_members, 100)
+    fixed = {name: member for member, share in enumerate(first) for name in share if rng.random() < 0.5}
+    again = share_out(names, sizes, num_members, 100, fixed)
+    assert sorted(name for share in again for name in share) == sorted(names)
+    assert all(name in again[member] for name, member in fixed.items())
+    assert all(share == sorted(share, key=names.index) for share in again)
+    gone = {name: member for name, member in fixed.items() if rng.random() < 0.5}
+    left = [(name, size) for name, size in zip(names, sizes, strict=True) if name not in gone]
+    alone = share_out([name for name, _ in left], [size for _, size in left], num_members, 100, fixed)
+    assert all(name in alone[member] for name, member in fixed.items() if name not in gone)
