@@ -412,3 +412,12 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
         led = await asyncio.gather(devices[0].alone(Parting(shares)), devices[1].alone(Parting()))
         assert [len(each.kept) for each in led] == [min(2, room), 2 * room - min(2, room)]
         assert sum(taken) <= 2 * exchange_bytes
+
+
+async def test_a_round_of_copies_is_no_larger_than_the_stage_with_most_layers_keeps_aside() -> None:
+    """The leader has one layer of four, and would keep aside three times as many."""
+    async with live_devices(2) as devices:
+        group = await form(devices, ranges_of(1, 4))
+        assert [device.most_copied for device in devices] == [devices[1]._room] * 2
+        assert devices[0]._room >= 3 * devices[1]._room > 0
+        await group.executor.close()

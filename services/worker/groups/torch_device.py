@@ -41,7 +41,7 @@ from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Nex
 from services.worker.groups.exchange_modes import ExchangeFacts, modes_of
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
 from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
-from services.worker.groups.kv_table import AreLive, KvOffer, table_to_form, table_to_part
+from services.worker.groups.kv_table import MAX_EXCHANGED, AreLive, KvOffer, table_to_form, table_to_part
 from services.worker.groups.kv_wire import KvSocket
 from services.worker.groups.live_exchange import LiveExchange, RemoteParts
 from services.worker.groups.membership import Membership
@@ -279,8 +279,10 @@ class TorchGroupDevice:
 
     @property
     def most_copied(self) -> int:
-        """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
-        return self._room
+        """Blocks of one round of `copy_ahead`: what the stage with most layers keeps aside; see `GroupDevice`."""
+        stages = () if self._place is None else self._place.stages
+        num_layers = max([len(self._layers), *(len(stage.layers) for stage in stages)])
+        return min(self._exchange_bytes // (2 * self._facts.block_bytes * num_layers), MAX_EXCHANGED)
 
     async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
         """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
