@@ -57,9 +57,9 @@ class SystemFacts:
     """Plans that dropped layers."""
     restores: int | None = None
     """Plans that brought them back."""
-    drop_times_s: tuple[float, ...] = ()
-    """When they were carried out; the figures are of those after the warm-up."""
-    restore_times_s: tuple[float, ...] = ()
+    drop_times_s: tuple[float, ...] | None = None
+    """When they were carried out."""
+    restore_times_s: tuple[float, ...] | None = None
     grouped_ratio: float | None = None
     """Share of the instances' time that passed in groups, from the drop until they were whole again."""
     migrations: int | None = None
@@ -171,7 +171,7 @@ def _throughput(records: Records) -> float | None:
     return float(records.num_tokens.sum() / (np.nanmax(records.last_token_s) - records.arrival_s[0]))
 
 
-def _stall_at(records: Records, times_s: tuple[float, ...]) -> float | None:
+def _stall_at(records: Records, times_s: tuple[float, ...] | None) -> float | None:
     """Return the longest time between two tokens of an answer within which one of these instants lies."""
     return max(map(records.longest_gap_over_s, times_s)) if times_s else None
 
