@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import random
 import re
 import socket
 import time
@@ -17,6 +19,9 @@ from shared.systems import UnknownSystemError, find_live_system
 BROKER_LIMIT_S = 0.8
 MAX_GREETING_BYTES = 64 * 1024
 _OWN_BROKER_HINT = "Start it, or unset NATS_URL and --nats-url so that a broker is started here"
+_QUIET_PORTS = range(20_000, 32_000)
+"""Below those from which systems choose for outgoing connections: one of them could take a port before it is used."""
+_NUM_TRIES = 8
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
@@ -48,6 +53,14 @@ def find_port(host: str, port: int) -> int:
     Raises:
         StartupError: it is taken or not allowed, or the address is not this machine's.
     """
+    for candidate in random.sample(_QUIET_PORTS, _NUM_TRIES) if port == 0 else ():
+        with contextlib.suppress(StartupError):
+            return _probe(host, candidate)
+    return _probe(host, port)
+
+
+def _probe(host: str, port: int) -> int:
+    """Return the port if it is free, or one of the system's choice for 0; raises as `find_port`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -94,6 +94,7 @@ def test_a_taken_port_is_named() -> None:
 def test_port_0_gives_a_free_port() -> None:
     port = checks.find_port("127.0.0.1", 0)
     assert checks.find_port("127.0.0.1", port) == port > 1023
+    assert port < 32_768, "no outgoing connection takes it meanwhile"
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
