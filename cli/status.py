@@ -7,13 +7,19 @@ import math
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.http import ask, check_url
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness, Move, MoveKind, WorkerPhase, WorkerReport, WorkerStatus
+from shared.sizes import describe_bytes
 from shared.wire import decode_json
 
 STALE_AFTER_S = 3.0
 _HEAD = ("WORKER", "PHASE", "LIVENESS", "MODEL", "DEVICE", "KV USED", "RUNNING", "WAITING", "TOKENS/S", "STEPS")
 _GROUP_HEAD = ("GROUP", "STAGE", "LAYERS", "PLAN")
 """Of workers whose parameters can be dropped."""
+_MOVE_NAMES = {
+    MoveKind.KV_EXCHANGE: "KV exchange",
+    MoveKind.KV_COPY: "KV copy",
+    MoveKind.PARAMETER_LOAD: "parameter load",
+}
 
 
 async def run_status(url: str, api_key: str = "", *, as_json: bool) -> str:
@@ -53,7 +59,7 @@ def render(view: ClusterView, age_s: float | None = None) -> str:
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     is_stale = age_s is not None and age_s > STALE_AFTER_S
     stale = [f"stale: the monitor wrote this {age_s:.0f} s ago"] if is_stale else []
-    return "\n".join([*lines, "", _summary(view), *_throttled(view), *_exchanges(view), *stale])
+    return "\n".join([*lines, "", _summary(view), *_throttled(view), *_moves(view), *stale])
 
 
 def _row(status: WorkerStatus) -> tuple[str, ...]:
@@ -111,12 +117,31 @@ def _throttled(view: ClusterView) -> list[str]:
     ]
 
 
-def _exchanges(view: ClusterView) -> list[str]:
+def _moves(view: ClusterView) -> list[str]:
     return [
-        f"exchange: {report.worker_id}: {report.num_coming_blocks} KV blocks are on their way to its group"
-        for report in (status.report for status in view.workers)
-        if report.num_coming_blocks
+        f"{_MOVE_NAMES[move.kind]}: {status.report.worker_id}: {_progress(move)}"
+        for status in view.workers
+        for move in status.report.moves
+        if status.liveness is not Liveness.DEAD
     ]
+
+
+def _progress(move: Move) -> str:
+    """Return how far something is that moves, how fast, how long it will take, and who waits."""
+    left = move.num_bytes - move.num_moved_bytes
+    done = move.num_moved_bytes / move.num_bytes if move.num_bytes else 1.0
+    sources = f" from {', '.join(move.sources)}" if move.sources else ""
+    parts = [
+        f"{math.floor(100 * done)}% of {describe_bytes(move.num_bytes)}{sources}",
+        f"{describe_bytes(move.bytes_per_s)}/s after {move.elapsed_s:.1f} s",
+    ]
+    if left and move.bytes_per_s:
+        parts.append(f"{left / move.bytes_per_s:.1f} s left")
+    if move.mode:
+        parts.append(move.mode)
+    if move.kind is MoveKind.KV_EXCHANGE:
+        parts.append(f"{move.num_waiting} requests wait for theirs")
+    return ", ".join(parts)
 
 
 def _takes_requests(status: WorkerStatus) -> bool:

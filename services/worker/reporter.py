@@ -19,7 +19,7 @@ from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.log import get_logger
 from shared.messages.event import Event
-from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.messages.report import ElasticFacts, Move, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.wire import encode_json
 
@@ -84,6 +84,7 @@ class Reporter:
         self._rates = _Rates()
         self._role: Role | None = None
         self._parameters: Callable[[], tuple[LayerRange, float]] | None = None
+        self._moves: Callable[[], tuple[Move, ...]] | None = None
         self._is_short = False
         self._short_again_s = 0.0
 
@@ -116,6 +117,10 @@ class Reporter:
     def watch_parameters(self, look: Callable[[], tuple[LayerRange, float]]) -> None:
         """Say with each report which layers' parameters are here, and the share of their bytes that is loaded."""
         self._parameters = look
+
+    def watch_moves(self, look: Callable[[], tuple[Move, ...]]) -> None:
+        """Say with each report what is on its way here."""
+        self._moves = look
 
     def look(self, *, is_short: bool) -> None:
         """Take whether requests are queued for KV memory; when it begins, report at once (KunServe v2, section 4.1).
@@ -201,13 +206,16 @@ class Reporter:
             "tokens_per_s": self._rates.tokens_per_s,
         }
         facts = {field.name: getattr(self._facts, field.name) for field in fields(self._facts)}
-        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._resident()})
+        return base.model_copy(update={**facts, **numbers, **_place(self._role), **self._elastic()})
 
-    def _resident(self) -> dict[str, Any]:
-        if self._parameters is None:
-            return {}
-        layers, ratio = self._parameters()
-        return {"resident": (layers.first, layers.end), "loaded_ratio": ratio}
+    def _elastic(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self._parameters is not None:
+            layers, ratio = self._parameters()
+            found |= {"resident": (layers.first, layers.end), "loaded_ratio": ratio}
+        if self._moves is not None:
+            found["moves"] = self._moves()
+        return found
 
 
 def _place(role: Role | None) -> dict[str, Any]:

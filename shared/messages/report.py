@@ -20,6 +20,38 @@ class WorkerPhase(StrEnum):
     STOPPED = "stopped"
 
 
+class MoveKind(StrEnum):
+    """What moves to a worker while it serves."""
+
+    KV_EXCHANGE = "kv_exchange"
+    """KV of the workers that have become a group, to the stages that have its layers now."""
+    KV_COPY = "kv_copy"
+    """KV of a group that is about to dissolve, to the workers where it will be needed."""
+    PARAMETER_LOAD = "parameter_load"
+    """Parameters of layers that the worker does not compute yet."""
+
+
+class Move(MessagePart):
+    """One thing on its way, as far as it has come. Of KV the leader of the group tells, of parameters who gets them."""
+
+    kind: MoveKind
+    num_bytes: Annotated[int, Field(ge=0)]
+    """That go from one worker, or from the host, to another in all; of `kv_copy` as far as is known now."""
+    num_moved_bytes: Annotated[int, Field(ge=0)]
+    """Of these, what is there."""
+    bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    """Over the last second."""
+    elapsed_s: Annotated[float, Field(ge=0)] = 0.0
+    """Since it began."""
+    num_waiting: Annotated[int, Field(ge=0)] = 0
+    """Of `kv_exchange`: sequences that wait for theirs; the worker's `dump` names them."""
+    mode: Annotated[str, Field(max_length=16)] = ""
+    """Of `kv_exchange`: `coordinated` (sequences wait for their KV), `live` (until then it is attended where it lies),
+    or `mixed`: some of either."""
+    sources: Annotated[tuple[Annotated[str, Field(max_length=128)], ...], Field(max_length=64)] = ()
+    """Where it comes from: ids of workers, `the checkpoint` on the worker's own host."""
+
+
 class ElasticFacts(MessagePart):
     """Memory of which layers can be dropped: what a planner must know to say how much KV some layers leave room for."""
 
@@ -88,6 +120,8 @@ class WorkerReport(ControlMessage):
     those that run."""
     num_coming_blocks: int = 0
     """Blocks whose KV is on its way from other workers of the group; sequences wait for theirs."""
+    moves: Annotated[tuple[Move, ...], Field(max_length=8)] = ()
+    """What is on its way to it while it serves."""
     num_layers: int = 0
     """Of the whole model; 0 if the worker does not say."""
     layers: tuple[int, int] = (0, 0)

@@ -162,16 +162,33 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
     }
     common: dict[str, Any] = {"num_layers": 8, "elastic": elastic}
     grouped: dict[str, Any] = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}
+    exchange_now = {
+        "kind": "kv_exchange",
+        "num_bytes": 8 * 2**20,
+        "num_moved_bytes": 2 * 2**20 - 1,
+        "bytes_per_s": 3 * 2**20,
+        "elapsed_s": 0.66,
+        "num_waiting": 5,
+        "mode": "live",
+        "sources": ["w2", "w0"],
+    }
+    load_now = {
+        "kind": "parameter_load",
+        "num_bytes": 2**31,
+        "num_moved_bytes": 2**31,
+        "bytes_per_s": 2**30,
+        "elapsed_s": 2,
+    }
     reports = [
-        report("w0", layers=(0, 4), stage=0, num_coming_blocks=12, **grouped),
-        report("w1", layers=(4, 8), stage=1, **grouped),
+        report("w0", layers=(0, 4), stage=0, num_coming_blocks=12, moves=[exchange_now], **grouped),
+        report("w1", layers=(4, 8), stage=1, moves=[load_now], **grouped),
         report("w2", layers=(0, 8), **common),
         report("w3"),
     ]
     statuses = [WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=each) for each in reports]
     short = {"throttled": True, "throttled_reason": "11 of 10 KV blocks wanted"}
     statuses[2] = statuses[2].model_copy(update=short)
-    head, *rows, blank, summary, throttled, exchange = render(
+    head, *rows, blank, summary, throttled, exchange, load = render(
         ClusterView(sequence_number=1, workers=tuple(statuses))
     ).splitlines()
     assert head.split()[-4:] == ["GROUP", "STAGE", "LAYERS", "PLAN"]
@@ -185,7 +202,11 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
     assert blank == ""
     assert summary.startswith("3 of 4 workers can take requests"), "nothing is placed on a member"
     assert throttled == "throttled: w2: 11 of 10 KV blocks wanted"
-    assert exchange == "exchange: w0: 12 KV blocks are on their way to its group"
+    assert exchange == (
+        "KV exchange: w0: 24% of 8.0 MiB from w2, w0, 3.0 MiB/s after 0.7 s, 2.0 s left, live, "
+        "5 requests wait for theirs"
+    )
+    assert load == "parameter load: w1: 100% of 2.0 GiB, 1.0 GiB/s after 2.0 s"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from services.worker.groups.kv_table import (
     KvOffer,
     KvTable,
     check_table,
+    mode_of,
+    moving_layers,
     table_to_copy,
     table_to_form,
     table_to_part,
@@ -110,6 +112,14 @@ def test_shares_are_cut_only_where_memory_ends_and_the_longest_first(seed: int) 
         check_table(table, stage, offer, 64, [WHOLE] * len(parts))
 
 
+@pytest.mark.parametrize(
+    ("are_live", "mode"),
+    [([], ""), ([True], "live"), ([False], "coordinated"), ([True, True], "live"), ([False, True], "mixed")],
+)
+def test_how_an_exchange_moves_is_one_word(are_live: list[bool], mode: str) -> None:
+    assert mode_of(are_live) == mode
+
+
 def test_without_shares_nothing_moves_and_a_wrong_number_is_refused() -> None:
     offers = [KvOffer(LayerRange(0, 3), 9, 9, 7), KvOffer(LayerRange(3, 6), 9, 9, 7)]
     assert table_to_part(offers, ()).lots == ()
@@ -140,6 +150,7 @@ def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
     if len(offers) > L:
         offers = offers[:L]
     table, wanted = table_to_form(offers, L), tiling(rng, len(offers))
+    sent = 0
     for target, layers in enumerate(wanted):
         got: dict[tuple[int, int, int], int] = {}
         for source in range(len(offers)):
@@ -150,8 +161,12 @@ def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
                     assert key not in got, "it comes from one stage only"
                     got[key] = source
                     assert chunk.layer in offers[source].layers
+        sent += sum(source != target for source in got.values()) * 100
         blocks = range(len(table.kept_at(target)))
         assert set(got) == {(layer, side, block) for layer in layers for side in range(2) for block in blocks}
+    held = [offer.layers for offer in offers]
+    parts = (len(lot.ids) * moving_layers(held, wanted, lot.sources, lot.targets) for lot in table.lots)
+    assert sent == sum(parts) * 2 * 100, "operators are told of just these bytes"
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -70,6 +70,9 @@ def find_absurdity(report: WorkerReport) -> str | None:
             return f"{name} has more than {MAX_TEXT_CHARS} characters"
     if report.num_used_blocks > report.num_blocks:
         return f"num_used_blocks is {report.num_used_blocks}, of {report.num_blocks} in all"
+    for move in report.moves:
+        if not move.num_moved_bytes <= move.num_bytes <= MAX_BYTES:
+            return f"{move.num_moved_bytes} bytes of {move.num_bytes} have moved"
     absurdity = _find_absurd_residence(report)
     if absurdity is not None or report.elastic is None:
         return absurdity

@@ -21,6 +21,8 @@ class SequenceDescription:
     num_output_tokens: int
     num_computed_tokens: int
     num_blocks: int
+    awaits_kv: bool
+    """It does not run because KV for it is on its way from another worker."""
 
 
 def describe(engine: Engine) -> list[SequenceDescription]:
@@ -35,6 +37,7 @@ def describe(engine: Engine) -> list[SequenceDescription]:
             num_output_tokens=int(table.num_output[row]),
             num_computed_tokens=int(table.num_computed[row]),
             num_blocks=int(table.held_blocks[row]),
+            awaits_kv=table.status[row] != Status.RUNNING and engine.sharing.awaits_coming(row),
         )
         for (request_id, attempt), row in sorted(engine.row_of.items(), key=lambda item: item[1])
     ]

@@ -164,6 +164,10 @@ class Sharing:
         """Blocks whose KV is on its way."""
         return len(self._coming)
 
+    def awaits_coming(self, row: int) -> bool:
+        """Return whether a waiting or preempted row is not admitted because KV for it is on its way from a worker."""
+        return self.cached(row).next_block in self._coming
+
     @property
     def num_kept_blocks(self) -> int:
         """Blocks that are kept for KV on its way, or just arrived, and that no row has yet."""

@@ -133,6 +133,14 @@ def count_queued_for_memory(engine: Engine) -> int:
     return min(num_parked, max(engine.config.max_batch_rows * engine.config.num_lanes - num_running, 0))
 
 
+def count_awaiting_kv(engine: Engine) -> int:
+    """Return how many waiting and preempted sequences are passed over until KV is here that is on its way."""
+    if not engine.sharing.num_coming:
+        return 0
+    parked = (*engine.table.preempted.view.tolist(), *engine.table.waiting.view.tolist())
+    return sum(map(engine.sharing.awaits_coming, parked))
+
+
 def _num_uncomputed_blocks(engine: Engine) -> int:
     """Return `EngineStats.num_uncomputed_blocks`. The newest token of a row that decodes counts for nothing."""
     table, block_size = engine.table, engine.config.block_size

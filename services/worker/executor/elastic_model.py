@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from services.worker.attention.base import Attention
 from services.worker.engine.types import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.parameter_loading import ParameterLoading
 from services.worker.executor.parameter_sources import ParameterSource
 from services.worker.executor.runner import LoadedModel, Progress, load_model
@@ -89,6 +90,11 @@ class ElasticModel:
     def loaded_ratio(self) -> float:
         """Share of the resident parameters' bytes that are loaded, 0 to 1. In any thread."""
         return self._loading.loaded_ratio
+
+    @property
+    def load_now(self) -> ParameterLoad | None:
+        """How far parameters are that `reside` loads; None: none are being loaded. In any thread."""
+        return self._loading.load_now
 
     @property
     def whole(self) -> LayerRange:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.parameter_sources import ParameterSource, SourceLostError
 from services.worker.memory.spans import Spans
 from services.worker.models.checkpoint import TensorEntry
@@ -89,7 +90,7 @@ class CheckpointSource:
 
 
 class ParameterLoading:
-    """See the module. Used by one thread at a time, but for `loaded_ratio`.
+    """See the module. Used by one thread at a time, but for `loaded_ratio` and `load_now`.
 
     Args:
         spec: the model.
@@ -110,7 +111,9 @@ class ParameterLoading:
         self._bytes = (0, 1)
         """Of the parameters that are lacking, and that have memory; replaced as one, for whoever asks meanwhile."""
         self._given: Counter[str] = Counter()
-        """Bytes that were loaded since the last `begin`, by the name of the source."""
+        """Bytes that were loaded since the last `begin`, by the name of the source; replaced as one, likewise."""
+        self._begun_bytes = 0
+        """That were lacking at the last `begin`."""
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self.take_in(LayerRange(0, spec.num_layers))
@@ -125,6 +128,16 @@ class ParameterLoading:
         """Share of the bytes of the parameters that have memory that are loaded, 0 to 1. In any thread."""
         lacking, resident = self._bytes
         return 1 - lacking / resident
+
+    @property
+    def load_now(self) -> ParameterLoad | None:
+        """How far what `begin` has begun is; None: nothing was lacking then, or `stop` has ended it. In any thread."""
+        thread = self._thread
+        if thread is None or not self._begun_bytes:
+            return None
+        is_over = not thread.is_alive()  # before the figures, which are the last ones then
+        given = tuple(self._given.items())
+        return ParameterLoad(self._begun_bytes, self._begun_bytes - self._bytes[0], given, is_over)
 
     def take_in(self, resident: LayerRange, new: Iterable[int] = (), outer: Spans = _NOTHING) -> None:
         """Note which parameters have memory now; what had none before is lacking. Nothing is under way.
@@ -162,6 +175,7 @@ class ParameterLoading:
         """
         assert self._thread is None, "parameters are being loaded"
         self._stopping.clear()
+        self._begun_bytes, self._given = self._bytes[0], Counter()
         work = threading.Thread(target=self._work, args=(before, after), name="parameter loading", daemon=True)
         self._thread = work
         work.start()
@@ -177,7 +191,7 @@ class ParameterLoading:
     def _work(self, before: Sequence[ParameterSource], after: Sequence[ParameterSource]) -> None:
         """Body of the thread."""
         on_cpu = self._weights.outer.storage.device.type == "cpu"
-        began_s, self._given = time.perf_counter(), Counter()
+        began_s = time.perf_counter()
         try:
             self._load((*before, self._checkpoint, *after), CPU_PIECE_ELEMENTS if on_cpu else GPU_PIECE_ELEMENTS)
             if self._given and self.is_complete:
@@ -232,7 +246,7 @@ class ParameterLoading:
                 self._count(self._bytes[1])
             else:
                 left.difference_update(part.name for part in parts.parts)
-                self._given[source.name] += parts.num_bytes
+                self._given = self._given + Counter({source.name: parts.num_bytes})
         if not left:
             return True
         if isinstance(cause, StartupError):

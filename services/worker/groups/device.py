@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
+from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.groups.arrivals import Arrivals
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -104,6 +105,11 @@ class GroupDevice(Protocol):
         It rises while steps run, and stays below 1 if loading fails, which is then tried again by the next `reside`, or
         by `alone`.
         """
+        ...
+
+    @property
+    def load_now(self) -> ParameterLoad | None:
+        """How far parameters are that `reside` loads; None: none are, or what else has changed has ended that."""
         ...
 
     @property

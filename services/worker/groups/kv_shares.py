@@ -63,6 +63,7 @@ class KvShares:
         self._copied: list[dict[int, bytes]] = [{} for _ in range(num_stages)]
         """By stage: name of what was copied, by id."""
         self._copying: Sequence[KeptKv] = ()
+        self._num_left = [0] * num_stages
         self._num_blocks = FIRST_BLOCKS
         """Of the next round."""
         self._began_s: float | None = None
@@ -83,6 +84,7 @@ class KvShares:
         shares = [
             self._not_copied(stage, [rows[key] for key in keys if key in rows]) for stage, keys in enumerate(by_stage)
         ]
+        self._num_left = [len(share) for share in shares]
         is_first = self._began_s is None
         if self._began_s is not None:
             growth = min(ROUND_S / max(now_s - self._began_s, 1e-6), MAX_GROWTH)
@@ -104,6 +106,16 @@ class KvShares:
             for block in share.ids.tolist():
                 copied.pop(block, None)
         self._engine.unpin(_COPYING)
+
+    @property
+    def num_copied(self) -> list[int]:
+        """By stage: blocks that were copied."""
+        return [len(copied) for copied in self._copied]
+
+    @property
+    def num_left(self) -> list[int]:
+        """By stage: full blocks that were not copied when the last round was chosen."""
+        return self._num_left
 
     @property
     def there(self) -> tuple[KeptKv, ...]:

@@ -135,6 +135,28 @@ AreLive = Callable[[Sequence[MovingKv]], Sequence[bool]]
 """Says of all that moves, lot by lot, whether its sources attend it for the others until it has arrived."""
 
 
+def moving_layers(
+    held: Sequence[LayerRange], wanted: Sequence[LayerRange], sources: Sequence[int], targets: Sequence[int]
+) -> int:
+    """Return in how many layers a block goes from one stage to another, those to several targets counted for each.
+
+    Args:
+        held: by stage: layers before the change.
+        wanted: by stage: layers after it.
+        sources: stages that have the block, each for its layers.
+        targets: stages that get it.
+    """
+    parts = (held[source].overlap(wanted[target]) for source in sources for target in targets if source != target)
+    return sum(len(part) for part in parts if part is not None)
+
+
+def mode_of(are_live: Sequence[bool]) -> str:
+    """Return in one word how lots move, of each of which it is known: `live`, `coordinated`, or some of either."""
+    if all(are_live):
+        return "live" if are_live else ""
+    return "mixed" if any(are_live) else "coordinated"
+
+
 def none_live(lots: Sequence[MovingKv]) -> Sequence[bool]:
     """Let all sequences wait for their KV."""
     return [False] * len(lots)

@@ -34,7 +34,7 @@ from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.groups.arrivals import Arrivals, Arrived
 from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.groups.kv_progress import Complete, Landed
-from services.worker.groups.kv_table import KvOffer, KvTable, check_table
+from services.worker.groups.kv_table import KvLot, KvOffer, KvTable, check_table, mode_of, moving_layers
 from services.worker.groups.kv_wire import KvProgress, KvSocket, chunks_between
 from services.worker.groups.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket
@@ -102,7 +102,8 @@ class LiveExchange:
         """By lot."""
         self._has_moved = False
         self._moving: asyncio.Task[None] | None = None
-        self._arrived: asyncio.Queue[KeptKv | None] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[KeptKv, int] | None] = asyncio.Queue()
+        """Blocks, and how many bytes of them moved."""
         self._complete: Complete | None = None
         """Of the leader, while the group serves."""
         self._fence = WriteFence()
@@ -219,7 +220,17 @@ class LiveExchange:
         if not coming:
             return None
         spans = tuple(lot.span for lot in self._table.lots if lot.is_live)
-        return Arrivals(coming, num_blocks, self._news(num_blocks), num_blocks, spans)
+        table = self._table
+        return Arrivals(
+            coming,
+            num_blocks,
+            self._news(num_blocks),
+            num_blocks,
+            spans,
+            num_bytes=sum(len(lot.ids) * self._wire_bytes(lot) for lot in table.lots),
+            sources=tuple(sorted({source for lot in table.lots for source in lot.sources})),
+            mode=mode_of([lot.is_live for lot in table.lots]),
+        )
 
     def end_writes(self) -> None:
         """Let nothing be written here any more: the leader has given blocks that lack KV to others.
@@ -319,8 +330,14 @@ class LiveExchange:
         return unpack_table(leader.receive_message())
 
     async def _news(self, num_blocks: int) -> AsyncIterator[Arrived]:
-        while (blocks := await self._arrived.get()) is not None:
-            yield Arrived(blocks, num_blocks)
+        while (found := await self._arrived.get()) is not None:
+            yield Arrived(found[0], num_blocks, found[1])
+
+    def _wire_bytes(self, lot: KvLot) -> int:
+        """Return the bytes of a lot's block that go from one stage to another."""
+        assert self._table is not None, "nothing was agreed upon"
+        num_layers = moving_layers(self._table.held, self._wanted, lot.sources, lot.targets)
+        return num_layers * 2 * self._block_bytes
 
     def _tell_loop(self) -> Callable[[KvProgress], None]:
         """Return what takes the leader's own progress, and note that of the others from now on."""
@@ -335,8 +352,10 @@ class LiveExchange:
         assert complete is not None, "this stage does not lead"
         found = complete.note(stage, progress)
         if found is not None:
+            lot, first, end = found
+            news = table.part(*found), (end - first) * self._wire_bytes(table.lots[lot])
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear of it
-                self._loop.call_soon_threadsafe(self._arrived.put_nowait, table.part(*found))
+                self._loop.call_soon_threadsafe(self._arrived.put_nowait, news)
 
     async def _move(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
         began_s = time.monotonic()

@@ -22,6 +22,7 @@ from services.worker.executor.channel import ModelledLink
 from services.worker.executor.modelled import FailureInjector, ModelledExecutor
 from services.worker.executor.modelled_pipeline import ModelledStages, StageOwner
 from services.worker.executor.modelled_stage import REMOTE_STATES, ModelledStage, RemoteLink
+from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.groups.arrivals import Arrivals
@@ -47,6 +48,8 @@ from shared.systems import KvExchange
 
 _Key = tuple[int, WorkerId]
 """Of a group: its plan and its leader."""
+HOST = "the host"
+"""Where parameters come from."""
 PART_LIMIT_S = 1.0
 """How long a worker waits for the others when their group dissolves in order."""
 
@@ -170,7 +173,16 @@ class ModelledNetwork:
         news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
         del self._meetings[place.key]
         self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
-        coming = Arrivals(exchange.coming, exchange.num_blocks, news, stages.capacity.num_blocks, exchange.spans)
+        coming = Arrivals(
+            exchange.coming,
+            exchange.num_blocks,
+            news,
+            stages.capacity.num_blocks,
+            exchange.spans,
+            num_bytes=exchange.num_bytes,
+            sources=exchange.sources,
+            mode=exchange.mode,
+        )
         meeting.begun.set_result(_Begun(stages, coming))
 
     def _modes(self, place: GroupPlace, befores: Sequence[Estate], block_size: int) -> AreLive:
@@ -410,6 +422,15 @@ class ModelledGroupDevice:
             return 1.0
         return 1 - loading.left_bytes(_now_s()) / sum(self.facts.layer_bytes[layer] for layer in self.resident)
 
+    @property
+    def load_now(self) -> ParameterLoad | None:
+        """How far parameters are that `reside` loads; see `GroupDevice`."""
+        loading = self._loading
+        if loading is None:
+            return None
+        num_loaded = loading.num_bytes - int(loading.left_bytes(_now_s()))
+        return ParameterLoad(loading.num_bytes, num_loaded, ((HOST, num_loaded),), num_loaded == loading.num_bytes)
+
     def blocks_beside(self, layers: LayerRange) -> int:
         """Return the KV blocks of the own layers beside the parameters of some more; see `GroupDevice`."""
         return holdings.room(self._layout, self.layers, layers)
@@ -424,6 +445,8 @@ class ModelledGroupDevice:
         self._ahead = self._shadow_kv(self.whole_blocks, 1) if is_ahead else None
         found = num_blocks if is_ahead else found
         if layers == self.resident:
+            if self.load_now is not None and self.load_now.is_over:
+                self._loading = None
             return found
         self._kv.poison(np.arange(min(found, self._kv.num_blocks), self._kv.num_blocks, dtype=np.int32))
         more = sum(self.facts.layer_bytes[layer] for layer in layers if layer not in self.layers)

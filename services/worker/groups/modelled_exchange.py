@@ -29,7 +29,7 @@ from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.shadow_kv import ShadowKv
 from services.worker.groups.arrivals import Arrived
-from services.worker.groups.kv_table import AreLive, MovingKv, none_live
+from services.worker.groups.kv_table import AreLive, MovingKv, mode_of, moving_layers, none_live
 from services.worker.transfer.exchange import chunk_blocks
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -166,6 +166,21 @@ class Exchange:
         return KeptKv(names, np.arange(len(names), dtype=np.int32))
 
     @property
+    def num_bytes(self) -> int:
+        """That go from one worker to another."""
+        return sum(len(lot.names) * self._wire_bytes(lot) for lot in self._lots)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Places of the workers whose KV goes along."""
+        return tuple(sorted({holder for lot in self._lots for holder in lot.holders}))
+
+    @property
+    def mode(self) -> str:
+        """How it moves, in one word."""
+        return mode_of([lot.is_live for lot in self._lots])
+
+    @property
     def took_s(self) -> float:
         """From the beginning to the last arrival."""
         return self.steps[-1].at_s if self.steps else 0.0
@@ -194,7 +209,8 @@ class Exchange:
                 if any(left.piece.lot.is_live for left in self.steps[index:]):
                     on_lost("a connection over which KV comes is cut")
                 return
-            yield Arrived(self._carry(step.piece), step.num_blocks)
+            piece = step.piece
+            yield Arrived(self._carry(piece), step.num_blocks, len(piece) * self._wire_bytes(piece.lot))
 
     @property
     def _attention_s(self) -> float:
@@ -248,6 +264,11 @@ class Exchange:
             size = chunk_blocks(PIECE_S, self._bytes_per_s, layers * self._before[0].block_bytes)
         for first in range(0, len(lot.names), max(size, 1)):
             yield _Piece(lot, first, min(first + size, len(lot.names)))
+
+    def _wire_bytes(self, lot: _Lot) -> int:
+        """Return the bytes of a lot's block that go from one worker to another."""
+        held, wanted = [each.layers for each in self._before], [stage.layers for stage in self._stages]
+        return moving_layers(held, wanted, lot.holders, range(len(wanted))) * self._before[0].block_bytes
 
     def _block_bytes(self, holder: int, target: int) -> int:
         """Return the bytes of a block that one worker has for another."""

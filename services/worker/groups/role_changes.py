@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import Future
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.worker.engine.describe import num_struck
@@ -23,10 +23,13 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.sequence import SequenceKey
+from services.worker.engine.stats import count_awaiting_kv
+from services.worker.engine.types import KeptKv
 from services.worker.groups.arrivals import ArrivingKv
 from services.worker.groups.block_limit import BlockLimit
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
 from services.worker.groups.kv_shares import KvShares
+from services.worker.groups.moves import MoveFacts, Moves
 from services.worker.groups.residence import Residence, residence_in, why_not_resident
 from services.worker.groups.role import Role, role_in, why_not_taken
 from services.worker.groups.role_executor import RoleExecutor
@@ -37,6 +40,7 @@ from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.log import get_logger
 from shared.messages.plan import PlannedGroup, PlanState, PreparePlan
+from shared.messages.report import MoveKind
 from shared.tasks import TaskOwner
 
 COPY_LIMIT_S = 3.0
@@ -88,7 +92,8 @@ class RoleChanges:
         self._reporter = reporter
         self._now = now
         self._tasks = tasks
-        self._arriving = ArrivingKv(engine, loop.wake, now, tasks)
+        self._moves = Moves(lambda: count_awaiting_kv(engine), self._announce, now, tasks)
+        self._arriving = ArrivingKv(engine, loop.wake, now, tasks, self._moves)
         self._limit = BlockLimit(engine, loop.wake)
         self._num_layers = len(device.facts.layer_bytes)
         self._pipeline: int | None = None
@@ -101,6 +106,7 @@ class RoleChanges:
         """Why that pipeline is over, until this worker has left it."""
         reporter.take_role(self.role)
         reporter.watch_parameters(self._parameters)
+        reporter.watch_moves(self._moves.look)
 
     @property
     def is_settled(self) -> bool:
@@ -185,12 +191,31 @@ class RoleChanges:
     async def _copy_as_leader(self, place: GroupPlace, limit_s: float) -> None:
         device, began_s = self._device, self._now()
         self._shares = shares = self._new_shares(place, limit_s)
+        missing = [self._num_layers - len(stage.layers) for stage in place.stages]
+
+        def size(counts: Sequence[int]) -> int:
+            """Return the bytes of so many blocks by stage; each lacks there the layers of the others."""
+            num_parts = sum(count * layers for count, layers in zip(counts, missing, strict=True))
+            return num_parts * 2 * device.facts.block_bytes
+
+        sources = tuple(stage.worker_id for stage in place.stages)
+        meter = self._moves.begin(MoveFacts(MoveKind.KV_COPY, 0, sources))
+
+        def next_shares() -> Sequence[KeptKv]:
+            found = shares.next_shares()
+            num_moved = size(shares.num_copied)
+            meter.reach(num_moved, self._now(), num_moved + size(shares.num_left))
+            return found
+
+        outcome = "broken off"
         try:
-            is_whole = await device.copy_ahead(shares.next_shares)
+            is_whole = await device.copy_ahead(next_shares)
+            outcome = "what is left moves when the group dissolves" if is_whole else "broken off, all moves then"
         finally:
             shares.let_go()
             self._loop.wake()
-        num_blocks, took_s = sum(map(len, shares.there)), round(self._now() - began_s, 4)
+            self._moves.end(meter, outcome)
+        num_blocks, took_s = sum(shares.num_copied), round(self._now() - began_s, 4)
         if num_blocks:
             _log.info("kv_copied", num_blocks=num_blocks, is_whole=is_whole, took_s=took_s)
 
@@ -237,11 +262,14 @@ class RoleChanges:
         if self.role.is_leader and not self._engine.is_within_limit:
             raise GroupFailedError("KV is in use that would lose its memory")
         loads = residence.layers != self.role.layers
-        is_ahead = loads and residence.num_blocks <= self._device.whole_blocks
-        num_blocks = await self._device.reside(residence.layers, residence.num_blocks, is_ahead=is_ahead)
+        device = self._device
+        is_ahead = loads and residence.num_blocks <= device.whole_blocks
+        num_blocks = await device.reside(residence.layers, residence.num_blocks, is_ahead=is_ahead)
         if loads:
             self._limit.keep()
+            self._moves.follow(lambda: device.load_now)
         else:
+            self._moves.follow_no_more()
             self._limit.lift()  # the other stages have given theirs up before
         self._enter(replace(self.role, plan_id=plan_id))
         return num_blocks
@@ -260,7 +288,7 @@ class RoleChanges:
         kept = self._engine.leave_executor(self._now())
         self._pipeline = place.plan_id
         led = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason), kept)
-        self._take(led)
+        self._take(led, place)
         self._enter(role_in(place))
         self._place_now = place
         return led.executor.capacity.num_blocks
@@ -325,11 +353,12 @@ class RoleChanges:
     async def _leave_pipeline(self) -> None:
         """Count as in no pipeline; one that this worker leads ends in order."""
         self._arriving.stop()
+        self._moves.follow_no_more()
         self._pipeline, self._broken = None, None
         if self.role.is_leader:
             await self._executor.close()
 
-    def _take(self, led: Led) -> None:
+    def _take(self, led: Led, place: GroupPlace | None = None) -> None:
         """Go on with an executor that knows no sequence, and with what is here, or comes, of what they had computed."""
         executor, arrivals = led.executor, led.arrivals
         self._executor.switch(executor)
@@ -338,7 +367,8 @@ class RoleChanges:
             self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, led.kept)
         else:
             self._engine.enter_executor(arrivals.num_blocks, executor.depth, led.kept, arrivals.coming, arrivals.spans)
-            self._arriving.begin(arrivals)
+            stages = () if place is None else place.stages
+            self._arriving.begin(arrivals, tuple(stages[source].worker_id for source in arrivals.sources))
         self._loop.mended()
 
     def _parameters(self) -> tuple[LayerRange, float]:
@@ -347,6 +377,10 @@ class RoleChanges:
         if device.layers != self.role.layers:
             return self.role.layers, 1.0
         return device.resident, device.loaded_ratio
+
+    def _announce(self, name: str, reason: str) -> None:
+        """Tell people, without waiting for it."""
+        self._tasks.start(self._reporter.announce(name, reason), name="event")
 
     def _enter(self, role: Role) -> None:
         self.role = role

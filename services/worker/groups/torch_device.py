@@ -31,6 +31,7 @@ from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv, KvCap
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.link_turns import LinkTurns
+from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
@@ -157,6 +158,11 @@ class TorchGroupDevice:
     def loaded_ratio(self) -> float:
         """Share of the resident parameters' bytes that are loaded; see `GroupDevice`."""
         return self._model.loaded_ratio
+
+    @property
+    def load_now(self) -> ParameterLoad | None:
+        """How far parameters are that `reside` loads; see `GroupDevice`."""
+        return self._model.load_now
 
     @property
     def facts(self) -> ElasticFacts:

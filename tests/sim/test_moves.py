@@ -1,0 +1,175 @@
+"""What operators see of exchanges and loads while they are under way, in simulated clusters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from services.worker.executor.channel import ModelledLink
+from shared.bus import Message
+from shared.ids import WorkerId
+from shared.layers import LayerRange, even_split
+from shared.messages.event import Event
+from shared.messages.report import Move, MoveKind
+from shared.subjects import Subjects
+from shared.systems import KvExchange
+from shared.wire import decode_json
+from sim.cluster import ClusterParams
+from sim.plan_driver import alone, states
+from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
+
+WHOLE = LayerRange(0, NUM_LAYERS)
+HALVES = even_split(NUM_LAYERS, 2)
+BOTH = (WorkerId("w0"), WorkerId("w1"))
+PATIENCE_S = 40.0
+"""A minute at most is watched."""
+
+
+def params(kv_exchange: KvExchange, bytes_per_s: float = 0.8e6, load_bytes_per_s: float = 25e9) -> ClusterParams:
+    """KV takes about two seconds."""
+    found = group_params(num_pages=1600, load_bytes_per_s=load_bytes_per_s)
+    return replace(found, link=ModelledLink(bytes_per_s=bytes_per_s), kv_exchange=kv_exchange)
+
+
+class Watch:
+    """Events of workers, and the moves that their reports show."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.events: list[Event] = []
+        self.seen: list[tuple[str, Move]] = []
+
+    async def start(self) -> None:
+        def hear(message: Message) -> None:
+            self.events.append(decode_json(message.data, Event))
+
+        await self.room.driver.bus.subscribe(Subjects().event("worker", "*"), hear)
+
+    async def until_over(self, kind: MoveKind, count: int = 1) -> list[Event]:
+        """Look at every report until that many moves of a kind have ended; return their ends."""
+        until_s = asyncio.get_running_loop().time() + PATIENCE_S
+        while len(ends := [event for event in self.events if event.name == f"{kind}_ended"]) < count:
+            assert asyncio.get_running_loop().time() < until_s, "it never ends"
+            for name, report in self.room.driver.reports.items():
+                self.seen += [(name, move) for move in report.moves if (name, move) not in self.seen]
+            await asyncio.sleep(0.02)
+        return ends
+
+    def of(self, kind: MoveKind, name: str) -> list[Move]:
+        return [move for owner, move in self.seen if move.kind is kind and owner == name]
+
+
+async def num_awaiting(room: Room) -> int:
+    """Return how many sequences the leader's dump says to wait for KV."""
+    answer = await room.driver.bus.request(Subjects().dump(WorkerId("w0")), b"", timeout_s=1.0)
+    return sum(each["awaits_kv"] for each in json.loads(answer)["sequences"])
+
+
+@pytest.mark.parametrize("kv_exchange", [KvExchange.COORDINATED, KvExchange.LIVE])
+def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExchange) -> None:
+    async def main(room: Room) -> None:
+        watch = Watch(room)
+        await watch.start()
+        room.ask(*draw_requests(3, 30))
+        await asyncio.sleep(0.4)
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        stats = room.cluster.workers[0].service.engine.stats
+        awaited = await num_awaiting(room)
+        if kv_exchange is KvExchange.COORDINATED:
+            assert awaited == stats.num_preempted + stats.num_waiting, "nobody can go on yet"
+        (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
+        (begin,) = [event for event in watch.events if event.name == "kv_exchange_begun"]
+        moves = watch.of(MoveKind.KV_EXCHANGE, "w0")
+        total = moves[0].num_bytes
+        # of every block, half of the layers goes to the other worker: keys and values
+        assert total
+        assert total % (NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)) == 0
+        assert {(move.num_bytes, move.mode, move.sources) for move in moves} == {(total, kv_exchange.value, BOTH)}
+        assert any(0 < move.num_moved_bytes < total for move in moves), "seen on its way"
+        counts = [move.num_moved_bytes for move in moves]
+        assert counts == sorted(counts)
+        on_the_way = [move for move in moves if 0 < move.num_moved_bytes < total]
+        # two workers send at 0.8 MB/s each; remote attention takes of that
+        assert all(0 < move.bytes_per_s <= 1.7e6 for move in on_the_way)
+        if kv_exchange is KvExchange.COORDINATED:
+            assert max(move.num_waiting for move in moves) > 0
+        assert f"{kv_exchange.value}; " in begin.reason
+        shown, _, rest = end.reason.partition(" of ")
+        assert rest.startswith(f"{shown} of KV from w0, w1, {kv_exchange.value} in "), "all of it"
+        assert "blocks are there" in end.reason
+        await asyncio.sleep(1.0)
+        assert not any(report.moves for report in room.driver.reports.values())
+        assert not await num_awaiting(room)
+        await room.check()
+
+    in_room(main, params(kv_exchange))
+
+
+def test_an_exchange_that_ends_with_its_group_says_so() -> None:
+    async def main(room: Room) -> None:
+        watch = Watch(room)
+        await watch.start()
+        room.ask(*draw_requests(3, 30))
+        await asyncio.sleep(0.4)
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.2)
+        room.cluster.network.cut(*BOTH)
+        room.cluster.network.heal(*BOTH)
+        (end,) = await watch.until_over(MoveKind.KV_EXCHANGE)
+        assert "given up with the group" in end.reason
+        await room.check()
+
+    in_room(main, params(KvExchange.COORDINATED))
+
+
+def test_parameters_beside_and_copies_are_seen() -> None:
+    """Each of two workers loads half of the model; then its KV is copied ahead of the end of the group."""
+
+    async def main(room: Room) -> None:
+        watch = Watch(room)
+        await watch.start()
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        groups = [worker.groups for worker in room.cluster.workers]
+        count = min(each.whole_blocks for each in groups if each is not None)
+        assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+        ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+        num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
+        for name in BOTH:
+            moves = watch.of(MoveKind.PARAMETER_LOAD, name)
+            assert {move.num_bytes for move in moves} == {num_bytes}
+            assert any(0 < move.num_moved_bytes < num_bytes for move in moves)
+            assert all(move.bytes_per_s <= 3.1e5 for move in moves), "never faster than its link"
+            assert max(move.bytes_per_s for move in moves) > 2.9e5
+        assert all("all is there" in end.reason and "the host" in end.reason for end in ends)
+        room.ask(*draw_requests(5, 20))
+        await asyncio.sleep(0.5)
+        plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in BOTH))
+        assert states(answers) == ["prepared"] * 2
+        (copied,) = await watch.until_over(MoveKind.KV_COPY)
+        assert "what is left moves when the group dissolves" in copied.reason
+        assert not copied.reason.startswith("0 B")
+        assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
+        await room.check()
+
+    in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+
+
+def test_a_load_that_a_burst_ends_says_so() -> None:
+    async def main(room: Room) -> None:
+        watch = Watch(room)
+        await watch.start()
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        count = min(each.groups.blocks_beside(WHOLE) for each in room.cluster.workers if each.groups is not None)
+        assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+        await asyncio.sleep(0.3)
+        assert states(await room.driver.reside(BOTH, count, None)) == ["done"] * 2
+        ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
+        assert all(end.reason.endswith("ended by the next change") for end in ends)
+        assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
+
+    in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
