@@ -139,7 +139,7 @@ def _asked_of_workers(subjects: Subjects) -> list[str]:
 
 
 def _asked_of_planner(subjects: Subjects) -> list[str]:
-    return [subjects.admin(Role.PLANNER, ANY, verb) for verb in ("plan", "drop", "restore")]
+    return [subjects.admin(Role.PLANNER, ANY, verb) for verb in ("plan", "metrics", "drop", "restore")]
 
 
 def _service_protocol(role: Role) -> list[str]:

@@ -43,6 +43,13 @@ class ClusterMetrics:
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks in use", _WORKER)
         self._kv_bytes = gauge("sluice:kv_bytes", "Memory for KV, bytes", _WORKER)
         self._param_bytes = gauge("sluice:param_bytes", "Memory of parameters, bytes", (*_WORKER, "state"))
+        moves = (*_WORKER, "kind")
+        self._moves = {
+            "left": gauge("sluice:move_left_bytes", "KV or parameters on their way to a worker, bytes", moves),
+            "moved": gauge("sluice:move_moved_bytes", "Of the same move, what is there, bytes", moves),
+            "rate": gauge("sluice:move_bytes_per_second", "Rate of the same move over the last second", moves),
+            "waiting": gauge("sluice:move_waiting_requests", "Requests that wait for KV on its way", moves),
+        }
         queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache", _WORKER)
         hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache", _WORKER)
         preemptions = counter("vllm:num_preemptions", "Sequences whose KV was taken away while they ran", _WORKER)
@@ -66,7 +73,7 @@ class ClusterMetrics:
         self._running.set(sum(report.num_running for report in reports), model_name=model)
         waiting = sum(report.num_waiting + report.num_preempted for report in reports)
         self._waiting.set(waiting + sessions.num_queued, model_name=model)
-        for gauge in (self._kv_usage, self._kv_bytes, self._param_bytes):
+        for gauge in (self._kv_usage, self._kv_bytes, self._param_bytes, *self._moves.values()):
             gauge.clear()  # of a worker that is gone nothing is said
         for report in reports:
             self._read_worker(report)
@@ -79,6 +86,12 @@ class ClusterMetrics:
         self._kv_usage.set(report.num_used_blocks / report.num_blocks if report.num_blocks else 0.0, **labels)
         self._kv_bytes.set(report.kv_bytes, **labels)
         self._param_bytes.set(report.param_bytes, state="resident", **labels)
+        for move in report.moves:
+            of_move = {**labels, "kind": move.kind.value}
+            self._moves["left"].set(move.num_bytes - move.num_moved_bytes, **of_move)
+            self._moves["moved"].set(move.num_moved_bytes, **of_move)
+            self._moves["rate"].set(move.bytes_per_s, **of_move)
+            self._moves["waiting"].set(move.num_waiting, **of_move)
         self._queries.follow(report.num_prefix_cache_queries_total, **labels)
         self._hits.follow(report.num_prefix_cache_hits_total, **labels)
         self._preemptions.follow(report.num_preemptions_total, **labels)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+
 from services.planner.config import PlannerSettings
 from services.planner.service import build_planner
 from shared.log import get_logger
+from shared.metrics_server import serve_metrics
 from shared.service_process import ServiceProcess, run_service_process
 
 
 async def serve(settings: PlannerSettings, process: ServiceProcess) -> None:
     """Run one planner until told to stop."""
-    async with process.bus() as bus:
+    async with process.bus() as bus, AsyncExitStack() as running:
         planner = build_planner(settings, bus, on_failure=process.fail)
+        if settings.metrics_port:
+            await running.enter_async_context(
+                serve_metrics(settings.metrics_host, settings.metrics_port, planner.render_metrics)
+            )
         await planner.start()
         get_logger().info("planner_ready", cluster=settings.cluster)
         await process.wait_stop()

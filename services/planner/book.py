@@ -4,6 +4,7 @@ planner A   claim → 7          begin → 8          advance → refused: super
 planner B                                claim → 9, with the plan 8 that A has begun
 
 A plan that was begun and is not done is carried over by whoever claims: it is driven on or abandoned, never forgotten.
+So is how many instances are wanted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 from shared.bus import BusError, KeyValue, WrongRevisionError
 from shared.errors import StartupError
-from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase
+from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase, WantedInstances
 from shared.wire import WireError, decode_json, encode_json
 
 MAX_CLAIM_ATTEMPTS = 16
@@ -71,7 +72,15 @@ class PlanBook:
             SupersededError: another planner wrote in between; nothing was written.
             BusError: it may or may not have been written; only a new `claim` makes that certain.
         """
-        return await self._next(lambda last: Plan(epoch=last.epoch + 1, lever=lever, reason=reason))
+        return await self._next(lambda last: Plan(epoch=last.epoch + 1, lever=lever, reason=reason, wanted=last.wanted))
+
+    async def want(self, wanted: WantedInstances | None) -> Plan:
+        """Write under the next epoch how many instances there should be; the plan stays as it is.
+
+        Raises:
+            SupersededError, BusError: as `write`.
+        """
+        return await self._next(lambda last: last.model_copy(update={"epoch": last.epoch + 1, "wanted": wanted}))
 
     async def begin(self, lever: str, reason: str, groups: tuple[PlannedGroup, ...]) -> Plan:
         """Write under the next epoch that these groups are being prepared; that epoch names the plan.
@@ -83,7 +92,15 @@ class PlanBook:
         def begun(last: Plan) -> Plan:
             epoch = last.epoch + 1
             phase = PlanPhase.PREPARING
-            return Plan(epoch=epoch, lever=lever, reason=reason, plan_id=epoch, phase=phase, groups=groups)
+            return Plan(
+                epoch=epoch,
+                lever=lever,
+                reason=reason,
+                plan_id=epoch,
+                phase=phase,
+                groups=groups,
+                wanted=last.wanted,
+            )
 
         return await self._next(begun)
 
@@ -130,7 +147,7 @@ class PlanBook:
 
 def _successor(last: Plan, reason: str) -> Plan:
     if last.phase is PlanPhase.DONE:
-        return Plan(epoch=last.epoch + 1, reason=reason)
+        return Plan(epoch=last.epoch + 1, reason=reason, wanted=last.wanted)
     return last.model_copy(update={"epoch": last.epoch + 1})
 
 

@@ -102,6 +102,11 @@ class PlannerSettings(ServiceSettings):
     settle_limit_s: _Seconds = 5.0
     """Seconds that reports may take to show what a plan has changed; nothing else is decided meanwhile."""
 
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """Port of `GET /metrics`, without a key; 0: none. On the bus the same text is the planner's `metrics`."""
+    metrics_host: str = "127.0.0.1"
+    """Address of `GET /metrics`; another one than this machine's own only inside of a network that you trust."""
+
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
         self.execution()

@@ -65,6 +65,10 @@ class Decider:
         self._unsettled: Outcome | None = None
         self._settled_s = 0.0
 
+    def resume(self, wish: ScaleWish) -> None:
+        """Go on with what a planner before this one wanted."""
+        self._scale.resume(wish)
+
     def observe(self, view: ClusterView, age_s: float) -> Observation:
         """Return what the policies know of a view."""
         return observe(view, age_s, self._params)

@@ -1,4 +1,4 @@
-"""What the planner answers people: `plan` at once; `drop` and `restore`, by hand, once it is done, or why it is not.
+"""What the planner answers people: `plan` and `metrics` at once; `drop` and `restore`, by hand, when they are done.
 
     {"workers": ["w0", "w1"]}   drop: one group of exactly these; {} or nothing: what is needed, else the best pair
     {"groups": ["w0"]}          restore: these groups, by their leaders; {} or nothing: all
@@ -67,6 +67,10 @@ class Carrier(Protocol):
         """Why nothing can be begun now; empty: something can."""
         ...
 
+    def render_metrics(self) -> tuple[bytes, str]:
+        """Return metrics in Prometheus's text format, and the content type."""
+        ...
+
     async def settle(self) -> None:
         """Return when reports show what the last plan has changed."""
         ...
@@ -100,7 +104,7 @@ class PlannerEndpoints:
         return [
             Endpoint(verb, subjects.admin("planner", instance_id, verb), answer, metadata={"format": "json"})
             for verb, answer in verbs.items()
-        ]
+        ] + [Endpoint("metrics", subjects.admin("planner", instance_id, "metrics"), self.metrics)]
 
     async def plan(self, message: Message) -> bytes:
         """Say what was decided last, and how many instances there should be."""
@@ -117,6 +121,11 @@ class PlannerEndpoints:
             "instances_reason": wish.reason if wish is not None else "",
         }
         return json.dumps(answer).encode()
+
+    async def metrics(self, message: Message) -> bytes:
+        """Say what `GET /metrics` would, in Prometheus's text format."""
+        del message
+        return self._planner.render_metrics()[0]
 
     async def drop(self, message: Message) -> bytes:
         """Form a group of these workers; of none: what is needed, else the best pair."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
@@ -17,6 +17,7 @@ from services.planner.config import PlannerSettings
 from services.planner.decisions import Decider, levers_of
 from services.planner.endpoints import PlannerEndpoints
 from services.planner.execution import Outcome, PlanExecution
+from services.planner.metrics import PlannerMetrics
 from services.planner.policy.intent import Intent
 from services.planner.policy.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
@@ -28,7 +29,7 @@ from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.log import get_logger
 from shared.messages.event import Event
-from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase
+from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase, WantedInstances
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
 from shared.tasks import TaskOwner
@@ -74,6 +75,7 @@ class Planner:
         self._levers = levers_of(settings) if levers is None else tuple(levers)
         self._subjects = Subjects(settings.cluster)
         self._decider = Decider(settings, self._levers)
+        self._metrics = PlannerMetrics()
         self._tasks = TaskOwner(on_failure)
         self._open: list[Subscription] = []
         self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
@@ -115,6 +117,9 @@ class Planner:
         plans = await self._bus.key_value(self._subjects.plan_bucket())
         book = self._book = PlanBook(plans)
         plan = await book.claim("the planner started")
+        if plan.wanted is not None:
+            self.wish = ScaleWish(**plan.wanted.model_dump())
+            self._decider.resume(self.wish)
         self._execution = PlanExecution(
             self._bus, self._subjects, book, self._execution_params, self._find_loss, self.announce
         )
@@ -158,6 +163,10 @@ class Planner:
             return "a plan is being carried out"
         return ""
 
+    def render_metrics(self) -> tuple[bytes, str]:
+        """Return this planner's metrics in Prometheus's text format, and the content type."""
+        return self._metrics.render(self.epoch, self.wish, is_superseded=self.superseded)
+
     async def settle(self) -> None:
         """Return when reports show what the last plan has changed, or have had time enough."""
         loop = asyncio.get_running_loop()
@@ -177,6 +186,7 @@ class Planner:
         if not is_fresh:
             return
         now_s = self._view_at_s = asyncio.get_running_loop().time()
+        self._metrics.see(view, now_s)
         is_short = any(need not in before for need in _short_of_memory(view))
         if is_short or self._decider.shows_room(view, now_s):
             self._wake.set()
@@ -245,7 +255,7 @@ class Planner:
             await self._tell_once("worker_left_out", f"{worker_id} takes part in no plan: {reason}")
         for refusal in verdict.refusals:
             await self.announce("plan_refused", refusal)
-        await self._tell_wish(verdict.wish)
+        await self._tell_wish(book, verdict.wish)
         if verdict.intent is not None:
             if self._carrying is None:  # a person may have been quicker while events were told
                 self._begin(verdict.intent)
@@ -261,9 +271,16 @@ class Planner:
         name = "plan_refused" if self._levers and decision.is_in_need else f"plan_{decision.lever}"
         await self.announce(name, f"{decision.situation}: {decision.reason}")
 
-    async def _tell_wish(self, wish: ScaleWish | None) -> None:
-        """Tell people when more instances are wanted than before, or none: each time anew, whatever was told once."""
-        before, self.wish = self.wish, wish
+    async def _tell_wish(self, book: PlanBook, wish: ScaleWish | None) -> None:
+        """Tell people when more instances are wanted than before, or none: each time anew, whatever was told once.
+
+        It is written down first, so that a planner that takes over knows what people have heard.
+        """
+        before = self.wish
+        if wish == before:
+            return
+        await book.want(None if wish is None else WantedInstances(**asdict(wish)))
+        self.wish = wish
         if wish is not None and (before is None or wish.num_instances != before.num_instances):
             await self.announce("instances_wanted", wish.reason)
         elif wish is None and before is not None:
@@ -293,6 +310,7 @@ class Planner:
         finally:
             self._carrying = None
             self._wake.set()
+        self._metrics.note(outcome)
         self._decider.note(outcome, asyncio.get_running_loop().time())
         return outcome
 
@@ -318,6 +336,7 @@ class Planner:
 
     async def announce(self, name: str, reason: str) -> None:
         """Tell people what happened, in the log and on the bus."""
+        self._metrics.count(name)
         instance_id = self._settings.instance_id
         _log.info(name, epoch=self.epoch, reason=reason)
         event = Event(name=name, service="planner", instance_id=instance_id, reason=f"epoch {self.epoch}: {reason}")

@@ -1,6 +1,6 @@
 """What happened, for people: JSON on `sluice.<cluster>.event.<service>.<id>`.
 
-`nats sub 'sluice.*.event.>'` reads them like a log.
+`nats sub 'sluice.default.event.>'` reads them like a log.
 """
 
 from __future__ import annotations

@@ -94,6 +94,19 @@ class PlanPhase(StrEnum):
     DONE = "done"  # nothing is left to do
 
 
+class WantedInstances(MessagePart):
+    """How many instances there should be, until a planner takes it back; whoever is the planner goes on with it."""
+
+    num_instances: Annotated[int, Field(ge=1)]
+    """In all."""
+    num_before: Annotated[int, Field(ge=0)]
+    """That there were when more were wanted first: when demand fits those again, it is taken back."""
+    lacking_tokens: Annotated[int, Field(ge=0)]
+    """KV for which there was no room when it was last raised."""
+    reason: str
+    """Why, in words."""
+
+
 class Plan(ControlMessage):
     """The newest plan. Its epoch only grows; a plan of an older epoch is refused everywhere."""
 
@@ -109,6 +122,8 @@ class Plan(ControlMessage):
     phase: PlanPhase = PlanPhase.DONE
     groups: Annotated[tuple[PlannedGroup, ...], Field(max_length=MAX_GROUPS)] = ()
     """Groups that come about; nothing changes for workers that are not named."""
+    wanted: WantedInstances | None = None
+    """None: there are instances enough, or nobody asks for more."""
 
 
 class PreparePlan(ControlMessage):

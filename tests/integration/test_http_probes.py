@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.dispatcher.build import ModelText, load_text
 from shared.errors import StartupError
-from shared.messages.report import WorkerPhase
+from shared.messages.report import Move, MoveKind, WorkerPhase
 from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
 
@@ -152,6 +152,23 @@ async def test_metrics_carry_both_families_of_names_and_true_counts(served: Runn
     assert value("vllm:num_requests_waiting") == 1
     assert value("vllm:kv_cache_usage_perc") == 0.25
     assert value("sluice:qoe_count") == 2
+
+
+async def test_what_is_on_its_way_to_a_worker_is_told_until_it_is_there(served: Running) -> None:
+    move = Move(
+        kind=MoveKind.KV_EXCHANGE, num_bytes=1000, num_moved_bytes=250, bytes_per_s=50.0, num_waiting=3, mode="live"
+    )
+    pages: list[dict[str, float]] = []
+    for number, moves in enumerate(((move,), ()), start=1):
+        await publish_view(served.bus, make_status(moves=moves), number=number)
+        await asyncio.sleep(0.01)
+        async with served.http.get(served.url + "/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+        samples = [sample for family in families for sample in family.samples if sample.name.startswith("sluice:move_")]
+        labels = {"model_name": "tiny", "worker": "w0", "kind": "kv_exchange"}
+        assert all(sample.labels == labels for sample in samples)
+        pages.append({sample.name.removeprefix("sluice:move_"): sample.value for sample in samples})
+    assert pages == [{"left_bytes": 750, "moved_bytes": 250, "bytes_per_second": 50.0, "waiting_requests": 3}, {}]
 
 
 async def test_the_cache_counts_of_a_worker_that_was_started_anew_go_on(served: Running) -> None:

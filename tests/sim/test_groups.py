@@ -260,7 +260,7 @@ def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves() -> N
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
         assert agent.changes._place_now is not None
-        shares = agent.changes._new_shares(agent.changes._place_now).final()
+        shares = agent.changes._way_apart.take_shares(agent.changes._place_now).final()
         names = [[request_id for request_id, _ in keys] for keys in shares]
         assert names == [["r9", "r7", "r5"], ["r8", "r6", "r4"]]
         await room.check()

@@ -129,12 +129,16 @@ async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]
 async def all_that_comes(arrivals: Arrivals) -> KeptKv:
     """Return what arrives, when no more comes; it is among what was to come, lot for lot from the beginning."""
     found: dict[bytes, int] = {}
+    num_bytes = 0
     async for arrived in arrivals.news:
+        num_bytes += arrived.num_bytes
         assert arrived.num_blocks == arrivals.num_blocks, "KV lies on the host meanwhile"
         assert not found.keys() & set(arrived.blocks.names), "each once"
         found.update(zip(arrived.blocks.names, arrived.blocks.ids.tolist(), strict=True))
     numbers = dict(zip(arrivals.coming.names, arrivals.coming.ids.tolist(), strict=True))
     assert found.items() <= numbers.items()
+    assert num_bytes <= arrivals.num_bytes
+    assert num_bytes == arrivals.num_bytes or found.keys() < numbers.keys(), "all bytes are told of"
     names = [name for name in arrivals.coming.names if name in found]
     return KeptKv(tuple(names), np.array([found[name] for name in names], np.int32))
 

@@ -134,6 +134,13 @@ def test_whoever_is_first_gives_what_it_has_and_the_next_one_the_rest(dtype: str
         model.open().close()
         load_beside(model, [source], [spare])
         assert (source.asked, spare.asked) == ([2, 3], []), "and what is outside of the layers from the checkpoint"
+        load = model.load_now
+        assert load is not None
+        assert load.is_over
+        assert load.num_loaded_bytes == load.num_bytes == sum(count for _, count in load.given)
+        layers = sum(model._opener.weights.layers[layer].num_bytes for layer in LAST)
+        assert dict(load.given)["first"] == layers
+        assert set(dict(load.given)) <= {"first", "the checkpoint"}
         assert (model.loaded_ratio, bits_of(model)) == (1.0, bits)
 
 
@@ -150,6 +157,7 @@ def test_a_source_that_is_lost_halfway_or_wrong_is_replaced_by_the_next(num_piec
         assert bad.asked == [2] if num_pieces < 2 else len(bad.asked) <= 2, "whoever is lost is not asked again"
         assert (model.loaded_ratio, bits_of(model)) == (1.0, bits)
         model.restore()
+        assert model.load_now is None
         assert bits_of(model) == bits
 
 
@@ -163,6 +171,11 @@ def test_peers_have_what_the_checkpoint_does_not_give(monkeypatch: pytest.Monkey
             load_beside(model, [], [copies])
             assert copies.asked, "in its place"
             assert model.loaded_ratio < 1, "what is outside of the layers nobody has"
+            load = model.load_now
+            assert load is not None
+            assert load.is_over
+            assert load.num_loaded_bytes < load.num_bytes
+            assert load.num_loaded_bytes == sum(count for _, count in load.given)
             assert not set(copies.asked) & model._loading._lacking.keys()
         model.restore()
         assert bits_of(model) == bits

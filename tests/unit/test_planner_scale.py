@@ -376,3 +376,45 @@ def test_nobody_is_asked_for_by_default() -> None:
     cluster = in_cluster(burst, 2)
     assert cluster.names("plan_done")
     assert cluster.names("instances_") == []
+
+
+def test_a_planner_that_takes_over_goes_on_with_what_was_wanted() -> None:
+    """Nobody is told twice, or that it is no more although it is; the new one takes it back when demand fits."""
+
+    async def burst(cluster: PlanCluster) -> None:
+        planner = cluster.start_planner()
+        await asyncio.sleep(1.3)
+        await cluster.strain("w0", queued=5, demanded=40)
+        await _told(cluster, "instances_wanted", 1)
+        await asyncio.sleep(8)
+        planner.kill(None)
+        cluster.relax(0)
+        await asyncio.sleep(1)
+        cluster.start_planner()
+        await asyncio.sleep(2)
+        answer = await _answer(cluster)
+        assert answer["instances_wanted"] == 5
+        assert "416 tokens of KV are lacking" in answer["instances_reason"]
+        wanted = cluster.plan.wanted
+        assert wanted is not None
+        assert (wanted.num_instances, wanted.num_before, wanted.lacking_tokens) == (5, 2, 416)
+        assert len(cluster.names("instances_")) == 1
+        await _told(cluster, "instances_suffice", 1)
+        assert cluster.plan.wanted is None
+        planner = cluster.start_planner()
+        planner.kill(None)
+        cluster.start_planner()
+        await asyncio.sleep(3)
+        assert (await _answer(cluster))["instances_wanted"] is None
+
+    cluster = in_cluster(burst, 2, settings(max_instances=8, scale_hold_s=5.0, cooldown_s=0))
+    assert cluster.names("instances_") == ["instances_wanted", "instances_suffice"]
+
+
+@pytest.mark.parametrize(("most", "expected"), [(8, 6), (4, 4), (0, None)])
+def test_no_more_is_taken_over_than_there_may_be(most: int, expected: int | None) -> None:
+    before = asked().wish
+    assert before is not None
+    signal = ScaleSignal(ScaleParams(most, 0.0))
+    signal.resume(before)
+    assert num_wanted(signal) == (expected or 0)

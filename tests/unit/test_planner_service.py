@@ -353,7 +353,7 @@ def test_it_answers_the_service_protocol_and_says_its_decision() -> None:
 
     in_room(ask)
     assert answers["info"]["description"]
-    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["plan", "drop", "restore"]
+    assert [endpoint["name"] for endpoint in answers["info"]["endpoints"]] == ["plan", "drop", "restore", "metrics"]
     assert all(isinstance(value, str) for value in answers["info"]["metadata"].values())
     assert answers["plan"] == {
         "epoch": 1,

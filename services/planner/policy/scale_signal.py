@@ -23,7 +23,7 @@ hysteresis, is the project's own design.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop import tokens_short
@@ -63,6 +63,8 @@ class ScaleWish:
     lacking_tokens: int
     """KV for which there is no room, when it was last raised."""
     reason: str
+    num_before: int = 0
+    """Instances that there were when it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,6 @@ class ScaleSignal:
         self._params = params
         self._samples: deque[_Sample] = deque()
         self._wish: ScaleWish | None = None
-        self._num_before = 0
-        """Instances when the wish began."""
         self._fits_since_s: float | None = None
         self._short_since_s: float | None = None
         """Since when room is lacking, and nothing is dropped for it."""
@@ -88,6 +88,12 @@ class ScaleSignal:
     def wish(self) -> ScaleWish | None:
         """What is wanted now; None: nothing."""
         return self._wish
+
+    def resume(self, wish: ScaleWish) -> None:
+        """Go on with what a planner before this one wanted, as far as it may be wanted still."""
+        num_wanted = min(wish.num_instances, self._params.max_instances)
+        if num_wanted > 0:
+            self._wish = replace(wish, num_instances=num_wanted)
 
     def apply(self, facts: ClusterFacts | None, decision: Decision, now_s: float, held_back: str = "") -> None:
         """Take the facts of this moment and what was decided of them.
@@ -111,27 +117,26 @@ class ScaleSignal:
             self._fits_since_s = None
             self._raise(len(facts.instances), lacking, each_tokens, why)
         elif self._wish is not None:
-            self._settle(facts, each_tokens, now_s)
+            self._settle(self._wish, facts, each_tokens, now_s)
 
     def _raise(self, num_instances: int, lacking: int, each_tokens: int, why: str) -> None:
         """Want what is lacking, if it is more than is wanted already."""
         num_wanted = min(num_instances + -(-lacking // each_tokens), self._params.max_instances)
         if num_wanted <= max(num_instances, self._wish.num_instances if self._wish is not None else 0):
             return
-        if self._wish is None:
-            self._num_before = num_instances
+        num_before = num_instances if self._wish is None else self._wish.num_before
         reason = (
             f"{why}; {lacking} tokens of KV are lacking, an instance has room for {each_tokens}: "
             f"{num_wanted} instances are wanted, there are {num_instances}"
         )
         if num_wanted == self._params.max_instances:
             reason = f"{reason}, and may be {num_wanted}"
-        self._wish = ScaleWish(num_wanted, lacking, reason)
+        self._wish = ScaleWish(num_wanted, lacking, reason, num_before)
 
-    def _settle(self, facts: ClusterFacts, each_tokens: int, now_s: float) -> None:
+    def _settle(self, wish: ScaleWish, facts: ClusterFacts, each_tokens: int, now_s: float) -> None:
         """Take the wish back once demand has fit for long enough."""
         wanted = _wanted(facts)
-        if wanted > self._num_before * each_tokens:
+        if wanted > wish.num_before * each_tokens:
             self._fits_since_s = None
             return
         if self._fits_since_s is None:

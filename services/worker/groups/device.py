@@ -65,6 +65,8 @@ class Led:
     """Blocks that hold what was computed before the change."""
     arrivals: Arrivals | None = None
     """What is still on its way into other blocks."""
+    num_moved_bytes: int = 0
+    """That went between the members of a group that has dissolved, while they served nobody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,13 @@ class LiveExchange:
         return 0 if self._table is None else sum(len(lot.ids) for lot in self._table.lots)
 
     @property
+    def num_moved_bytes(self) -> int:
+        """That went between all stages, once all has; 0 before, or if it did not."""
+        if self._table is None or not self._has_moved:
+            return 0
+        return sum(len(lot.ids) * self._wire_bytes(lot) for lot in self._table.lots)
+
+    @property
     def is_live(self) -> bool:
         """A lot is attended where it lies."""
         return self._table is not None and any(lot.is_live for lot in self._table.lots)

@@ -35,7 +35,7 @@ from services.worker.groups.modelled_exchange import (
     Share,
     copy_in_place,
     hand_out,
-    most_bytes_in_place,
+    traffic_in_place,
 )
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
@@ -86,6 +86,7 @@ class _Departure:
     shares: dict[int, Share] = field(default_factory=dict)
     kept: Future[list[KeptKv]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     exchange_s: float = 0.0
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -237,7 +238,7 @@ class ModelledNetwork:
             if not shares:
                 copying.end(is_whole=True)
                 return
-            took_s = most_bytes_in_place(members, shares) / self._link.bytes_per_s
+            took_s = traffic_in_place(members, shares).most_bytes / self._link.bytes_per_s
             await asyncio.wait([copying.is_whole], timeout=took_s)
             if self._is_cut(place):
                 copying.end(is_whole=False)
@@ -250,27 +251,32 @@ class ModelledNetwork:
         if copying is not None:
             copying.end(is_whole=False)
 
-    async def part(self, place: GroupPlace, share: Share) -> KeptKv:
-        """Wait for the other members of a group that dissolves, and for the KV; return what this worker's blocks hold.
+    async def part(self, place: GroupPlace, share: Share) -> tuple[KeptKv, int]:
+        """Wait for the other members of a group that dissolves, and for the KV.
 
-        Nothing if they do not come in time.
+        Returns:
+            What this worker's blocks hold, and the bytes that went between all of them; nothing if somebody did not
+            come in time.
         """
         parting = self._partings.setdefault(place.key, _Departure())
         parting.shares[place.index] = share
         await asyncio.sleep(self._link.latency_s)
         if len(parting.shares) == len(place.stages) and not parting.kept.done() and not self._is_cut(place):
             del self._partings[place.key]
-            kept, most_bytes = hand_out([parting.shares[i] for i in range(len(place.stages))])
-            parting.exchange_s = most_bytes / self._link.bytes_per_s
+            kept, traffic = hand_out([parting.shares[i] for i in range(len(place.stages))])
+            parting.exchange_s = traffic.most_bytes / self._link.bytes_per_s
+            parting.num_bytes = traffic.num_bytes
             parting.kept.set_result(kept)
         try:
             async with asyncio.timeout(PART_LIMIT_S):
                 kept = await asyncio.shield(parting.kept)
         except TimeoutError:
             self._partings.pop(place.key, None)
-            return NOTHING_KEPT
+            return NOTHING_KEPT, 0
         await asyncio.sleep(min(parting.exchange_s, self._exchange_limit_s))
-        return kept[place.index] if parting.exchange_s <= self._exchange_limit_s else NOTHING_KEPT
+        if parting.exchange_s > self._exchange_limit_s:
+            return NOTHING_KEPT, 0
+        return kept[place.index], parting.num_bytes
 
     def leave(self, key: _Key, index: int) -> None:
         """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
@@ -523,12 +529,12 @@ class ModelledGroupDevice:
 
     async def alone(self, parting: Parting | None = None) -> Led:
         """Hold the whole model; see `GroupDevice`."""
-        place, kept = self._place, NOTHING_KEPT
+        place, kept, num_bytes = self._place, NOTHING_KEPT, 0
         self.end_copying()
         ahead, self._ahead = self._ahead, None
         share = self._share(ahead, parting or Parting())
         if parting is not None and place is not None:
-            kept = await self._network.part(place, share)
+            kept, num_bytes = await self._network.part(place, share)
         self._leave()
         if self.layers != self._all_layers:
             await asyncio.sleep(self._params.remap_s + self._missing_bytes / self._params.load_bytes_per_s)
@@ -536,7 +542,7 @@ class ModelledGroupDevice:
         self.resident, self._loading = self.layers, None
         self._kv = share.whole
         self.executor = self._make_executor(self._kv)
-        return Led(self.executor, kept)
+        return Led(self.executor, kept, num_moved_bytes=num_bytes)
 
     async def close(self) -> None:
         """Leave any group. Idempotent."""

@@ -290,27 +290,33 @@ class Exchange:
         )
 
 
-def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that go between the members of a group."""
+
+    most_bytes: int
+    """That one of them sends or receives."""
+    num_bytes: int
+    """In all."""
+
+
+def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], Traffic]:
     """Give every member of a group that dissolves all layers of the blocks that are its share.
 
     Returns:
-        What each one's blocks hold, and the most bytes that one of them sends or receives.
+        What each one's blocks hold, and what goes between them.
     """
     if all(member.is_ahead for member in members):
         return _leave_in_place(members)
     kept: list[KeptKv] = []
-    sent, received = [0] * len(members), [0] * len(members)
-    for index, (member, share) in enumerate(zip(members, members[0].shares, strict=True)):
+    shares = members[0].shares
+    for member, share in zip(members, shares, strict=False):
         count = min(len(share), member.whole.num_blocks)
         target = np.arange(count, dtype=np.int32)
-        for holder, other in enumerate(members):
+        for other in members:
             member.whole.take_from(other.kv, share.ids[:count], target)
-            if holder != index:
-                num_bytes = count * other.block_bytes * len(other.layers)
-                sent[holder] += num_bytes
-                received[index] += num_bytes
         kept.append(KeptKv(share.names[:count], target))
-    return kept, max(*sent, *received)
+    return kept, _traffic(members, [len(each) for each in kept])
 
 
 def copy_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> None:
@@ -321,18 +327,23 @@ def copy_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> None:
                 member.whole.take_from(other.kv, share.ids, share.ids)
 
 
-def most_bytes_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> int:
-    """Return the most bytes that one of them sends or receives by `copy_in_place`."""
+def traffic_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> Traffic:
+    """Return what goes between members of a group by `copy_in_place`."""
+    return _traffic(members, [len(share) for share in shares])
+
+
+def _traffic(members: Sequence[Share], counts: Sequence[int]) -> Traffic:
+    """Return what goes between members of which each gets so many blocks, but for the layers that it has."""
     sent, received = [0] * len(members), [0] * len(members)
-    for index, share in enumerate(shares):
+    for index, count in enumerate(counts):
         for holder, other in enumerate(members):
-            num_bytes = len(share) * other.block_bytes * len(other.layers) if holder != index else 0
+            num_bytes = count * other.block_bytes * len(other.layers) if holder != index else 0
             sent[holder] += num_bytes
             received[index] += num_bytes
-    return max(*sent, *received)
+    return Traffic(max(*sent, *received), sum(sent))
 
 
-def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
+def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], Traffic]:
     """As `hand_out`, where most has been copied ahead."""
     shares, there = members[0].shares, members[0].there
     copied = [set(zip(found.names, found.ids.tolist(), strict=True)) for found in there]
@@ -343,9 +354,8 @@ def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], int]:
     copy_in_place(members, rest)
     for member, share in zip(members, shares, strict=False):
         member.whole.join(member.kv, share.ids)
-    return [KeptKv(share.names, share.ids) for share in shares] or [NOTHING_KEPT] * len(members), most_bytes_in_place(
-        members, rest
-    )
+    kept = [KeptKv(share.names, share.ids) for share in shares] or [NOTHING_KEPT] * len(members)
+    return kept, traffic_in_place(members, rest)
 
 
 def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, are_live: AreLive) -> list[_Lot]:

@@ -13,9 +13,8 @@ Deviation: the way back, in detail. Before a group dissolves, most of its KV mov
 
 from __future__ import annotations
 
-import asyncio
 from asyncio import Future
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from services.worker.engine.describe import num_struck
@@ -24,29 +23,24 @@ from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.sequence import SequenceKey
 from services.worker.engine.stats import count_awaiting_kv
-from services.worker.engine.types import KeptKv
 from services.worker.groups.arrivals import ArrivingKv
 from services.worker.groups.block_limit import BlockLimit
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
-from services.worker.groups.kv_shares import KvShares
-from services.worker.groups.moves import MoveFacts, Moves
+from services.worker.groups.moves import Moves
 from services.worker.groups.residence import Residence, residence_in, why_not_resident
 from services.worker.groups.role import Role, role_in, why_not_taken
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.groups.turn import Outcome
+from services.worker.groups.way_apart import WayApart
 from services.worker.intake import Intake
 from services.worker.reporter import Reporter
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.log import get_logger
 from shared.messages.plan import PlannedGroup, PlanState, PreparePlan
-from shared.messages.report import MoveKind
+from shared.sizes import describe_bytes
 from shared.tasks import TaskOwner
 
-COPY_LIMIT_S = 3.0
-"""After which no further round of KV is copied ahead; sooner where a plan has less time."""
-LAST_ROUND, END_COPYING = 0.6, 0.8
-"""Shares of a plan's time: after the first no further round begins, after the second what is under way ends."""
 CLOSED = "its leader has closed the pipeline"
 """Why a pipeline is over that ended in order: the leader's part of the same plan may come first."""
 _log = get_logger()
@@ -94,14 +88,13 @@ class RoleChanges:
         self._tasks = tasks
         self._moves = Moves(lambda: count_awaiting_kv(engine), self._announce, now, tasks)
         self._arriving = ArrivingKv(engine, loop.wake, now, tasks, self._moves)
+        self._way_apart = WayApart(engine, device, self._moves, loop.wake, now)
         self._limit = BlockLimit(engine, loop.wake)
         self._num_layers = len(device.facts.layer_bytes)
         self._pipeline: int | None = None
         """Plan of the pipeline that this worker is a stage of, or is about to be."""
         self._place_now: GroupPlace | None = None
         """In the group that stands."""
-        self._shares: KvShares | None = None
-        """Of a leader whose group is about to dissolve: what was copied, and whose it will be."""
         self._broken: str | None = None
         """Why that pipeline is over, until this worker has left it."""
         reporter.take_role(self.role)
@@ -169,61 +162,16 @@ class RoleChanges:
         Returns:
             Whether that took time; the leader has served meanwhile.
         """
-        place, device = self._place_now, self._device
-        if place is None or len(group.stages) > 1 or self._broken is not None or not device.most_copied:
+        place = self._place_now
+        if place is None or len(group.stages) > 1 or self._broken is not None or not self._device.most_copied:
             return False
-
-        def stop(_: Future[bool]) -> None:
-            device.end_copying()
-
-        given_up.add_done_callback(stop)
-        over = asyncio.get_running_loop().call_later(END_COPYING * limit_s, device.end_copying)
-        try:
-            if self.role.is_leader:
-                await self._copy_as_leader(place, min(COPY_LIMIT_S, LAST_ROUND * limit_s))
-            else:
-                await device.copy_ahead()
-        finally:
-            over.cancel()
-            given_up.remove_done_callback(stop)
+        await self._way_apart.copy(place, limit_s, given_up)
         return True
-
-    async def _copy_as_leader(self, place: GroupPlace, limit_s: float) -> None:
-        device, began_s = self._device, self._now()
-        self._shares = shares = self._new_shares(place, limit_s)
-        missing = [self._num_layers - len(stage.layers) for stage in place.stages]
-
-        def size(counts: Sequence[int]) -> int:
-            """Return the bytes of so many blocks by stage; each lacks there the layers of the others."""
-            num_parts = sum(count * layers for count, layers in zip(counts, missing, strict=True))
-            return num_parts * 2 * device.facts.block_bytes
-
-        sources = tuple(stage.worker_id for stage in place.stages)
-        meter = self._moves.begin(MoveFacts(MoveKind.KV_COPY, 0, sources))
-
-        def next_shares() -> Sequence[KeptKv]:
-            found = shares.next_shares()
-            num_moved = size(shares.num_copied)
-            meter.reach(num_moved, self._now(), num_moved + size(shares.num_left))
-            return found
-
-        outcome = "broken off"
-        try:
-            is_whole = await device.copy_ahead(next_shares)
-            outcome = "what is left moves when the group dissolves" if is_whole else "broken off, all moves then"
-        finally:
-            shares.let_go()
-            self._loop.wake()
-            self._moves.end(meter, outcome)
-        num_blocks, took_s = sum(shares.num_copied), round(self._now() - began_s, 4)
-        if num_blocks:
-            _log.info("kv_copied", num_blocks=num_blocks, is_whole=is_whole, took_s=took_s)
 
     def go_back(self) -> None:
         """Use all blocks again, if their memory has stayed, and forget what was copied ahead. Idempotent."""
         self._limit.go_back()
-        self._device.end_copying()
-        self._shares = None
+        self._way_apart.forget()
 
     async def carry_out(self, asked: PreparePlan) -> Outcome:
         """Take the part that was prepared; the gate is held."""
@@ -316,39 +264,37 @@ class RoleChanges:
         shares: list[list[SequenceKey]] = []
         row_of, parting = self._engine.row_of, Parting()
         if self.role.is_leader:
-            known, self._shares = self._shares or self._new_shares(place), None
+            known = self._way_apart.take_shares(place)
             shares = known.final()
             kept = tuple(self._engine.sharing.kept([row_of[key] for key in keys]) for keys in shares)
             parting = Parting(kept, known.there)
-        num_blocks = await self._go_on_alone(plan_id, parting)
+        began_s = self._now()
+        alone = await self._go_on_alone(plan_id, parting)
+        if shares:
+            num_sequences = sum(map(len, shares))
+            self._announce(
+                "kv_parted",
+                f"{describe_bytes(alone.num_moved_bytes)} of KV went between {len(shares)} workers, "
+                f"where {num_sequences} requests go on after {self._now() - began_s:.3f} s",
+            )
         for stage, keys in list(zip(place.stages, shares, strict=False))[1:]:
             # now, when that worker is about to serve again; some have ended meanwhile
             self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
-        return num_blocks
-
-    def _new_shares(self, place: GroupPlace, limit_s: float = 0.0) -> KvShares:
-        return KvShares(
-            self._engine,
-            len(place.stages),
-            capacity=self._device.whole_blocks,
-            most_copied=self._device.most_copied,
-            limit_s=limit_s,
-            now=self._now,
-        )
+        return alone.executor.capacity.num_blocks
 
     async def _stand_alone(self, plan_id: int) -> int:
         """Be a whole instance, whatever the others do; KV is lost."""
         await self._leave_pipeline()
         self._engine.leave_executor(self._now())
-        return await self._go_on_alone(plan_id, None)
+        return (await self._go_on_alone(plan_id, None)).executor.capacity.num_blocks
 
-    async def _go_on_alone(self, plan_id: int, parting: Parting | None) -> int:
+    async def _go_on_alone(self, plan_id: int, parting: Parting | None) -> Led:
         alone = await self._device.alone(parting)
         self._take(alone)
         self._intake.serve_again()
         self._enter(Role(self._device.layers, plan_id=plan_id))
         self._place_now = None
-        return alone.executor.capacity.num_blocks
+        return alone
 
     async def _leave_pipeline(self) -> None:
         """Count as in no pipeline; one that this worker leads ends in order."""

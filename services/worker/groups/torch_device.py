@@ -334,7 +334,9 @@ class TorchGroupDevice:
                 if exchange is not None:
                     await exchange.move(self._model.cache)
             self._executor = ThreadExecutor(await in_thread(self._model.open, "model opening"), self._loop)
-            return Led(self._executor, NOTHING_KEPT if exchange is None else exchange.kept)
+            if exchange is None:
+                return Led(self._executor)
+            return Led(self._executor, exchange.kept, num_moved_bytes=exchange.num_moved_bytes)
 
     async def close(self) -> None:
         """Leave any group and give back memory; see `GroupDevice`."""

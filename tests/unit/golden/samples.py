@@ -24,9 +24,19 @@ from shared.messages.plan import (
     PlanPhase,
     PlanState,
     PreparePlan,
+    WantedInstances,
 )
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
-from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import (
+    ClusterView,
+    ElasticFacts,
+    Liveness,
+    Move,
+    MoveKind,
+    WorkerPhase,
+    WorkerReport,
+    WorkerStatus,
+)
 from shared.messages.request import (
     Accepted,
     Cancel,
@@ -103,6 +113,18 @@ _REPORT = WorkerReport(
     num_head_blocks=5,
     num_queued_for_memory=3,
     num_coming_blocks=7,
+    moves=(
+        Move(
+            kind=MoveKind.KV_EXCHANGE,
+            num_bytes=9000,
+            num_moved_bytes=4500,
+            bytes_per_s=1.5e9,
+            elapsed_s=0.25,
+            num_waiting=2,
+            mode="live",
+            sources=("w-1", "w0"),
+        ),
+    ),
     num_layers=8,
     layers=(2, 5),
     resident=(0, 8),
@@ -215,7 +237,13 @@ MESSAGES: dict[str, ControlMessage] = {
         ),
     ),
     "plan": Plan(
-        epoch=3, lever="drop", reason="KV 94 % full", plan_id=2, phase=PlanPhase.COMMITTING, groups=(PLANNED_GROUP,)
+        epoch=3,
+        lever="drop",
+        reason="KV 94 % full",
+        plan_id=2,
+        phase=PlanPhase.COMMITTING,
+        groups=(PLANNED_GROUP,),
+        wanted=WantedInstances(num_instances=5, num_before=2, lacking_tokens=416, reason="no room"),
     ),
     "prepare_plan": PreparePlan(epoch=2, plan_id=2, group=PLANNED_GROUP, token="t0k3n", limit_s=2.0),
     "commit_plan": CommitPlan(epoch=3, plan_id=2),

@@ -1,0 +1,48 @@
+"""`GET /metrics` of a service that has no other HTTP: for a scraper inside of one's own network."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from shared.errors import StartupError
+
+
+@asynccontextmanager
+async def serve_metrics(host: str, port: int, render: Callable[[], tuple[bytes, str]]) -> AsyncIterator[int]:
+    """Answer scrapers until the end of the context; nobody else, nothing else, and without a key.
+
+    Args:
+        host: address to listen at.
+        port: there; 0: one that is free.
+        render: returns the text and its content type (`Metrics.render`).
+
+    Yields:
+        The port.
+
+    Raises:
+        StartupError: the address cannot be had.
+    """
+
+    async def answer(_request: web.Request) -> web.Response:
+        body, content_type = render()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    app = web.Application(client_max_size=1024)
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen at {host}:{port} for metrics: {error.strerror or error}",
+                "Choose another --metrics-port, or 0 for none",
+            ) from error
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
