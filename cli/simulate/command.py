@@ -21,6 +21,7 @@ from sim.experiment.plan import InstancePlan, plan_instances
 from sim.experiment.plots import check_matplotlib, write_plots
 from sim.experiment.report import render
 from sim.experiment.result import RunResult
+from sim.experiment.slo_scales import Latencies, missed_by_scale
 from sim.experiment.summary import Summary, rounded
 from sim.scenarios.scenario import Scenario
 
@@ -50,8 +51,10 @@ def run_compare(systems: Sequence[str], flags: Mapping[str, Any]) -> int:
         for seed in experiment.seeds
         for name in names
     ]
-    runs, results = _run(jobs, experiment, console)
+    runs, latencies, results = _run(jobs, experiment, console)
     comparison = compare(describe(experiment), runs)
+    if len(names) > 1:
+        comparison["slo_scales"] = rounded(missed_by_scale(list(latencies.values())))
     if experiment.json_file is not None:
         _write(experiment.json_file, to_json(comparison))
     if experiment.plot_folder is not None:
@@ -97,8 +100,8 @@ def _checked(names: Sequence[str], scenario: Scenario) -> tuple[str, ...]:
 
 def _run(
     jobs: Sequence[Job], experiment: Experiment, console: Console
-) -> tuple[dict[int, dict[str, Summary]], dict[str, RunResult]]:
-    """Return summaries by seed and system, and the results that were kept, by system."""
+) -> tuple[dict[int, dict[str, Summary]], dict[int, dict[str, Latencies]], dict[str, RunResult]]:
+    """Return summaries and latencies by seed and system, and the results that were kept, by system."""
     several = len(experiment.seeds) > 1
     labels = [f"{job.system} (seed {job.seed})" if several else job.system for job in jobs]
     progress = RunProgress(labels, console, quiet=experiment.quiet)
@@ -107,10 +110,12 @@ def _run(
     finally:
         progress.end()
     runs: dict[int, dict[str, Summary]] = {}
+    latencies: dict[int, dict[str, Latencies]] = {}
     for job, each in zip(jobs, done, strict=True):
         runs.setdefault(job.seed, {})[job.system] = each.summary
+        latencies.setdefault(job.seed, {})[job.system] = each.latencies
     kept = {job.system: each.result for job, each in zip(jobs, done, strict=True) if each.result is not None}
-    return runs, kept
+    return runs, latencies, kept
 
 
 def _plan(experiment: Experiment, system: str, console: Console) -> InstancePlan:
@@ -119,7 +124,7 @@ def _plan(experiment: Experiment, system: str, console: Console) -> InstancePlan
     def probe(count: int) -> float:
         scenario = experiment.scenario.model_copy(update={"instances": count})
         jobs = [Job(scenario, system, seed, experiment.traces) for seed in experiment.seeds]
-        runs, _ = _run(jobs, replace(experiment, quiet=True), console)
+        runs, _, _ = _run(jobs, replace(experiment, quiet=True), console)
         shares = [run[system]["slo"]["both_share"] or 0.0 for run in runs.values()]
         share = sum(shares) / len(shares)
         if not experiment.quiet:

@@ -20,6 +20,7 @@ from cli.exit_codes import FAILED, CommandError
 from shared.log import only_from
 from sim.experiment.result import RunResult
 from sim.experiment.run import Progress, run_system
+from sim.experiment.slo_scales import Latencies
 from sim.experiment.summary import Slo, Summary, summarise
 from sim.scenarios.scenario import Scenario
 
@@ -44,6 +45,7 @@ class Done:
     """What a run came to."""
 
     summary: Summary
+    latencies: Latencies
     result: RunResult | None
     wall_s: float
     end_s: float
@@ -86,7 +88,8 @@ def run_job(job: Job, on_progress: Callable[[Progress], None]) -> Done:
         result = run_system(job.scenario, job.system, job.seed, job.traces, report)
     slo = None if job.scenario.slo is None else Slo(job.scenario.slo.ttft_s, job.scenario.slo.tpot_s)
     summary = summarise(result.records, result.facts, slo=slo, warm_up_s=job.scenario.warm_up_s)
-    return Done(summary, result if job.keep_result else None, time.monotonic() - began_s, last_s)
+    latencies = Latencies.of(result.records, job.scenario.warm_up_s)
+    return Done(summary, latencies, result if job.keep_result else None, time.monotonic() - began_s, last_s)
 
 
 class _Pool:

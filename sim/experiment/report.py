@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sim.experiment.compare import ORACLE, Comparison
+from sim.experiment.slo_scales import SHOWN_SCALES
 from sim.experiment.summary import GOOD_QOE, Summary
 
 NOTHING: Final = "-"
@@ -86,6 +87,7 @@ def render(comparison: Comparison) -> str:
         if all(value is None for value in values) or (row.if_any and not any(values)):
             continue
         lines.append([row.title, *_cells(row, values)])
+    lines += _slo_lines(comparison.get("slo_scales"), names)
     if ORACLE in names:
         gaps = comparison["gap_closed"]
         for title, key in _GAPS:
@@ -97,6 +99,21 @@ def render(comparison: Comparison) -> str:
         seeds = ", ".join(map(str, comparison["seeds"]))
         notes.append(f"means over the seeds {seeds}; least and greatest in the JSON (range)")
     return "\n".join([table, *(["", "; ".join(notes)] if notes else [])])
+
+
+def _slo_lines(found: Mapping[str, Any] | None, names: Sequence[str]) -> list[list[str]]:
+    """Return rows of the requests that miss an SLO of some times the best median."""
+    lines = []
+    for key, title in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
+        figures = None if found is None else found[key]
+        if found is None or figures is None:
+            continue
+        for place, scale in enumerate(found["scales"]):
+            if scale in SHOWN_SCALES:
+                limit = _seconds(scale * figures["unit_s"])
+                row = _Row(f"{title} above {scale:g} × best p50 ({limit})", (), _share)
+                lines.append([row.title, *_cells(row, [figures["missed"][name][place] for name in names])])
+    return lines
 
 
 def _at(summary: Summary, path: Sequence[str]) -> float | None:

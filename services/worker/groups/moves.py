@@ -75,13 +75,16 @@ class MoveMeter:
         return now_s - self._began_s
 
     def bytes_per_s(self, now_s: float) -> float:
-        """Return the rate of the last second, or since the beginning if that is less."""
+        """Return the rate of the last second, or since the beginning if that is less.
+
+        In the first instants, in which it would say anything, as if they had been as long as a sample.
+        """
         past_s = max(now_s - RATE_WINDOW_S, self._began_s)
         at_s, count = self._samples[0]
         for sample_s, sample in self._samples:
             if sample_s <= past_s:
                 at_s, count = sample_s, sample
-        return max(self.num_moved_bytes - count, 0) / (now_s - at_s) if now_s > at_s else 0.0
+        return max(self.num_moved_bytes - count, 0) / max(now_s - at_s, RATE_WINDOW_S / NUM_SAMPLES)
 
     def look(self, now_s: float, num_waiting: int = 0) -> Move:
         """Return how far it is at this moment."""
