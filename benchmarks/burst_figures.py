@@ -97,6 +97,7 @@ HEAD = (
     "throttled",
     "drops",
     "restores",
+    "in a group",
     "others",
 )
 """*Gap*: an answer's longest pause. *Others*: the share of the machine that others used."""
@@ -118,6 +119,7 @@ def row(run: Run) -> tuple[str, ...]:
         f"{watched.num_windows} × {watched.throttled_s / max(watched.num_windows, 1):.1f} s",
         str(watched.drops),
         str(watched.restores),
+        f"{watched.grouped_ratio:.0%}",
         f"{run.foreign_ratio:.0%}",
     )
 

@@ -76,6 +76,8 @@ class Watched:
     """Groups that formed."""
     restores: int
     """Groups that dissolved."""
+    grouped_ratio: float = 0.0
+    """Share of the time in which there was a group."""
 
 
 JOIN_S = 1.0
@@ -91,6 +93,7 @@ class BurstWatch:
         self._use = self._time_s = 0.0
         self._peak = 0
         self._own_blocks = self._group_blocks = 0
+        self._grouped_s = 0.0
         self._groups = (0, 0)
         """Formed, dissolved."""
 
@@ -114,6 +117,7 @@ class BurstWatch:
         if num_blocks:
             self._use += (to_s - from_s) * sum(report.num_used_blocks for report in reports) / num_blocks
             self._time_s += to_s - from_s
+            self._grouped_s += (to_s - from_s) * bool(_groups(view))
         if any(status.throttled for status in view.workers):
             if self._throttled and from_s - self._throttled[-1][1] < JOIN_S:
                 self._throttled[-1] = (self._throttled[-1][0], to_s)
@@ -129,6 +133,7 @@ class BurstWatch:
             demand_peak_ratio=self._peak / max(self._own_blocks or self._group_blocks, 1),
             drops=self._groups[0],
             restores=self._groups[1],
+            grouped_ratio=self._grouped_s / self._time_s if self._time_s else 0.0,
         )
 
 

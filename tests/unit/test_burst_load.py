@@ -65,6 +65,7 @@ def test_use_is_a_mean_over_time_and_of_a_group_its_leaders() -> None:
     seen = watch.figures()
     assert seen.mean_use_ratio == pytest.approx((3 * 0.3 + 1 * 0.8) / 4)
     assert (seen.drops, seen.restores) == (1, 1)
+    assert seen.grouped_ratio == pytest.approx(1 / 4)
 
 
 def test_demand_is_counted_in_the_workers_own_capacity() -> None:
