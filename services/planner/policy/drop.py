@@ -4,7 +4,8 @@
                                                                                        └─► DropRefusal, and why
 
 A plan that gains less than was asked for is still a plan, and says so: then more instances are needed. Refused is a
-plan that gains nothing, that would leave a layer without a second copy, or that costs more than it is worth.
+plan that gains nothing, or that would leave a layer without a second copy. Of one that costs more than it is worth a
+part may be worth it: then that is the plan.
 
 Pure and deterministic. Source: KunServe v1, section 4.1; v2, section 4.1. Deviations: room is counted by the smallest
 stage in whole pages (`capacity`), ranges are parts of what is held now (`tiling`), and there is always a second copy of
@@ -42,6 +43,8 @@ _STRATEGIES: dict[DropStrategy, Callable[[Merger], None]] = {
     DropStrategy.MEMORY_GREEDY: merge_largest,
     DropStrategy.OPTIMUM: merge_best,
 }
+NUM_PARTS = 6
+"""How often the room that is asked for is halved in search of a plan that is worth its price."""
 _KINDS = {
     Obstacle.COPIES: RefusalKind.NO_SECOND_COPY,
     Obstacle.GAIN: RefusalKind.NO_GAIN,
@@ -88,23 +91,60 @@ def plan_drop(
         params: limits, and what the price is made of.
         required_tokens: R, room for KV besides what there is (see `tokens_short`).
         strategy: how groups are chosen.
-        worth_s: seconds of stalls that the room would save; a plan that costs more is refused. None: any price is paid.
+        worth_s: seconds of stalls that the room would save; a plan that costs more is not made, but one for a part of
+            the room that is worth its price, if there is one. None: any price is paid.
 
     Raises:
         ValueError: the optimum is asked for in a cluster that is too large for it.
     """
     if required_tokens <= 0:
         return DropRefusal(RefusalKind.NOT_NEEDED, required_tokens, "there is room for all that is asked for")
+    plan = _plan(facts, params, required_tokens, strategy)
+    if worth_s is None or isinstance(plan, DropRefusal) or plan.price.total_s <= worth_s:
+        return plan
+    part = _best_part(facts, params, plan, strategy, worth_s)
+    if part is not None:
+        return part
+    reason = f"{plan.reason}; the room would save {worth_s:.2f} s, and no part of it is worth its price"
+    return DropRefusal(RefusalKind.NOT_WORTH_IT, required_tokens, reason)
+
+
+def _plan(
+    facts: ClusterFacts, params: DropParams, required_tokens: int, strategy: DropStrategy
+) -> DropPlan | DropRefusal:
+    """Return the plan for so much room at any price, or why there is none."""
     merger = Merger(facts, params, required_tokens)
     _STRATEGIES[strategy](merger)
     plan = assemble(merger, params, required_tokens) if merger.unions else None
     if plan is None or not plan.groups:
         return _refusal(merger, required_tokens)
-    plan = replace(plan, reason=_reason(merger, plan))
-    if worth_s is not None and plan.price.total_s > worth_s:
-        reason = f"{plan.reason}; the room would save {worth_s:.2f} s"
-        return DropRefusal(RefusalKind.NOT_WORTH_IT, required_tokens, reason)
-    return plan
+    return replace(plan, reason=_reason(merger, plan))
+
+
+def _best_part(
+    facts: ClusterFacts, params: DropParams, whole: DropPlan, strategy: DropStrategy, worth_s: float
+) -> DropPlan | None:
+    """Return the plan for a part of the room that saves most beyond its price; None: none is worth its price.
+
+    Tried are the plans for a half of the room that the whole plan makes, a quarter, and so on. A part of the room saves
+    that part of the stalls.
+    """
+    all_tokens = min(whole.required_tokens, whole.gained_tokens)
+    best: tuple[float, DropPlan] | None = None
+    for halvings in range(1, NUM_PARTS + 1):
+        part_tokens = all_tokens >> halvings
+        plan = _plan(facts, params, part_tokens, strategy) if part_tokens else None
+        if not isinstance(plan, DropPlan):
+            break
+        saved_s = worth_s * min(plan.gained_tokens / all_tokens, 1.0)
+        left_s = saved_s - plan.price.total_s
+        if left_s >= 0 and (best is None or left_s > best[0]):
+            reason = (
+                f"{plan.reason}, of {whole.required_tokens}: that saves {saved_s:.2f} s; "
+                f"room for {all_tokens} would cost {whole.price.total_s:.2f} s and save {worth_s:.2f} s"
+            )
+            best = left_s, replace(plan, required_tokens=whole.required_tokens, reason=reason)
+    return None if best is None else best[1]
 
 
 def _reason(merger: Merger, plan: DropPlan) -> str:
