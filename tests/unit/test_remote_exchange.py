@@ -21,9 +21,10 @@ from services.worker.attention.remote import new_states
 from services.worker.engine.types import NOTHING_KEPT, BatchFailedError
 from services.worker.executor.link_turns import LinkTurns
 from services.worker.executor.recent_steps import RecentSteps
-from services.worker.groups import kv_wire, remote_attention, torch_device
+from services.worker.groups import exchange_modes, kv_wire, remote_attention, torch_device
 from services.worker.groups.device import Led
-from services.worker.groups.kv_table import AreLive, KvLot, KvTable
+from services.worker.groups.exchange_modes import ExchangeFacts, by_price
+from services.worker.groups.kv_table import AreLive, KvLot, KvTable, MovingKv
 from services.worker.groups.remote_attention import KeptKeys, RemoteAttention, RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket, StepRows, pack_rows, unpack_rows
 from services.worker.groups.torch_device import TorchGroupDevice
@@ -80,18 +81,24 @@ async def take_in(server: LongServer, led: Led) -> None:
     server.engine.expect_no_more()
 
 
-async def exchange_by_price(devices: Sequence[TorchGroupDevice]) -> tuple[int, dict[Any, list[int]]]:
-    """Return how many lots are live in an exchange of two servers that is begun, served and ended; and the texts."""
+async def exchange_by_price(
+    devices: Sequence[TorchGroupDevice], names: Sequence[Sequence[int]] = ((0, 1, 2, 3), (4, 5, 6, 7))
+) -> tuple[int, dict[Any, list[int]]]:
+    """Return how many lots are live in an exchange of two servers that is begun, served and ended; and the texts.
+
+    Args:
+        devices: two.
+        names: of the requests that each serves before.
+    """
     servers = [LongServer((await device.alone()).executor) for device in devices]
-    servers[0].add([0, 1, 2, 3])
-    servers[1].add([4, 5, 6, 7])
-    for server in servers:
+    for server, asked in zip(servers, names, strict=True):
+        server.add(asked)
         await server.serve(12)
     first = servers[0]
     led = await lead(devices, HALVES, servers)
     assert led.arrivals is not None
     first.enter(led.executor, arrivals=led.arrivals)
-    first.add([4, 5, 6, 7])
+    first.add(names[1])
     listening = asyncio.create_task(take_in(first, led))
     await first.serve(1)
     await listening
@@ -126,6 +133,29 @@ async def test_one_worker_is_asked_while_the_readers_of_another_wait(
         found, texts = await exchange_by_price(devices)
     assert found == 1
     assert texts == await calm_long_texts("long", "float32", "torch")
+
+
+@pytest.mark.parametrize(
+    ("step_s", "modes"), [(0.001, [False, False]), (0.025, [True, False]), (1.0, [True, True])], ids=str
+)
+async def test_by_price_a_long_context_is_attended_elsewhere_and_short_ones_wait(
+    step_s: float, modes: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lots that could all be live: with quick steps no query is worth its time on the link, with slow ones each is."""
+    said: list[list[bool]] = []
+
+    def noted(facts: ExchangeFacts, lots: Sequence[MovingKv]) -> Sequence[bool]:
+        said.append(list(by_price(facts, lots)))
+        return said[-1]
+
+    monkeypatch.setattr(exchange_modes, "by_price", noted)
+    monkeypatch.setattr(RecentSteps, "long_s", step_s)
+    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE, link_bytes_per_s=1e5) as devices:
+        num_live, texts = await exchange_by_price(devices, ([4], [1, 6, 7]))
+    assert said == [modes]
+    assert num_live == sum(modes)
+    calm = await calm_long_texts("long", "float32", "torch")
+    assert texts == {name: calm[name] for name in (1, 4, 6, 7)}
 
 
 def remotes(devices: Sequence[TorchGroupDevice]) -> list[RemoteAttention]:
