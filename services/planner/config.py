@@ -68,6 +68,9 @@ class PlannerSettings(ServiceSettings):
     """Seconds that a group's use must stay below that; higher waits longer for the next burst."""
     restore_beside: bool = True
     """Load parameters beside serving before a group is restored; false: in one step, while its requests wait."""
+    ahead_wait_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """Seconds that a group which is due waits for its KV to fit one of its members, so that it can move ahead of the
+    restore and nobody stalls; 0: it does not wait."""
     load_stall_s: _Seconds = 30.0
     """Seconds without progress after which such a load is given up, and tried again later; higher waits longer."""
     cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
@@ -140,6 +143,7 @@ class PlannerSettings(ServiceSettings):
             retry_s=self.retry_s,
             max_retry_s=self.max_retry_s,
             restore_beside=self.restore_beside,
+            ahead_wait_s=self.ahead_wait_s,
             load_stall_s=self.load_stall_s,
         )
 

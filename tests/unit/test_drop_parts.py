@@ -21,7 +21,7 @@ WORTHS = (0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 1.0, 1.5)
 
 
 def busy_facts(seed: int) -> ClusterFacts:
-    """Up to twelve instances with requests, of which as many join as so much room takes: the larger a group the dearer."""
+    """Up to twelve instances with requests: the larger a group, the dearer."""
     rng = np.random.default_rng(seed)
     instances = [
         make_instance(

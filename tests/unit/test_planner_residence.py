@@ -224,6 +224,44 @@ def test_without_loads_beside_groups_are_restored_in_one_step_from_wherever_they
     assert due(beside(group_of(), 0.5), watch=watch, is_idle=False) == Due()
 
 
+def linked(used: int, link: float = 1e9) -> ClusterFacts:
+    """The group, whose KV can move; 0.85 of the 48 tokens that one member has alone are 40."""
+    facts = group_of(used)
+    return replace(facts, instances=tuple(replace(each, link_bytes_per_s=link) for each in facts.instances))
+
+
+def test_a_group_waits_a_while_until_its_kv_can_move_ahead() -> None:
+    watch = ResidenceWatch(PACING)
+    assert due(linked(41), 0.0, watch) == Due()
+    assert due(linked(41), 9.9, watch) == Due()
+    assert due(linked(41), 10.0, watch) == Due(load=(GROUP,))
+    watch = ResidenceWatch(PACING)
+    assert due(linked(41), 0.0, watch) == Due()
+    assert due(linked(40), 0.5, watch) == Due(load=(GROUP,)), "now it fits"
+
+
+@pytest.mark.parametrize("breaks", ["it is used", "nobody sees it"])
+def test_that_wait_begins_anew(breaks: str) -> None:
+    watch = ResidenceWatch(PACING)
+    assert due(linked(41), 0.0, watch) == Due()
+    if breaks == "it is used":
+        assert due(linked(41), 8.0, watch, is_idle=False) == Due()
+    else:
+        watch.forget()
+    assert due(linked(41), 9.0, watch) == Due()
+    assert due(linked(41), 18.9, watch) == Due()
+    assert due(linked(41), 19.0, watch) == Due(load=(GROUP,))
+
+
+def test_nobody_waits_for_what_cannot_be() -> None:
+    assert due(linked(41, link=0.0)) == Due(load=(GROUP,)), "its KV does not move at all"
+    assert due(linked(41), watch=ResidenceWatch(replace(PACING, ahead_wait_s=0.0))) == Due(load=(GROUP,))
+    in_one_step = ResidenceWatch(replace(PACING, restore_beside=False))
+    assert due(linked(41), watch=in_one_step) == Due(restore=(GROUP,))
+    with pytest.raises(ValueError, match="ahead_wait_s"):
+        replace(PACING, ahead_wait_s=-1.0)
+
+
 def test_who_cannot_load_beside_is_restored_in_one_step() -> None:
     """Stages of 1 and 7 layers have (64 - 16) / 14 = 3 blocks beside, and alone 6: 24 tokens are half of 3 only."""
     first, second = group_of().instances

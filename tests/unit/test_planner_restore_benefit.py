@@ -274,7 +274,7 @@ def test_what_is_loaded_is_restored_at_once_while_it_fits_with_the_growth_to_com
         whole = tuple(replace(each, resident=WHOLE) for each in facts.instances)
         return replace(facts, instances=whole)
 
-    watch = ResidenceWatch(PARAMS)
+    watch = ResidenceWatch(replace(PARAMS, ahead_wait_s=0.0))
     assert watch.apply(loaded(used=76), (), 0.0) == Due(restore=(GROUP,))
     assert watch.apply(loaded(used=77), (), 0.5) == Due()
     assert watch.apply(loaded(used=40, tokens_per_s=3.7), (), 1.0) == Due()

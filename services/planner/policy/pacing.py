@@ -65,6 +65,8 @@ class PacingParams:
     """Longest pause."""
     restore_beside: bool = True
     """Parameters are loaded beside serving before a group is restored, where its workers can; else with a stall."""
+    ahead_wait_s: float = 10.0
+    """Seconds that a group which is due waits for its KV to fit one of its members, so that it can move ahead."""
     load_stall_s: float = 30.0
     """Seconds without any progress after which such a load is given up."""
 
@@ -75,6 +77,8 @@ class PacingParams:
             raise ValueError("0 < restore_max_ratio <= 1 must hold, and no time be negative")
         if not 0 < self.retry_s <= self.max_retry_s:
             raise ValueError("0 < retry_s <= max_retry_s must hold")
+        if self.ahead_wait_s < 0:
+            raise ValueError("ahead_wait_s is not negative")
         if self.load_stall_s <= 0:
             raise ValueError("load_stall_s > 0 must hold")
 

@@ -143,6 +143,12 @@ def ahead_blocks(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
     return min(rule.whole_blocks((stage,)) for stage in stages)
 
 
+def fits_ahead(rule: CapacityRule, stages: Sequence[InstanceFacts], horizon_s: float = 0.0) -> bool:
+    """Return whether a group gets along with what one member has alone, for long enough for its KV to move ahead."""
+    expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
+    return expected <= AHEAD_RATIO * rule.tokens(ahead_blocks(rule, stages))
+
+
 def room_beside(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> tuple[int, bool]:
     """Return the KV that a group has room for that has parameters beside, tokens, and whether KV can move ahead."""
     ahead = ahead_blocks(rule, stages)
@@ -184,8 +190,7 @@ def plan_load(
     if refusal is not None:
         return refusal
     num_blocks, ahead = rule.group_blocks(stages, model.all_layers), ahead_blocks(rule, stages)
-    expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
-    if ahead and expected <= AHEAD_RATIO * rule.tokens(ahead):
+    if ahead and fits_ahead(rule, stages, horizon_s):
         num_blocks = min(num_blocks, ahead)
     num_bytes = sum(missing_bytes(model, stage) for stage in stages)
     reason = (

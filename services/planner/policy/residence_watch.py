@@ -7,9 +7,10 @@
           a member is throttled │ it wants more than half way from `fit_ratio` to all of the room that is left │
           nothing was loaded for `load_stall_s` │ a plan ended by half
 
-After an unload a group has to be used little for the whole hold again, so it loads once per hold at most. One whose
-loads have failed `MAX_LOADS` times, or that cannot load beside serving, is restored in one step: in calm every group
-becomes whole, whatever its loads do.
+One whose KV does not fit one of its members waits for `ahead_wait_s` until it does, so that it can move ahead of the
+restore, and nobody stalls. After an unload a group has to be used little for the whole hold again, so it loads once per
+hold at most. One whose loads have failed `MAX_LOADS` times, or that cannot load beside serving, is restored in one
+step: in calm every group becomes whole, whatever its loads do.
 
 Pure reducer: facts in, decisions out; time is an argument, seconds of one monotonic clock. Source: KunServe v1, section
 4.2, v2, section 4.4; that a burst ends it, and all the patience, is the project's own.
@@ -23,7 +24,14 @@ from dataclasses import dataclass
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, groups_of, wanted_tokens
 from services.planner.policy.pacing import ROUNDING_S, Backoff, PacingParams, fits_alone
-from services.planner.policy.residence import Residence, pipeline_of, residence_of, room_beside, why_not_loaded
+from services.planner.policy.residence import (
+    Residence,
+    fits_ahead,
+    pipeline_of,
+    residence_of,
+    room_beside,
+    why_not_loaded,
+)
 
 MAX_LOADS = 3
 """Loads of one group that may fail before it is restored in one step."""
@@ -55,6 +63,8 @@ class ResidenceWatch:
         self._progress: dict[str, _Progress] = {}
         self._loads: dict[str, Backoff] = {}
         self._unloads: dict[str, Backoff] = {}
+        self._due_since_s: dict[str, float] = {}
+        """Of groups that are due, and nothing is beside."""
 
     @property
     def max_use_ratio(self) -> float:
@@ -76,6 +86,7 @@ class ResidenceWatch:
         stages_of = {name: pipeline_of(facts.model, members) for name, members in groups_of(facts).items()}
         groups = {name: stages for name, stages in stages_of.items() if stages}  # who lost a member mends itself
         self._keep_only(groups)
+        self._due_since_s = {name: self._due_since_s.get(name, now_s) for name in idle if name in groups}
         unload: list[tuple[str, str]] = []
         restore: list[str] = []
         at_once: list[str] = []
@@ -84,7 +95,7 @@ class ResidenceWatch:
             residence = residence_of(facts.model, stages)
             self._follow(name, residence, stages, now_s)
             if residence is Residence.NOTHING:
-                if name in idle:
+                if name in idle and not self._awaits_room_ahead(rule, name, stages, now_s):
                     (load if self._may_load(rule, name, stages) else restore).append(name)
             elif (why := self._why_back(rule, name, residence, stages, now_s)) is not None:
                 unload.append((name, f"{name}: {why}"))
@@ -95,8 +106,9 @@ class ResidenceWatch:
         return Due(self.in_turns(unload, now_s), tuple(at_once or restore), self._rested(load, now_s))
 
     def forget(self) -> None:
-        """Begin anew to wait for progress: nobody has seen it."""
+        """Begin anew to wait: nobody has seen the cluster."""
         self._progress.clear()
+        self._due_since_s.clear()
 
     def loaded(self, group_ids: Iterable[str], now_s: float, *, is_done: bool) -> None:
         """Note what became of the plan by which groups were to load."""
@@ -142,6 +154,13 @@ class ResidenceWatch:
     def _has_stalled(self, name: str, now_s: float) -> bool:
         progress = self._progress.get(name)
         return progress is not None and now_s - progress.since_s >= self._params.load_stall_s - ROUNDING_S
+
+    def _awaits_room_ahead(self, rule: CapacityRule, name: str, stages: Sequence[InstanceFacts], now_s: float) -> bool:
+        """Return whether a group that is due waits until its KV can move ahead of the restore, if it ever can."""
+        is_late = now_s - self._due_since_s[name] >= self._params.ahead_wait_s - ROUNDING_S
+        if is_late or not all(stage.link_bytes_per_s > 0 for stage in stages):
+            return False
+        return self._may_load(rule, name, stages) and not fits_ahead(rule, stages, self._params.fit_horizon_s)
 
     def _may_load(self, rule: CapacityRule, name: str, stages: Sequence[InstanceFacts]) -> bool:
         tries = self._loads.get(name)
