@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from services.worker.engine.stats import EngineStats
+from services.worker.groups.residence import Resident
 from services.worker.groups.role import Role
 from shared.bus import Bus, BusError
 from shared.ids import Incarnation, WorkerId
-from shared.layers import LayerRange
 from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.report import ElasticFacts, Move, WorkerPhase, WorkerReport
@@ -83,7 +83,7 @@ class Reporter:
         self._source: StatsSource | None = None
         self._rates = _Rates()
         self._role: Role | None = None
-        self._parameters: Callable[[], tuple[LayerRange, float]] | None = None
+        self._resident: Callable[[], Resident] | None = None
         self._moves: Callable[[], tuple[Move, ...]] | None = None
         self._is_short = False
         self._short_again_s = 0.0
@@ -114,9 +114,9 @@ class Reporter:
         self._role = role
         self._wake.set()
 
-    def watch_parameters(self, look: Callable[[], tuple[LayerRange, float]]) -> None:
-        """Say with each report which layers' parameters are here, and the share of their bytes that is loaded."""
-        self._parameters = look
+    def watch_memory(self, look: Callable[[], Resident]) -> None:
+        """Say with each report which layers' parameters are here, how far they are loaded, and what takes how much."""
+        self._resident = look
 
     def watch_moves(self, look: Callable[[], tuple[Move, ...]]) -> None:
         """Say with each report what is on its way here."""
@@ -210,9 +210,11 @@ class Reporter:
 
     def _elastic(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        if self._parameters is not None:
-            layers, ratio = self._parameters()
-            found |= {"resident": (layers.first, layers.end), "loaded_ratio": ratio}
+        if self._resident is not None:
+            here = self._resident()
+            found |= {"resident": (here.layers.first, here.layers.end), "loaded_ratio": here.loaded_ratio}
+            sizes = {"param_bytes": here.param_bytes, "kv_bytes": here.kv_bytes}
+            found |= {name: size for name, size in sizes.items() if size is not None}
         if self._moves is not None:
             found["moves"] = self._moves()
         return found

@@ -139,6 +139,9 @@ def test_parameters_beside_and_copies_are_seen() -> None:
         ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
         num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
         for name in BOTH:
+            report = room.driver.reports[name]
+            assert report.param_bytes == 2 * num_bytes
+            assert report.kv_bytes == count * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
             moves = watch.of(MoveKind.PARAMETER_LOAD, name)
             assert {move.num_bytes for move in moves} == {num_bytes}
             assert any(0 < move.num_moved_bytes < num_bytes for move in moves)

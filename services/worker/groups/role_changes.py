@@ -27,7 +27,7 @@ from services.worker.groups.arrivals import ArrivingKv
 from services.worker.groups.block_limit import BlockLimit
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
 from services.worker.groups.moves import Moves
-from services.worker.groups.residence import Residence, residence_in, why_not_resident
+from services.worker.groups.residence import Residence, Resident, residence_in, resident_in_group, why_not_resident
 from services.worker.groups.role import Role, role_in, why_not_taken
 from services.worker.groups.role_executor import RoleExecutor
 from services.worker.groups.turn import Outcome
@@ -95,10 +95,12 @@ class RoleChanges:
         """Plan of the pipeline that this worker is a stage of, or is about to be."""
         self._place_now: GroupPlace | None = None
         """In the group that stands."""
+        self._num_blocks = 0
+        """KV blocks of the layers that are held, since the last change to a part of a group."""
         self._broken: str | None = None
         """Why that pipeline is over, until this worker has left it."""
         reporter.take_role(self.role)
-        reporter.watch_parameters(self._parameters)
+        reporter.watch_memory(self._resident)
         reporter.watch_moves(self._moves.look)
 
     @property
@@ -219,6 +221,7 @@ class RoleChanges:
         else:
             self._moves.follow_no_more()
             self._limit.lift()  # the other stages have given theirs up before
+        self._num_blocks = num_blocks
         self._enter(replace(self.role, plan_id=plan_id))
         return num_blocks
 
@@ -237,6 +240,7 @@ class RoleChanges:
         self._pipeline = place.plan_id
         led = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason), kept)
         self._take(led, place)
+        self._num_blocks = led.executor.capacity.num_blocks
         self._enter(role_in(place))
         self._place_now = place
         return led.executor.capacity.num_blocks
@@ -250,6 +254,7 @@ class RoleChanges:
         self._loop.flush()  # who waits for these sequences hears of it now, not when the group stands
         self._pipeline = place.plan_id
         num_blocks = await self._device.join(place, lambda reason: self._on_end(place.plan_id, reason), kept)
+        self._num_blocks = num_blocks
         self._enter(role_in(place))
         self._place_now = place
         return num_blocks
@@ -317,12 +322,14 @@ class RoleChanges:
             self._arriving.begin(arrivals, tuple(stages[source].worker_id for source in arrivals.sources))
         self._loop.mended()
 
-    def _parameters(self) -> tuple[LayerRange, float]:
+    def _resident(self) -> Resident:
         """Return what is resident, and how far it is loaded; during a change of layers what the role says."""
         device = self._device
         if device.layers != self.role.layers:
-            return self.role.layers, 1.0
-        return device.resident, device.loaded_ratio
+            return Resident(self.role.layers, 1.0)
+        if not self.role.group:
+            return Resident(device.resident, device.loaded_ratio)
+        return resident_in_group(device.facts, device.layers, device.resident, device.loaded_ratio, self._num_blocks)
 
     def _announce(self, name: str, reason: str) -> None:
         """Tell people, without waiting for it."""
