@@ -53,6 +53,7 @@ SETTINGS = {
     "SLUICE_WORKER_MAX_BATCH_ROWS": "48",
     "SLUICE_PLANNER_RESTORE_HOLD_S": "0.5",
     "SLUICE_PLANNER_COOLDOWN_S": "0.5",
+    "SLUICE_PLANNER_AHEAD_WAIT_S": "0.5",
 }
 """Small pages for a small model, and the patience of a load whose calm lasts seconds and not minutes."""
 ANSWER_LIMIT_S = 120.0
