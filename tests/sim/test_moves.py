@@ -94,6 +94,8 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
         on_the_way = [move for move in moves if 0 < move.num_moved_bytes < total]
         # two workers send at 0.8 MB/s each; remote attention takes of that
         assert all(0 < move.bytes_per_s <= 1.7e6 for move in on_the_way)
+        assert not await num_awaiting(room), "those that run have theirs"
+        assert room.cluster.workers[0].service.engine.stats.num_running
         if kv_exchange is KvExchange.COORDINATED:
             assert max(move.num_waiting for move in moves) > 0
         assert f"{kv_exchange.value}; " in begin.reason

@@ -37,7 +37,7 @@ def describe(engine: Engine) -> list[SequenceDescription]:
             num_output_tokens=int(table.num_output[row]),
             num_computed_tokens=int(table.num_computed[row]),
             num_blocks=int(table.held_blocks[row]),
-            awaits_kv=table.status[row] != Status.RUNNING and engine.sharing.awaits_coming(row),
+            awaits_kv=bool(table.status[row] != Status.RUNNING) and engine.sharing.awaits_coming(row),
         )
         for (request_id, attempt), row in sorted(engine.row_of.items(), key=lambda item: item[1])
     ]
