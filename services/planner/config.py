@@ -69,8 +69,8 @@ class PlannerSettings(ServiceSettings):
     restore_beside: bool = True
     """Load parameters beside serving before a group is restored; false: in one step, while its requests wait."""
     ahead_wait_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
-    """Seconds that a group which is due waits for its KV to fit one of its members, so that it can move ahead of the
-    restore and nobody stalls; 0: it does not wait."""
+    """Seconds that a group which is due, and has too much KV for it to move ahead of the restore, waits until it has
+    less, so that nobody stalls; 0: it does not wait."""
     load_stall_s: _Seconds = 30.0
     """Seconds without progress after which such a load is given up, and tried again later; higher waits longer."""
     cooldown_s: Annotated[float, Field(ge=0, le=3600)] = 10.0

@@ -10,6 +10,7 @@ from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.merging import Merger
 from services.planner.policy.observe import ObserveParams, observe
+from services.planner.policy.residence import ahead_blocks
 from shared.layers import LayerRange, even_split
 from shared.memory_bus import MemoryBroker
 from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlanState
@@ -178,7 +179,7 @@ def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> PlannedGroup |
 
     Args:
         own: its members, in any order.
-        is_ahead: beside, it has as many blocks as there is memory for in all layers.
+        is_ahead: beside, it has so few blocks that KV can move ahead of a restore.
     """
     stages = sorted(own, key=lambda report: report.stage)
     if [stage.stage for stage in stages] != list(range(own[0].num_stages)):
@@ -193,7 +194,7 @@ def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> PlannedGroup |
         for each in facts.instances
     )
     if is_ahead and not is_beside:
-        num_blocks = min(rule.blocks(whole, each.num_pages, each.max_blocks) for each in facts.instances)
+        num_blocks = ahead_blocks(rule, facts.instances)
     return beside(stages, num_blocks, None if is_beside else whole) if num_blocks else None
 
 

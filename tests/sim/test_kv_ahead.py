@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.engine.types import KeptKv
 from services.worker.executor.channel import ModelledLink
 from services.worker.groups import modelled_device
-from services.worker.groups.modelled_exchange import Share, copy_in_place
+from services.worker.groups.modelled_exchange import Share, copy_shares
+from services.worker.groups.placed_kv import PlacedKv
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from sim.cluster import ClusterParams
@@ -30,9 +30,20 @@ def params(bytes_per_s: float = SLOW, num_pages: int = 3200, num_workers: int = 
     return replace(group_params(num_workers, num_pages=num_pages), link=ModelledLink(bytes_per_s=bytes_per_s))
 
 
-def ahead_blocks(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
-    found = [worker.groups for worker in room.cluster.workers[: len(names)]]
-    return min(groups.whole_blocks for groups in found if groups is not None)
+def most_ahead(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
+    """Return the largest group in which each worker has memory for all layers of its share."""
+    found, layers = [worker.groups for worker in room.cluster.workers[: len(names)]], even_split(NUM_LAYERS, len(names))
+
+    def suffices(count: int) -> bool:
+        return all(
+            each is not None and each.blocks_ahead(own, count) * len(names) >= count
+            for each, own in zip(found, layers, strict=True)
+        )
+
+    count = 1
+    while suffices(count + 1):
+        count += 1
+    return count
 
 
 async def form(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
@@ -40,7 +51,7 @@ async def form(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
     layers = even_split(NUM_LAYERS, len(names))
     assert states(await room.driver.drop(names, layers)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
-    count = ahead_blocks(room, names)
+    count = most_ahead(room, names)
     assert states(await room.driver.reside(names, count, WHOLE)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
     return count
@@ -63,7 +74,7 @@ def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolve
             await asyncio.sleep(0.6)
             groups = [worker.groups for worker in room.cluster.workers]
             beside = min(each.blocks_beside(WHOLE) for each in groups if each is not None)
-            count = ahead_blocks(room) if is_ahead else beside
+            count = most_ahead(room) if is_ahead else beside
             assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
             await asyncio.sleep(0.6)
             room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 12)))
@@ -87,6 +98,42 @@ def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolve
     assert stood[True] < stood[False] / 3
     assert went_on[True] > 10 * (went_on[False] + 1), "it served while KV moved"
     assert again[True] <= again[False] <= 12 * 16, "at most a block of each is computed again"
+
+
+def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_hardly_longer() -> None:
+    """Each needs memory for all layers of its share only: the same load with all moving at once, and copied ahead."""
+    names = tuple(WorkerId(f"w{i}") for i in range(4))
+    stood: dict[bool, float] = {}
+
+    def measure(is_ahead: bool) -> None:
+        async def main(room: Room) -> None:
+            loop = asyncio.get_running_loop()
+            assert states(await room.driver.drop(names, even_split(NUM_LAYERS, 4))) == ["done"] * 4
+            await asyncio.sleep(0.6)
+            groups = [worker.groups for worker in room.cluster.workers]
+            beside = min(each.blocks_beside(WHOLE) for each in groups if each is not None)
+            alone_blocks = min(each.whole_blocks for each in groups if each is not None)
+            count = most_ahead(room, names) if is_ahead else beside
+            assert count > 2 * alone_blocks
+            assert states(await room.driver.reside(names, count, WHOLE)) == ["done"] * 4
+            await asyncio.sleep(0.6)
+            room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 20)))
+            engine = room.cluster.workers[0].service.engine
+            while engine.stats.num_used_blocks < 1.2 * alone_blocks:
+                await asyncio.sleep(0.01)
+            plan_id, answers = await room.driver.prepare(*(alone(room.driver.reports[name]) for name in names))
+            assert states(answers) == ["prepared"] * 4, answers
+            assert engine.stats.num_used_blocks > 1.2 * alone_blocks
+            began_s = loop.time()
+            assert states(await room.driver.finish(plan_id, names, commit=True)) == ["done"] * 4
+            stood[is_ahead] = loop.time() - began_s
+            await room.check()
+
+        in_room(main, params(num_pages=1300, num_workers=4))
+
+    measure(False)
+    measure(True)
+    assert stood[True] < stood[False] / 3
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])
@@ -135,10 +182,10 @@ def test_texts_are_the_same_whatever_becomes_of_what_is_copied_ahead(seed: int, 
 def test_blocks_that_are_said_to_be_there_and_are_not_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on every copy: with one of each round left out, other words are said."""
 
-    def forget_one(members: Sequence[Share], shares: Sequence[KeptKv]) -> None:
-        copy_in_place(members, [KeptKv(share.names[1:], share.ids[1:]) for share in shares])
+    def forget_one(members: Sequence[Share], shares: Sequence[PlacedKv]) -> None:
+        copy_shares(members, [share.only(range(1, len(share))) for share in shares])
 
-    monkeypatch.setattr(modelled_device, "copy_in_place", forget_one)
+    monkeypatch.setattr(modelled_device, "copy_shares", forget_one)
 
     async def main(room: Room) -> None:
         await form(room)

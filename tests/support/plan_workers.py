@@ -335,8 +335,9 @@ class PlanWorker:
         stage = next(stage for stage in group.stages if stage.worker_id == self.worker_id)
         self.resident = None if stage.resident is None else LayerRange(*stage.resident)
         self.limit = group.num_blocks if group.loads_beside and self.group[0] == self.worker_id else None
-        whole_blocks = CapacityRule(self.model).blocks(self.model.all_layers, NUM_PAGES)
-        self.ahead = group.num_blocks if group.loads_beside and group.num_blocks <= whole_blocks else None
+        num_ahead = CapacityRule(self.model).blocks_ahead(self.layers, NUM_PAGES, group.num_blocks)
+        is_ahead = group.loads_beside and num_ahead * len(group.stages) >= group.num_blocks
+        self.ahead = group.num_blocks if is_ahead else None
         self.began_s, self.plan_id = _now_s(), prepared.plan_id
         return PlanState.DONE
 

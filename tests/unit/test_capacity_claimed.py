@@ -8,6 +8,9 @@ import pytest
 
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import ModelFacts
+from services.worker.memory import holdings
+from services.worker.memory.elastic import ElasticMemory
+from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.spans import Spans
 from shared.layers import LayerRange
@@ -27,6 +30,27 @@ def model_of(facts: MemoryFacts, block_size: int) -> ModelFacts:
         block_size=block_size,
         page_bytes=facts.page_bytes,
     )
+
+
+def check_ahead(rng: np.random.Generator, rule: CapacityRule, memory: ElasticMemory, kept: LayerRange) -> None:
+    """Check that of just so many blocks all layers can be had beside some of those that the stage computes with."""
+    facts = memory.layout.facts
+    beside = [layer for layer in range(facts.num_layers) if layer not in kept]
+    all_layers = LayerRange(0, facts.num_layers)
+    whole = rule.blocks(all_layers, facts.num_pages, facts.max_blocks)
+    most = rule.blocks(kept, facts.num_pages, facts.max_blocks, all_layers)
+    if not beside or not most:
+        return
+    memory.reside(beside, 0)
+    memory.grow()
+    num_blocks = int(rng.integers(1, most + 1))
+    claimed = rule.blocks_ahead(kept, facts.num_pages, num_blocks, facts.max_blocks)
+    assert holdings.room_ahead(memory.layout, kept, num_blocks) == claimed <= min(num_blocks, whole)
+    memory.reside(beside, num_blocks, Spans.of((0, claimed)))
+    memory.shrink(num_blocks)
+    if claimed < min(num_blocks, whole):
+        with pytest.raises(NotEnoughPagesError):
+            memory.reside(beside, num_blocks, Spans.of((0, claimed + 1)))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -51,6 +75,7 @@ def test_every_range_of_layers_gets_the_blocks_that_were_claimed(seed: int) -> N
                 memory.grow()
                 claimed = rule.blocks(kept, facts.num_pages, facts.max_blocks, resident)
                 assert memory.num_blocks == claimed, f"layers {kept} beside the parameters of {resident} of {facts}"
+            check_ahead(rng, rule, memory, kept)
             memory.check_invariants()
         finally:
             memory.close()

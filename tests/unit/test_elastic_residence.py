@@ -274,9 +274,12 @@ def test_nothing_is_loaded_into_memory_that_is_lost(gate: LoadingGate, monkeypat
     model.close()
 
 
+@pytest.mark.parametrize("share", [0, 0.3])
 @pytest.mark.parametrize("layers", [*ranges_of(2, 4), LayerRange(1, 3)])
-def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(layers: LayerRange, gate: LoadingGate) -> None:
-    """As is the stage's own; and while it computes, a stage says the same as before."""
+def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(
+    layers: LayerRange, share: float, gate: LoadingGate
+) -> None:
+    """As is the stage's own; `share`: how much more it has meanwhile than alone, of what it has without."""
     model = open_elastic_model(SHAPES["llama"])
     num_blocks = model.info.capacity.num_blocks
     assert model.ahead() is None
@@ -284,11 +287,14 @@ def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(layers: L
     assert model.ahead() is None
     all_beside(model)
     assert model.ahead() is None, "only parameters are beside"
-    with pytest.raises(ValueError, match=f"ahead there are at most {num_blocks} blocks of all layers"):
-        model.reside(model.whole, num_blocks + 1, is_ahead=True)
-    assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks == model.cache.num_blocks
+    with pytest.raises(ValueError, match="leave no memory for KV of all layers"):
+        model.reside(model.whole, model.cache.num_blocks, is_ahead=True)
+    blocks = num_blocks + int(share * (model.cache.num_blocks - num_blocks))
+    assert blocks <= model.reside(model.whole, blocks, is_ahead=True) == model.cache.num_blocks < blocks + 16
     ahead = model.ahead()
     assert ahead is not None
+    fitting = model.blocks_ahead(layers, blocks)
+    assert ahead.num_blocks == fitting == num_blocks if not share else 0 < fitting < num_blocks
     wait_until_loaded(model)
     model.check_invariants()
     written = [torch.randn_like(pool) for pool in ahead.pools()]
@@ -298,7 +304,8 @@ def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(layers: L
     model.restore()
     assert model.ahead() is None
     assert (model.cache.num_blocks, model.layers) == (num_blocks, model.whole)
-    assert all(map(torch.equal, model.cache.pools(), written))
+    found = [pool[: ahead.num_blocks] for pool in model.cache.pools()]
+    assert all(map(torch.equal, found, written))
     model.check_invariants()
     model.close()
 
@@ -377,13 +384,14 @@ class Life:
 
     def ahead(self) -> None:
         if self.model.layers != self.model.whole:
-            blocks = int(self.rng.integers(1, self.model.info.capacity.num_blocks + 1))
-            if blocks > self.model._memory.num_blocks:
+            held, blocks = self.model.layers, int(self.rng.integers(1, self.model._memory.num_blocks + 1))
+            fitting = self.model.blocks_ahead(held, blocks)
+            if not fitting:
                 return
             assert self.model.reside(self.model.whole, blocks, is_ahead=True) >= blocks
             cache = self.model.ahead()
             assert cache is not None
-            assert (cache.num_blocks, len(cache.layers)) == (blocks, len(self.model.whole))
+            assert (cache.num_blocks, len(cache.layers)) == (fitting, len(self.model.whole))
 
     def unload(self) -> None:
         if self.model.layers != self.model.whole:

@@ -23,6 +23,7 @@ from services.worker.groups.kv_table import (
     table_to_part,
 )
 from services.worker.groups.kv_wire import chunks_between
+from services.worker.groups.placed_kv import PlacedKv
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.wire import encode
@@ -173,16 +174,20 @@ def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
 def test_what_was_copied_ahead_does_not_move_again_and_every_block_stays_in_its_place(seed: int) -> None:
     rng = np.random.default_rng(seed)
     parts = tiling(rng, int(rng.integers(2, 4)))
-    offers = [KvOffer(part, int(rng.integers(5, 40)), 64, 7, is_ahead=True) for part in parts]
+    offers = [KvOffer(part, int(rng.integers(5, 40)), 64, 7, ahead_blocks=24) for part in parts]
     shares = [kept(rng, 12) for _ in parts]
-    there = [kept(rng, 6) if rng.random() < 0.3 else some_of(rng, share) for share in shares]
+    there = [placed(rng, kept(rng, 6) if rng.random() < 0.3 else some_of(rng, share)) for share in shares]
     table = table_to_part(offers, shares, there)
     for stage, (share, copied) in enumerate(zip(shares, there, strict=True)):
         wanted = set(zip(share.names, share.ids.tolist(), strict=True))
         known = set(zip(copied.names, copied.ids.tolist(), strict=True))
         found = table.kept_at(stage)
-        got = set(zip(found.names, found.ids.tolist(), strict=True))
-        assert wanted & known <= got <= wanted, "where it was, under the name that it had"
+        assert len(set(found.ids.tolist())) == len(found), "a place each"
+        assert (wanted & known) == set(zip(table.there[stage].names, table.there[stage].ids.tolist(), strict=True))
+        place_of = dict(zip(copied.names, copied.places.tolist(), strict=True))
+        got = dict(zip(found.names, found.ids.tolist(), strict=True))
+        assert set(got) <= set(share.names)
+        assert all(got[name] == place_of[name] for name, _ in wanted & known), "where it was, under its name"
         moved = {name for lot in table.lots if stage in lot.targets for name in lot.names}
         assert not moved & {name for name, _ in wanted & known}
         assert len(got) == len(wanted & known) + len(moved)
@@ -191,25 +196,39 @@ def test_what_was_copied_ahead_does_not_move_again_and_every_block_stays_in_its_
     rest = sum(len(share) for share in shares) - sum(map(len, table.there))
     assert sent == min(rest, *(offer.room for offer in offers))
     for lot in table.lots:
-        assert set(lot.sources) | set(lot.targets) == set(range(len(parts))), "from all others"
-        assert not set(lot.sources) & set(lot.targets), "its own layers are there"
+        assert lot.sources == tuple(range(len(parts))), "its own layers come to the same place"
     again = unpack_table(pack_table(table))
     assert [each.names for each in again.there] == [each.names for each in table.there]
     assert [again.kept_at(i).ids.tolist() for i in range(len(parts))] == [
         table.kept_at(i).ids.tolist() for i in range(len(parts))
     ]
-    assert table_to_copy(offers, shares).lots == () or all(lot.in_place for lot in table_to_copy(offers, shares).lots)
+    ahead = table_to_copy(offers, [placed(rng, share) for share in shares])
+    for stage in range(len(parts)):
+        check_table(ahead, stage, replace(offers[stage], room=64), 64, [WHOLE] * len(parts))
+    for lot in ahead.lots:
+        assert set(lot.sources) | set(lot.targets) == set(range(len(parts))), "from all others"
+        assert not set(lot.sources) & set(lot.targets), "its own layers are there, elsewhere"
+    told = unpack_table(pack_table(ahead))
+    assert [lot.target_ids.tolist() for lot in told.lots] == [lot.target_ids.tolist() for lot in ahead.lots]
 
 
 def test_nothing_is_copied_ahead_to_who_has_no_memory_for_it() -> None:
     rng = np.random.default_rng(1)
-    offers = [KvOffer(part, 20, 64, 7, is_ahead=stage == 0) for stage, part in enumerate(tiling(rng, 2))]
-    shares = [kept(rng, 12) for _ in offers]
+    offers = [KvOffer(part, 20, 64, 7, ahead_blocks=24 * (stage == 0)) for stage, part in enumerate(tiling(rng, 2))]
+    shares = [placed(rng, KeptKv(tuple(bytes([i] * 16) for i in range(12)), np.arange(12, dtype=np.int32)))] * 2
     assert table_to_copy(offers, shares).lots == ()
-    assert not any(lot.in_place for lot in table_to_part(offers, shares).lots)
-    told = table_to_part([replace(offer, is_ahead=True) for offer in offers], shares)
-    with pytest.raises(ValueError, match="there is no memory for layers of others"):
-        check_table(told, 1, offers[1], 64, [WHOLE] * 2)
+    kept_ones = [KeptKv(share.names, share.ids) for share in shares]
+    assert not table_to_part(offers, kept_ones, shares).there
+    able = [replace(offer, ahead_blocks=24) for offer in offers]
+    with pytest.raises(ValueError, match="there is memory for layers of others in 0 blocks only"):
+        check_table(table_to_copy(able, shares), 1, offers[1], 64, [WHOLE] * 2)
+    with pytest.raises(ValueError, match="blocks are said to be there that are not among 0"):
+        check_table(table_to_part(able, kept_ones, shares), 1, offers[1], 64, [WHOLE] * 2)
+
+
+def placed(rng: np.random.Generator, found: KeptKv) -> PlacedKv:
+    """Return blocks with places among 24."""
+    return PlacedKv(found.names, found.ids, rng.permutation(24)[: len(found)].astype(np.int32))
 
 
 def some_of(rng: np.random.Generator, found: KeptKv) -> KeptKv:

@@ -16,6 +16,7 @@ from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from services.worker.groups import kv_wire, live_exchange
 from services.worker.groups.device import Parting
 from services.worker.groups.live_exchange import LiveExchange
+from services.worker.groups.placed_kv import PlacedKv
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
 from services.worker.memory.kv_cache import KVCache
@@ -263,17 +264,25 @@ class Life:
 
     async def part_after_copying(self, members: list[TorchGroupDevice], group: Group) -> None:
         """Some of each share is copied ahead, in rounds; some of that is written anew since, and some breaks off."""
-        num_blocks = min(device.whole_blocks for device in members)
+        alone, size = min(device.whole_blocks for device in members), len(members)
+        num_blocks = int(self.rng.integers(alone, alone * size * size // (2 * size - 1) + 1))
+        places = []
         for device in members:
             assert await device.reside(device._model.whole, num_blocks, is_ahead=True) >= num_blocks
             ahead = device._model.ahead()
             assert ahead is not None
+            assert ahead.num_blocks >= min(device.blocks_ahead(device.layers, num_blocks), alone) > 0
+            places.append(self.rng.permutation(ahead.num_blocks).astype(np.int32))
             for layer in (layer for layer in ahead.layers if layer not in device.layers):
                 ahead.keys[layer].fill_(torch.nan)
                 ahead.values[layer].fill_(torch.nan)
         shares = [some_kept(device, self.rng, num_blocks) for device in members]
+        all_placed = [
+            PlacedKv(share.names[: len(free)], share.ids[: len(free)], free[: len(share)])
+            for share, free in zip(shares, places, strict=True)
+        ]
         rounds = [
-            tuple(part_of(share, self.rng.random(len(share)) < chance) for share in shares)
+            tuple(part_of(share, self.rng.random(len(share)) < chance) for share in all_placed)
             for chance in self.rng.choice([0.3, 0.9], int(self.rng.integers(1, 4)))
         ]
         rounds = [each for each in rounds if sum(map(len, each))]
@@ -296,22 +305,25 @@ class Life:
         await group.executor.close()
         calls = [Parting(tuple(shares), tuple(known)), *[Parting()] * (len(members) - 1)]
         told_alone = await asyncio.gather(*(device.alone(call) for device, call in zip(members, calls, strict=True)))
-        for share, device, led, bits in zip(shares, members, told_alone, expected, strict=True):
+        for share, stayed, device, led, bits in zip(shares, known, members, told_alone, expected, strict=True):
             assert set(led.kept.names) == set(share.names)
+            assert len(set(led.kept.ids.tolist())) == len(share), "a place each"
             found = dict(zip(led.kept.names, led.kept.ids.tolist(), strict=True))
-            assert [found[name] for name in share.names] == share.ids.tolist(), "every block stays in its place"
+            assert [found[name] for name in stayed.names] == stayed.places.tolist(), "where it was copied to"
             check_bits(device, led.kept, bits)
         self.done["part ahead"] += 1
 
 
-def part_of(kept: KeptKv, chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> KeptKv:
-    places = np.flatnonzero(chosen)
-    return KeptKv(tuple(kept.names[i] for i in places), kept.ids[places])
+def part_of(placed: PlacedKv, chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> PlacedKv:
+    return placed.only(np.flatnonzero(chosen).tolist())
 
 
-def joined(parts: Sequence[KeptKv]) -> KeptKv:
-    found = {name: block for part in parts for name, block in zip(part.names, part.ids.tolist(), strict=True)}
-    return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
+def joined(parts: Sequence[PlacedKv]) -> PlacedKv:
+    names = [name for part in parts for name in part.names]
+    nothing = PlacedKv()
+    ids = np.concatenate([nothing.ids, *(part.ids for part in parts)])
+    whole = PlacedKv(tuple(names), ids, np.concatenate([nothing.places, *(part.places for part in parts)]))
+    return whole.only([i for i, name in enumerate(names) if name not in names[:i]])
 
 
 def spoil_blocks(device: TorchGroupDevice, ids: I32, rng: np.random.Generator) -> None:

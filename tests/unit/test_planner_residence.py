@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ClusterFacts, expected_tokens, groups_of, wanted_tokens
+from services.planner.policy.drop_facts import (
+    ClusterFacts,
+    InstanceFacts,
+    ModelFacts,
+    expected_tokens,
+    groups_of,
+    wanted_tokens,
+)
 from services.planner.policy.pacing import PacingParams, RestoreWatch
 from services.planner.policy.residence import (
     Residence,
@@ -26,9 +34,19 @@ from services.planner.policy.residence_watch import MAX_LOADS, Due, ResidenceWat
 from services.planner.policy.restore import RestorePlan, RestoreRefusal, plan_restore
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts
+from tests.support.drop_builders import (
+    literal_blocks,
+    make_facts,
+    make_group,
+    make_instance,
+    make_model,
+    pages_of,
+    random_facts,
+)
 
 PACING = PacingParams(restore_hold_s=10.0, retry_s=2.0, max_retry_s=20.0, load_stall_s=30.0)
+WIDE = replace(PACING, restore_ratio=0.7)
+"""A group is due with more than what can move ahead."""
 WHOLE = LayerRange(0, 8)
 GROUP = "w00000"
 
@@ -60,6 +78,27 @@ def beside(facts: ClusterFacts, ratio: float = 1.0) -> ClusterFacts:
     return able(facts, WHOLE, ratio)
 
 
+def literal_ahead(model: ModelFacts, stages: Sequence[InstanceFacts], most: int) -> int:
+    """Return the largest group of which each member can hold its own layers, and all others of an nth: by trying."""
+    whole, size = model.all_layers, len(stages)
+
+    def pages(num_blocks: int) -> int:
+        return sum(1 for page in range(10_000) if page * model.page_bytes < num_blocks * model.block_bytes)
+
+    def fits(num_blocks: int) -> bool:
+        share = -(-num_blocks // size)
+        return all(
+            pages_of(model, whole)
+            + 2 * len(stage.layers) * pages(num_blocks)
+            + 2 * (model.num_layers - len(stage.layers)) * pages(share)
+            <= stage.num_pages
+            and share <= literal_blocks(model, whole, stage.num_pages, stage.max_blocks)
+            for stage in stages
+        )
+
+    return max((count for count in range(1, most + 1) if fits(count)), default=0)
+
+
 # --- what fits -------------------------------------------------------------------------------------------------------
 
 
@@ -82,8 +121,10 @@ def test_nothing_is_loaded_that_does_not_fit(seed: int) -> None:
         assert fits
         assert isinstance(plan_restore(facts, (name,)), RestorePlan), "what is loaded for nothing"
         alone = min(literal_blocks(facts.model, whole, s.num_pages, s.max_blocks) for s in stages)
-        is_ahead = expected_tokens(stages, 2.0) <= 0.85 * alone * facts.model.block_size
-        assert [(group.group_id, group.num_blocks) for group in plan.groups] == [(name, alone if is_ahead else room)]
+        ahead = literal_ahead(facts.model, stages, room)
+        expected = expected_tokens(stages, 2.0) / (0.85 * facts.model.block_size)
+        num_blocks = alone if expected <= alone else ahead if expected <= ahead else room
+        assert [(group.group_id, group.num_blocks) for group in plan.groups] == [(name, num_blocks)]
         plan.check_invariants(facts)
 
 
@@ -225,39 +266,39 @@ def test_without_loads_beside_groups_are_restored_in_one_step_from_wherever_they
 
 
 def linked(used: int, link: float = 1e9) -> ClusterFacts:
-    """The group, whose KV can move; 0.85 of the 48 tokens that one member has alone are 40."""
+    """The group, whose KV can move: 4 blocks, of which each has its layers, and all of 2; 0.85 of that are 54."""
     facts = group_of(used)
     return replace(facts, instances=tuple(replace(each, link_bytes_per_s=link) for each in facts.instances))
 
 
 def test_a_group_waits_a_while_until_its_kv_can_move_ahead() -> None:
-    watch = ResidenceWatch(PACING)
-    assert due(linked(41), 0.0, watch) == Due()
-    assert due(linked(41), 9.9, watch) == Due()
-    assert due(linked(41), 10.0, watch) == Due(load=(GROUP,))
-    watch = ResidenceWatch(PACING)
-    assert due(linked(41), 0.0, watch) == Due()
-    assert due(linked(40), 0.5, watch) == Due(load=(GROUP,)), "now it fits"
+    watch = ResidenceWatch(WIDE)
+    assert due(linked(55), 0.0, watch) == Due()
+    assert due(linked(55), 9.9, watch) == Due()
+    assert due(linked(55), 10.0, watch) == Due(load=(GROUP,))
+    watch = ResidenceWatch(WIDE)
+    assert due(linked(55), 0.0, watch) == Due()
+    assert due(linked(54), 0.5, watch) == Due(load=(GROUP,)), "now it fits"
 
 
 @pytest.mark.parametrize("breaks", ["it is used", "nobody sees it"])
 def test_that_wait_begins_anew(breaks: str) -> None:
-    watch = ResidenceWatch(PACING)
-    assert due(linked(41), 0.0, watch) == Due()
+    watch = ResidenceWatch(WIDE)
+    assert due(linked(55), 0.0, watch) == Due()
     if breaks == "it is used":
-        assert due(linked(41), 8.0, watch, is_idle=False) == Due()
+        assert due(linked(55), 8.0, watch, is_idle=False) == Due()
     else:
         watch.forget()
-    assert due(linked(41), 9.0, watch) == Due()
-    assert due(linked(41), 18.9, watch) == Due()
-    assert due(linked(41), 19.0, watch) == Due(load=(GROUP,))
+    assert due(linked(55), 9.0, watch) == Due()
+    assert due(linked(55), 18.9, watch) == Due()
+    assert due(linked(55), 19.0, watch) == Due(load=(GROUP,))
 
 
 def test_nobody_waits_for_what_cannot_be() -> None:
-    assert due(linked(41, link=0.0)) == Due(load=(GROUP,)), "its KV does not move at all"
-    assert due(linked(41), watch=ResidenceWatch(replace(PACING, ahead_wait_s=0.0))) == Due(load=(GROUP,))
-    in_one_step = ResidenceWatch(replace(PACING, restore_beside=False))
-    assert due(linked(41), watch=in_one_step) == Due(restore=(GROUP,))
+    assert due(linked(55, link=0.0), watch=ResidenceWatch(WIDE)) == Due(load=(GROUP,)), "its KV does not move at all"
+    assert due(linked(55), watch=ResidenceWatch(replace(WIDE, ahead_wait_s=0.0))) == Due(load=(GROUP,))
+    in_one_step = ResidenceWatch(replace(WIDE, restore_beside=False))
+    assert due(linked(55), watch=in_one_step) == Due(restore=(GROUP,))
     with pytest.raises(ValueError, match="ahead_wait_s"):
         replace(PACING, ahead_wait_s=-1.0)
 

@@ -7,6 +7,8 @@ Stated so that a worker can be held to it. A stage that serves the layers [a, b)
     blocks backed in every one of its ranges:      n = ⌊q · page / block_bytes⌋    at most max_blocks
 
 While the parameters of other layers are resident beside, p counts all that are, and KV exists for [a, b) all the same.
+Of N blocks that it serves with then, it can have the other layers too of as many as the rest of the budget holds
+(`blocks_ahead`): those of its share, if KV is to move before the group dissolves.
 
 A group's block ids are 0 to C - 1 with C the smallest n of its stages, because a block is usable only where all stages
 back it; its capacity is C · block_size tokens. So a merge does not simply free P: the stage with most layers counts.
@@ -52,6 +54,10 @@ class CapacityRule:
 
     def _pages(self, num_bytes: int) -> int:
         return -(-num_bytes // self.model.page_bytes)
+
+    def kv_pages(self, num_blocks: int) -> int:
+        """Return the pages of the keys of so many blocks in one layer; their values take as many."""
+        return self._pages(num_blocks * self.model.block_bytes)
 
     def parameter_pages(self, layers: LayerRange) -> int:
         """Return the pages that the parameters of a stage of these layers take."""
@@ -103,6 +109,26 @@ class CapacityRule:
             resident: layers whose parameters each of them has; None: just those that it serves.
         """
         return min(self.blocks(each.layers, each.num_pages, each.max_blocks, resident) for each in members)
+
+    def blocks_ahead(self, layers: LayerRange, num_pages: int, num_blocks: int, max_blocks: int | None = None) -> int:
+        """Return of how many blocks a stage can have all layers, beside the whole model and the KV that it serves with.
+
+        No more than it serves with, and than it has alone.
+
+        Args:
+            layers: that it serves.
+            num_pages: its budget.
+            num_blocks: of these layers.
+            max_blocks: for which addresses are reserved; None: enough.
+        """
+        model, whole = self.model, self.model.all_layers
+        most = min(num_blocks, self.blocks(whole, num_pages, max_blocks))
+        num_others = len(whole) - len(layers)
+        if not num_others:
+            return most
+        own = 2 * len(layers) * self.kv_pages(num_blocks)
+        free = max(num_pages - self.parameter_pages(whole) - own, 0)
+        return min(free // (2 * num_others) * model.page_bytes // model.block_bytes, most)
 
     def whole_blocks(self, members: Iterable[InstanceFacts]) -> int:
         """Return the blocks that these instances have together, each of them whole and alone."""

@@ -66,7 +66,7 @@ class PacingParams:
     restore_beside: bool = True
     """Parameters are loaded beside serving before a group is restored, where its workers can; else with a stall."""
     ahead_wait_s: float = 10.0
-    """Seconds that a group which is due waits for its KV to fit one of its members, so that it can move ahead."""
+    """Seconds that a group which is due waits until it has so little KV that it can move ahead."""
     load_stall_s: float = 30.0
     """Seconds without any progress after which such a load is given up."""
 

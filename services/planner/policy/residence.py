@@ -11,9 +11,15 @@ A group whose members have the whole model resident has room for as many tokens 
 With stages of equal size that is what its members have alone, together; with others it is less. So a load is planned
 only if what the group wants is below the ratio of that room too.
 
-If what it wants fits what *one* member has alone (`AHEAD_RATIO`), the group gets along with that meanwhile: then each
-member has memory for the KV of all layers, so most of it can move before the group dissolves. Its workers know it by
-the number of blocks.
+If what it wants fits in fewer blocks (`AHEAD_RATIO`), the group gets along with those meanwhile, and each member has
+memory for all layers of its share too, so most of the KV can move before the group dissolves. Of n stages alike, each
+with room for C blocks alone, the group then has
+
+    C                      and each of them room for any share
+    n² / (2 n - 1) · C     if that is too little: 1.33 C of two, 2.29 C of four; room for an nth of it at each:
+                           an nth of the layers of all, and all others of an nth
+
+The workers know by the number of blocks that it is so.
 
 Pure. Source: KunServe v1, section 4.2, v2, section 4.4 (parameters are pulled beside serving). Deviations: room is made
 before the first byte is loaded, and all of a group's members load, or none.
@@ -21,6 +27,7 @@ before the first byte is loaded, and all of a group's members load, or none.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -39,7 +46,7 @@ from shared.ids import WorkerId
 from shared.layers import LayerRange, check_tiling
 
 AHEAD_RATIO = 0.85
-"""Share of what one member has alone that a group may want for its KV to move ahead; the rest is for what comes."""
+"""Share of the room meanwhile that a group may want for its KV to move ahead; the rest is for what comes."""
 AHEAD_HORIZON_S = 2.0
 """And so may it so many seconds ahead, if none of its requests ends: about what the load and the copies take."""
 
@@ -139,21 +146,28 @@ def beside_tokens(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
 
 
 def ahead_blocks(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> int:
-    """Return the blocks that every member has memory for in all layers beside the whole model."""
-    return min(rule.whole_blocks((stage,)) for stage in stages)
+    """Return the most blocks of a group beside the whole model with which each member can have its share ahead."""
+
+    def suffices(num_blocks: int) -> bool:
+        return all(
+            rule.blocks_ahead(stage.layers, stage.num_pages, num_blocks, stage.max_blocks) * len(stages) >= num_blocks
+            for stage in stages
+        )
+
+    most = rule.group_blocks(stages, rule.model.all_layers)
+    return bisect_left(range(1, most + 1), 1, key=lambda num_blocks: int(not suffices(num_blocks)))
 
 
 def fits_ahead(rule: CapacityRule, stages: Sequence[InstanceFacts], horizon_s: float = 0.0) -> bool:
-    """Return whether a group gets along with what one member has alone, for long enough for its KV to move ahead."""
-    expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
-    return expected <= AHEAD_RATIO * rule.tokens(ahead_blocks(rule, stages))
+    """Return whether a group gets along with so much room that its KV can move ahead, and for long enough."""
+    return _fits(rule, stages, ahead_blocks(rule, stages), horizon_s)
 
 
 def room_beside(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> tuple[int, bool]:
     """Return the KV that a group has room for that has parameters beside, tokens, and whether KV can move ahead."""
-    ahead = ahead_blocks(rule, stages)
-    is_ahead = 0 < stages[0].num_blocks <= ahead
-    return (rule.tokens(ahead), True) if is_ahead else (beside_tokens(rule, stages), False)
+    num_blocks = stages[0].num_blocks
+    is_ahead = 0 < rule.kv_pages(num_blocks) <= rule.kv_pages(ahead_blocks(rule, stages))  # whole pages are left to it
+    return (rule.tokens(num_blocks), True) if is_ahead else (beside_tokens(rule, stages), False)
 
 
 def why_not_loaded(
@@ -191,7 +205,8 @@ def plan_load(
         return refusal
     num_blocks, ahead = rule.group_blocks(stages, model.all_layers), ahead_blocks(rule, stages)
     if ahead and fits_ahead(rule, stages, horizon_s):
-        num_blocks = min(num_blocks, ahead)
+        alone = min(rule.whole_blocks((stage,)) for stage in stages)
+        num_blocks = alone if _fits(rule, stages, alone, horizon_s) else ahead
     num_bytes = sum(missing_bytes(model, stage) for stage in stages)
     reason = (
         f"{num_bytes / 2**30:.2f} GiB of parameters are loaded beside serving; "
@@ -219,6 +234,11 @@ def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> Resi
         after += changes[-1].num_blocks
     reason = f"{why}; room for {rule.tokens(after)} tokens, now {before}"
     return ResidencePlan(tuple(changes), None, reason)
+
+
+def _fits(rule: CapacityRule, stages: Sequence[InstanceFacts], num_blocks: int, horizon_s: float) -> bool:
+    expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
+    return expected <= AHEAD_RATIO * rule.tokens(num_blocks)
 
 
 def _resident(group_id: str, stages: Sequence[InstanceFacts], num_blocks: int) -> ResidentGroup:

@@ -7,10 +7,10 @@
           a member is throttled │ it wants more than half way from `fit_ratio` to all of the room that is left │
           nothing was loaded for `load_stall_s` │ a plan ended by half
 
-One whose KV does not fit one of its members waits for `ahead_wait_s` until it does, so that it can move ahead of the
-restore, and nobody stalls. After an unload a group has to be used little for the whole hold again, so it loads once per
-hold at most. One whose loads have failed `MAX_LOADS` times, or that cannot load beside serving, is restored in one
-step: in calm every group becomes whole, whatever its loads do.
+One with too much KV to move ahead of the restore waits for `ahead_wait_s` until it has less, so that nobody stalls.
+After an unload a group has to be used little for the whole hold again, so it loads once per hold at most. One whose
+loads have failed `MAX_LOADS` times, or that cannot load beside serving, is restored in one step: in calm every group
+becomes whole, whatever its loads do.
 
 Pure reducer: facts in, decisions out; time is an argument, seconds of one monotonic clock. Source: KunServe v1, section
 4.2, v2, section 4.4; that a burst ends it, and all the patience, is the project's own.

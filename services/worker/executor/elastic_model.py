@@ -141,6 +141,15 @@ class ElasticModel:
             raise ValueError(f"layers {layers} are not all among the resident ones, {resident}")
         return holdings.room(self._memory.layout, layers, resident or layers)
 
+    def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
+        """Return of how many blocks a stage can have all layers beside the whole model and its own KV.
+
+        Args:
+            layers: of the stage: of this model, or of one in a memory like this.
+            num_blocks: of those that it computes with.
+        """
+        return holdings.room_ahead(self._memory.layout, layers, num_blocks)
+
     def open(self) -> ModelRunner:
         """Return a runner of the layers that are held, which is to be closed before another change than `reside`."""
         assert not self._runner.is_open, "one runner is open at a time"
@@ -193,15 +202,15 @@ class ElasticModel:
             num_blocks: that there have to be; those with higher ids are not used any more.
             before: sources that are asked before the checkpoint is read; owned, whatever happens.
             after: those that are asked for what it does not give; owned.
-            is_ahead: there is memory for so many blocks of the layers beside as well, and no more of those held; see
-                `ahead`.
+            is_ahead: there are no more blocks than that, and what else there is becomes memory for KV of the layers
+                beside: for `blocks_ahead`, see `ahead`.
 
         Returns:
             KV blocks that there are.
 
         Raises:
-            ValueError: other layers, or so many blocks do not fit, or, ahead, are not those of the whole model; nothing
-                was changed.
+            ValueError: other layers, or so many blocks do not fit, or, ahead, they are not those of the whole model, or
+                leave memory for none; nothing was changed.
             MemoryLostError: pages are not where they should be; only `close` is left to do.
             OSError, MemoryError: the system refuses; there may be fewer blocks than before.
         """
@@ -210,10 +219,10 @@ class ElasticModel:
                 sources.callback(source.close)
             if (fitting := self.blocks_with(self.layers, layers)) < num_blocks:
                 raise ValueError(f"{fitting} blocks fit beside layers {layers}, {num_blocks} were promised")
-            if is_ahead and (layers != self.whole or not 0 < num_blocks <= self.info.capacity.num_blocks):
-                raise ValueError(f"ahead there are at most {self.info.capacity.num_blocks} blocks of all layers")
+            ahead_blocks = self.blocks_ahead(self.layers, num_blocks) if is_ahead else 0
+            if is_ahead and (layers != self.whole or not ahead_blocks):
+                raise ValueError(f"{num_blocks} blocks of layers {self.layers} leave no memory for KV of all layers")
             try:
-                ahead_blocks = num_blocks if is_ahead else 0
                 self._make_room(layers, min(num_blocks, self._memory.num_blocks), ahead_blocks)
                 if is_ahead:
                     self._changed(lambda: self._memory.shrink(num_blocks))

@@ -193,9 +193,9 @@ class ShadowKv:
             for block in target.tolist():
                 self._elsewhere.pop(block, None)
 
-    def join(self, other: ShadowKv, ids: I32) -> None:
-        """Have blocks [n] of both memories, each with some of the layers: what they do not agree on is garbage."""
-        differs = ids[(self._slots[ids] != other._slots[ids]).any(axis=1)]
+    def join(self, ids: I32, other: ShadowKv, its: I32) -> None:
+        """Have blocks [n] of this memory and [n] of another, each with some layers: where they differ it is garbage."""
+        differs = ids[(self._slots[ids] != other._slots[its]).any(axis=1)]
         self.poison(differs)
 
     def attend_elsewhere(self, other: ShadowKv, source: I32, target: I32) -> None:

@@ -1,11 +1,11 @@
 """KV that moves while its group still serves, round by round, so that little is left to move when the group dissolves.
 
     leader    which blocks go where ── KvTable ──►  every stage    its layers of them ──► the stage where they will go
-              and so on, until few are left: a table of nothing                          (to the places that they have)
+              and so on, until few are left: a table of nothing                          (to places of its own)
     all       the same connections carry the rest when the group dissolves
 
 Blocks that are copied are full, so nothing changes them; the leader keeps them from being reused until every stage has
-its part of the round. Every stage has memory for all layers by then (`KvOffer.is_ahead`), and computes with its own.
+its part of the round. Every stage has memory for all layers of its share by then (`KvOffer.ahead_blocks`).
 
 Source: KunServe v1, section 4.2 (live KV restore: requests leave the pipeline once their KV is at one instance); in
 rounds as virtual machines and Llumnix (section 4.2 there) do, where the paper says nothing.
@@ -17,11 +17,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.groups.device import NextShares
 from services.worker.groups.kv_table import KvOffer, table_to_copy
 from services.worker.groups.kv_wire import KvSocket
 from services.worker.groups.live_exchange import LiveExchange
+from services.worker.groups.placed_kv import PlacedKv
 from services.worker.groups.threads import in_thread
 from services.worker.memory.kv_cache import KVCache
 
@@ -60,9 +60,9 @@ class CopyAhead:
         finally:
             self._idle.set()
 
-    async def _round(self, offer: KvOffer, source: KVCache, target: KVCache, shares: Sequence[KeptKv]) -> int | None:
+    async def _round(self, offer: KvOffer, source: KVCache, target: KVCache, shares: Sequence[PlacedKv]) -> int | None:
         """Return how many blocks have moved; None: it broke off."""
-        named = shares or (NOTHING_KEPT,) * (len(self._socks) + 1)
+        named = shares or (PlacedKv(),) * (len(self._socks) + 1)
         exchange = self._make_round()
         await exchange.agree(offer, source.num_blocks, partial(table_to_copy, shares=named))
         num_blocks = exchange.num_blocks

@@ -14,11 +14,12 @@ from typing import Protocol
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.groups.arrivals import Arrivals
+from services.worker.groups.placed_kv import PlacedKv
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
 
-NextShares = Callable[[], Sequence[KeptKv]]
+NextShares = Callable[[], Sequence[PlacedKv]]
 """Returns by stage the blocks of the next round, once all of the last one are there; none: that was all."""
 
 
@@ -75,7 +76,7 @@ class Parting:
 
     shares: tuple[KeptKv, ...] = ()
     """The leader says which blocks go to which stage's worker; the others say nothing."""
-    there: tuple[KeptKv, ...] = ()
+    there: tuple[PlacedKv, ...] = ()
     """And which of the group's blocks are there already, by `copy_ahead`; none at all: nothing was copied."""
 
 
@@ -178,8 +179,8 @@ class GroupDevice(Protocol):
         Args:
             layers: that contain the own ones. Just the own ones: what is beside becomes memory for KV again.
             num_blocks: that there have to be afterwards.
-            is_ahead: there is memory for KV of all layers in so many blocks, at most `whole_blocks`, so that it can
-                come before the group dissolves (`copy_ahead`).
+            is_ahead: there is memory for KV of all layers in `blocks_ahead`, so that it can come before the group
+                dissolves (`copy_ahead`), and for no more than `num_blocks` of the own ones.
 
         Returns:
             KV blocks that this device has for its layers then, `num_blocks` or more.
@@ -211,6 +212,15 @@ class GroupDevice(Protocol):
 
     def end_copying(self) -> None:
         """Let `copy_ahead` end soon, here and at the other stages, and forget its connections. Idempotent."""
+        ...
+
+    def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
+        """Return of how many blocks a stage on a device like this can have all layers, beside the whole model.
+
+        Args:
+            layers: that the stage computes.
+            num_blocks: of KV of these that it has; it has all layers of no more, and of no more than `whole_blocks`.
+        """
         ...
 
     @property

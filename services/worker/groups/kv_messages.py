@@ -12,6 +12,7 @@ from pydantic import Field
 
 from services.worker.engine.types import I32, KeptKv
 from services.worker.groups.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable
+from services.worker.groups.placed_kv import PlacedKv
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.messages.base import ControlMessage, MessagePart
@@ -41,7 +42,7 @@ class KvOffered(ControlMessage):
     ends: Ids = b""
     link_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     step_s: Annotated[float, Field(ge=0)] = 0.0
-    is_ahead: bool = False
+    ahead_blocks: Count = 0
 
 
 class KvLotPart(MessagePart):
@@ -53,14 +54,15 @@ class KvLotPart(MessagePart):
     first: Count
     names: Names
     is_live: bool = False
-    in_place: bool = False
+    places: Ids | None = None
 
 
 class KvBlocksPart(MessagePart):
-    """A `KeptKv`."""
+    """A `PlacedKv`."""
 
     names: Names
     ids: Ids
+    places: Ids
 
 
 class KvDecided(ControlMessage):
@@ -87,7 +89,7 @@ def pack_offer(offer: KvOffer) -> bytes:
         ends=ends.astype(_ID).tobytes(),
         link_bytes_per_s=offer.link_bytes_per_s,
         step_s=offer.step_s,
-        is_ahead=offer.is_ahead,
+        ahead_blocks=offer.ahead_blocks,
     )
     return encode(message)
 
@@ -109,7 +111,7 @@ def unpack_offer(data: bytes) -> KvOffer:
         kept,
         said.link_bytes_per_s,
         said.step_s,
-        said.is_ahead,
+        said.ahead_blocks,
     )
 
 
@@ -123,12 +125,17 @@ def pack_table(table: KvTable) -> bytes:
             first=lot.first,
             names=b"".join(lot.names),
             is_live=lot.is_live,
-            in_place=lot.in_place,
+            places=None if lot.places is None else lot.places.astype(_ID).tobytes(),
         )
         for lot in table.lots
     )
     there = tuple(
-        KvBlocksPart(names=b"".join(found.names), ids=found.ids.astype(_ID).tobytes()) for found in table.there
+        KvBlocksPart(
+            names=b"".join(found.names),
+            ids=found.ids.astype(_ID).tobytes(),
+            places=found.places.astype(_ID).tobytes(),
+        )
+        for found in table.there
     )
     return encode(KvDecided(held=tuple((layers.first, layers.end) for layers in table.held), lots=lots, there=there))
 
@@ -143,8 +150,12 @@ def unpack_table(data: bytes) -> KvTable:
     lots = []
     for lot in said.lots:
         names, ids = _unpack_blocks(lot.names, lot.ids)
-        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names, lot.is_live, lot.in_place))
-    there = tuple(KeptKv(*_unpack_blocks(found.names, found.ids)) for found in said.there)
+        places = None if lot.places is None else _unpack_blocks(lot.names, lot.places)[1]
+        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names, lot.is_live, places))
+    there = tuple(
+        PlacedKv(*_unpack_blocks(found.names, found.ids), _unpack_blocks(found.names, found.places)[1])
+        for found in said.there
+    )
     return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots), there)
 
 

@@ -10,9 +10,9 @@ Every source of a lot has the same blocks for other layers, and sends each targe
 wants. At the targets the blocks get new ids, one after the other. What is cut is always the end of a lot: sequences are
 found by the beginning of their KV, and compute the rest again.
 
-Where every member of a group has memory for the KV of all layers (`KvOffer.is_ahead`), blocks keep their ids when it
-dissolves: a worker's own layers of them stay where they are, and those of the others come to the same places, most of
-them while the group still serves (`table_to_copy`).
+Where every member of a group has memory for all layers of some blocks (`KvOffer.ahead_blocks`), most of its share
+comes to its places there while the group still serves (`table_to_copy`): the layers of the others. Its own layers of
+these blocks follow within its memory when the group dissolves.
 
 Source: KunServe v2, section 4.2 (KV is exchanged because layers moved). Deviation: blocks travel by what they hold, so
 one that several workers have goes once.
@@ -27,6 +27,7 @@ import numpy as np
 
 from services.worker.engine.remote_kv import RemoteSpan
 from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
+from services.worker.groups.placed_kv import PlacedKv
 from shared.layers import LayerRange, check_tiling
 
 MAX_EXCHANGED = 32_768
@@ -51,8 +52,8 @@ class KvOffer:
     """At which KV leaves it, and comes to it; 0: unknown."""
     step_s: float = 0.0
     """That a step took there lately; 0: unknown."""
-    is_ahead: bool = False
-    """It has memory for as many blocks of all layers, in which those of its own layers are."""
+    ahead_blocks: int = 0
+    """First blocks of which it has memory in all layers already, those of others too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,15 @@ class KvLot:
     """[n]"""
     is_live: bool = False
     """Until they are there, each source attends them for the targets."""
-    in_place: bool = False
-    """At the targets they have the same ids, `first` says nothing."""
+    places: I32 | None = None
+    """[n] Ids at the targets, if they do not follow each other; `first` says nothing then."""
 
     @property
     def target_ids(self) -> I32:
         """[n] At the targets."""
-        return self.ids if self.in_place else np.arange(self.first, self.first + len(self.ids), dtype=np.int32)
+        if self.places is not None:
+            return self.places
+        return np.arange(self.first, self.first + len(self.ids), dtype=np.int32)
 
     @property
     def span(self) -> RemoteSpan:
@@ -92,8 +95,8 @@ class KvTable:
     held: tuple[LayerRange, ...]
     """By stage: layers before the change."""
     lots: tuple[KvLot, ...] = ()
-    there: tuple[KeptKv, ...] = ()
-    """By stage: blocks that have come before, and count as arrived; none at all: at nobody."""
+    there: tuple[PlacedKv, ...] = ()
+    """By stage: blocks of which the layers of others have come before; none at all: at nobody."""
 
     @property
     def num_layers(self) -> int:
@@ -108,7 +111,7 @@ class KvTable:
     def kept_at(self, stage: int) -> KeptKv:
         """Return what a stage's blocks hold once all has arrived."""
         lots = [lot for lot in self.lots if stage in lot.targets]
-        there = self.there[stage] if self.there else NOTHING_KEPT
+        there = self.there[stage].kept if self.there else NOTHING_KEPT
         names = (*there.names, *(name for lot in lots for name in lot.names))
         return KeptKv(names, np.concatenate([there.ids, *(lot.target_ids for lot in lots)]))
 
@@ -194,24 +197,37 @@ def table_to_form(offers: Sequence[KvOffer], num_layers: int, are_live: AreLive 
     return KvTable(tuple(offer.layers for offer in offers), tuple(lots))
 
 
-def table_to_copy(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> KvTable:
+def table_to_copy(offers: Sequence[KvOffer], shares: Sequence[PlacedKv]) -> KvTable:
     """Return what moves while a group serves, so that it need not when the group dissolves; nothing if it cannot.
 
     Args:
         offers: by stage; what they keep is not looked at.
-        shares: by stage, of the group's blocks: no more than each stage's buffer holds.
+        shares: by stage, of the group's blocks: no more than each stage's buffer holds, at places that have memory.
 
     Raises:
         ValueError: there are more or fewer shares than stages.
     """
     held = tuple(offer.layers for offer in offers)
     _check_shares(offers, shares)
-    if not all(offer.is_ahead for offer in offers):
+    if not all(offer.ahead_blocks for offer in offers):
         return KvTable(held)
-    return KvTable(held, _in_place(shares))
+    return KvTable(
+        held,
+        tuple(
+            KvLot(_others(stage, len(offers)), (stage,), share.ids, 0, share.names, places=share.places)
+            for stage, share in enumerate(shares)
+            if len(share)
+        ),
+    )
 
 
-def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv], there: Sequence[KeptKv] = ()) -> KvTable:
+def table_to_part(
+    offers: Sequence[KvOffer],
+    shares: Sequence[KeptKv],
+    there: Sequence[PlacedKv] = (),
+    *,
+    most_named: int = MAX_EXCHANGED,
+) -> KvTable:
     """Return what moves when the stages of a group become whole instances.
 
     Where buffers do not hold all shares, the longest are cut first.
@@ -220,6 +236,7 @@ def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv], there: Se
         offers: by stage; what they keep is not looked at.
         shares: by stage, of the group's blocks; none at all: nothing moves.
         there: by stage, what has been copied before, by `table_to_copy`; none at all: nothing.
+        most_named: most blocks of the table.
 
     Raises:
         ValueError: there are more or fewer shares than stages.
@@ -228,58 +245,49 @@ def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv], there: Se
     if not shares:
         return KvTable(held)
     _check_shares(offers, shares)
-    if all(offer.is_ahead for offer in offers):
-        found = _found(shares, there) if there else (NOTHING_KEPT,) * len(offers)
+    found: tuple[PlacedKv, ...] = ()
+    rest = list(shares)
+    free = [np.arange(offer.num_blocks, dtype=np.int32) for offer in offers]
+    if there and all(offer.ahead_blocks for offer in offers):
+        found = _found(shares, there, most_named)
         rest = [_without(share, here) for share, here in zip(shares, found, strict=True)]
-        room = min(MAX_EXCHANGED - sum(map(len, found)), *(offer.room for offer in offers))
-        sizes = _level([len(share) for share in rest], max(room, 0))
-        return KvTable(held, _in_place([_first(share, n) for share, n in zip(rest, sizes, strict=True)]), found)
-    wanted = [min(len(share), offer.num_blocks) for share, offer in zip(shares, offers, strict=True)]
-    sizes = _level(wanted, min(MAX_EXCHANGED, *(offer.room for offer in offers)))
+        free = [np.setdiff1d(ids, here.places) for ids, here in zip(free, found, strict=True)]
+    wanted = [min(len(share), len(ids)) for share, ids in zip(rest, free, strict=True)]
+    room = min(most_named - sum(map(len, found)), *(offer.room for offer in offers))
+    sizes = _level(wanted, max(room, 0))
     sources = tuple(range(len(offers)))
-    return KvTable(
-        held,
-        tuple(
-            KvLot(sources, (stage,), share.ids[:size], 0, share.names[:size])
-            for stage, (share, size) in enumerate(zip(shares, sizes, strict=True))
-            if size
-        ),
+    lots = tuple(
+        KvLot(sources, (stage,), share.ids[:size], 0, share.names[:size], places=ids[:size] if found else None)
+        for stage, (share, ids, size) in enumerate(zip(rest, free, sizes, strict=True))
+        if size
     )
+    return KvTable(held, lots, found)
 
 
-def _check_shares(offers: Sequence[KvOffer], shares: Sequence[KeptKv]) -> None:
+def _check_shares(offers: Sequence[KvOffer], shares: Sequence[KeptKv] | Sequence[PlacedKv]) -> None:
     if len(shares) != len(offers):
         raise ValueError(f"{len(shares)} shares for {len(offers)} stages")
 
 
-def _in_place(shares: Sequence[KeptKv]) -> tuple[KvLot, ...]:
-    """Return what the other stages have for each, which has its own layers."""
-    return tuple(
-        KvLot(tuple(i for i in range(len(shares)) if i != stage), (stage,), share.ids, 0, share.names, in_place=True)
-        for stage, share in enumerate(shares)
-        if len(share)
-    )
+def _others(stage: int, num_stages: int) -> tuple[int, ...]:
+    return tuple(i for i in range(num_stages) if i != stage)
 
 
-def _found(shares: Sequence[KeptKv], there: Sequence[KeptKv]) -> tuple[KeptKv, ...]:
-    """Return what of each share has been copied before, and lies where it did; as much as one message names."""
-    left, found = MAX_EXCHANGED, []
+def _found(shares: Sequence[KeptKv], there: Sequence[PlacedKv], most: int) -> tuple[PlacedKv, ...]:
+    """Return what of each share has been copied before, and lies in the group where it did; `most` blocks at most."""
+    found = []
     for share, copied in zip(shares, there, strict=True):
-        known = dict(zip(copied.names, copied.ids.tolist(), strict=True))
-        places = [i for i, name in enumerate(share.names) if known.get(name) == int(share.ids[i])][:left]
-        found.append(KeptKv(tuple(share.names[i] for i in places), share.ids[places]))
-        left -= len(places)
+        wanted = dict(zip(share.names, share.ids.tolist(), strict=True))
+        chosen = [i for i, name in enumerate(copied.names) if wanted.get(name) == int(copied.ids[i])][:most]
+        found.append(copied.only(chosen))
+        most -= len(chosen)
     return tuple(found)
 
 
-def _without(share: KeptKv, others: KeptKv) -> KeptKv:
+def _without(share: KeptKv, others: PlacedKv) -> KeptKv:
     names = frozenset(others.names)
     places = [i for i, name in enumerate(share.names) if name not in names]
     return KeptKv(tuple(share.names[i] for i in places), share.ids[places])
-
-
-def _first(share: KeptKv, count: int) -> KeptKv:
-    return KeptKv(share.names[:count], share.ids[:count])
 
 
 def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wanted: Sequence[LayerRange]) -> None:
@@ -307,18 +315,27 @@ def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wan
                 raise ValueError(f"blocks are asked for that are not among {num_blocks}")
         if stage in lot.targets and not _are_among(lot.target_ids, offer.num_blocks):
             raise ValueError(f"blocks are to come that are not among {offer.num_blocks}")
-    _check_in_place(table, stage, offer)
+    _check_ahead(table, stage, offer, num_blocks)
     if sent > offer.room:
         raise ValueError(f"{sent} blocks are asked for, and there is room for {offer.room}")
 
 
-def _check_in_place(table: KvTable, stage: int, offer: KvOffer) -> None:
-    if not offer.is_ahead and (table.there or any(lot.in_place for lot in table.lots)):
-        raise ValueError("there is no memory for layers of others")
+def _check_ahead(table: KvTable, stage: int, offer: KvOffer, num_blocks: int) -> None:
+    """Check what comes, or has come, while the group serves: to places that have memory of all layers."""
+    for lot in table.lots:
+        if lot.places is None:
+            continue
+        if len(lot.places) != len(lot.ids):
+            raise ValueError("a lot is not well formed")
+        if stage in lot.targets and stage not in lot.sources and not _are_among(lot.places, offer.ahead_blocks):
+            raise ValueError(f"there is memory for layers of others in {offer.ahead_blocks} blocks only")
     if not table.there:
         return
-    if len(table.there) != len(table.held) or not _are_among(table.there[stage].ids, offer.num_blocks):
-        raise ValueError(f"blocks are said to be there that are not among {offer.num_blocks}")
+    if len(table.there) != len(table.held):
+        raise ValueError("it is made for other stages")
+    there = table.there[stage]
+    if not _are_among(there.ids, num_blocks) or not _are_among(there.places, offer.ahead_blocks):
+        raise ValueError(f"blocks are said to be there that are not among {offer.ahead_blocks}")
 
 
 def _are_among(ids: I32, num_blocks: int) -> bool:

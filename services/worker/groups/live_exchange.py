@@ -35,7 +35,7 @@ from services.worker.groups.arrivals import Arrivals, Arrived
 from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.groups.kv_progress import Complete, Landed
 from services.worker.groups.kv_table import KvLot, KvOffer, KvTable, check_table, mode_of, moving_layers
-from services.worker.groups.kv_wire import KvProgress, KvSocket, chunks_between
+from services.worker.groups.kv_wire import KvChunk, KvProgress, KvSocket, chunks_between
 from services.worker.groups.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.threads import in_thread
@@ -43,6 +43,7 @@ from services.worker.groups.write_fence import WriteFence
 from services.worker.memory.block_copies import (
     BlockCopies,
     copy_blocks,
+    move_blocks,
     scatter_block_bytes,
     settle,
     write_block_bytes,
@@ -169,7 +170,9 @@ class LiveExchange:
         await self._attempt(work)
 
     def read(self, cache: KVCache) -> None:
-        """Keep aside what goes from here. Blocks; afterwards the cache may change.
+        """Keep aside what goes from here, and let what is there already lie at its places. Blocks.
+
+        Afterwards the cache may change.
 
         Args:
             cache: of the layers and blocks before the change.
@@ -180,6 +183,9 @@ class LiveExchange:
             for index, lot in enumerate(self._table.lots):
                 if self._stage in lot.sources:
                     self._copies[index] = copy_blocks(cache, lot.ids)
+            if self._table.there:
+                there = self._table.there[self._stage]
+                move_blocks(cache, there.ids, there.places)
         except Exception as error:  # no memory, whatever torch calls it: KV can be computed again
             self._copies.clear()
             self._give_up(f"{type(error).__name__}: {error}")
@@ -433,11 +439,7 @@ class LiveExchange:
                 self._hear(peer, progress)
             lot = table.lots[chunk.lot]
             with self._fence.writing():
-                if lot.in_place:
-                    ids = lot.ids[chunk.first : chunk.end]
-                    scatter_block_bytes(cache, chunk.layer, chunk.side, ids, buffer[:size])
-                else:
-                    write_block_bytes(cache, chunk.layer, chunk.side, lot.first + chunk.first, buffer[:size])
+                _write(cache, lot, chunk, buffer[:size])
             if chunk.is_last:
                 land(chunk.lot, chunk.end)
         while self._complete is not None and self._complete.is_due(peer):
@@ -454,6 +456,14 @@ class LiveExchange:
         for chunk in chunks_between(table, self._stage, self._stage, self._wanted[self._stage], self._block_bytes):
             data = self._copies[chunk.lot].bytes_of(chunk.layer, chunk.side, chunk.first, chunk.end)
             with self._fence.writing():
-                write_block_bytes(cache, chunk.layer, chunk.side, table.lots[chunk.lot].first + chunk.first, data)
+                _write(cache, table.lots[chunk.lot], chunk, data)
             if chunk.is_last:
                 land(chunk.lot, chunk.end)
+
+
+def _write(cache: KVCache, lot: KvLot, chunk: KvChunk, data: memoryview) -> None:
+    """Let a part of a lot hold in one layer what the bytes say."""
+    if lot.places is None:
+        write_block_bytes(cache, chunk.layer, chunk.side, lot.first + chunk.first, data)
+    else:
+        scatter_block_bytes(cache, chunk.layer, chunk.side, lot.places[chunk.first : chunk.end], data)

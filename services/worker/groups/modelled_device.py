@@ -33,9 +33,9 @@ from services.worker.groups.modelled_exchange import (
     Estate,
     Exchange,
     Share,
-    copy_in_place,
+    copy_shares,
     hand_out,
-    traffic_in_place,
+    traffic_of,
 )
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
@@ -234,16 +234,16 @@ class ModelledNetwork:
     async def _copy_rounds(self, place: GroupPlace, copying: _Copying, next_shares: NextShares) -> None:
         members = [copying.members[i] for i in sorted(copying.members)]
         while not copying.is_whole.done():
-            shares = next_shares() if all(member.is_ahead for member in members) else ()
+            shares = next_shares() if all(member.ahead_blocks for member in members) else ()
             if not shares:
                 copying.end(is_whole=True)
                 return
-            took_s = traffic_in_place(members, shares).most_bytes / self._link.bytes_per_s
+            took_s = traffic_of(members, list(map(len, shares))).most_bytes / self._link.bytes_per_s
             await asyncio.wait([copying.is_whole], timeout=took_s)
             if self._is_cut(place):
                 copying.end(is_whole=False)
             if not copying.is_whole.done():
-                copy_in_place(members, shares)
+                copy_shares(members, shares)
 
     def end_copying(self, key: _Key) -> None:
         """Break off what is copied ahead in a group. Idempotent."""
@@ -391,7 +391,9 @@ class ModelledGroupDevice:
         )
         self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
         self._ahead: ShadowKv | None = None
-        """Beside a stage: memory for KV of all layers, in the blocks that it has."""
+        """Beside a stage: memory for KV of all layers of its share."""
+        self._num_ahead = 0
+        """Blocks of that which there is memory for."""
         self._group = WorkerId("")
         self._place: GroupPlace | None = None
         """In the pipeline that it is a stage of."""
@@ -449,6 +451,7 @@ class ModelledGroupDevice:
         self.end_copying()
         await asyncio.sleep(self._params.remap_s)
         self._ahead = self._shadow_kv(self.whole_blocks, 1) if is_ahead else None
+        self._num_ahead = self.blocks_ahead(self.layers, num_blocks) if is_ahead else 0
         found = num_blocks if is_ahead else found
         if layers == self.resident:
             if self.load_now is not None and self.load_now.is_over:
@@ -519,8 +522,12 @@ class ModelledGroupDevice:
             parting.shares,
             2 * self._params.facts.block_bytes,
             parting.there,
-            is_ahead=ahead is not None,
+            ahead_blocks=0 if ahead is None else self._num_ahead,
         )
+
+    def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
+        """Return of how many blocks a stage can have all layers; see `GroupDevice`."""
+        return holdings.room_ahead(self._layout, layers, num_blocks)
 
     @property
     def whole_blocks(self) -> int:

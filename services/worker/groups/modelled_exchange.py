@@ -25,15 +25,18 @@ from math import ceil, isinf
 import numpy as np
 
 from services.worker.engine.remote_kv import RemoteSpan
-from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
+from services.worker.engine.types import I32, KeptKv
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.shadow_kv import ShadowKv
 from services.worker.groups.arrivals import Arrived
-from services.worker.groups.kv_table import AreLive, MovingKv, mode_of, moving_layers, none_live
+from services.worker.groups.kv_table import AreLive, KvOffer, MovingKv, mode_of, moving_layers, none_live, table_to_part
+from services.worker.groups.placed_kv import PlacedKv
 from services.worker.transfer.exchange import chunk_blocks
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 
+NO_LIMIT = 2**62
+"""Blocks: copies are kept aside nowhere here."""
 PIECE_S = 0.01
 """Time on the wire of blocks that arrive together."""
 
@@ -71,10 +74,10 @@ class Share:
     """Of the leader: what goes to whom."""
     block_bytes: int
     """Of a block's keys and values in one layer."""
-    there: tuple[KeptKv, ...] = ()
+    there: tuple[PlacedKv, ...] = ()
     """Of the leader: what was copied ahead, by stage."""
-    is_ahead: bool = False
-    """`whole` has the blocks under the ids that they have in the group."""
+    ahead_blocks: int = 0
+    """First blocks of `whole` that there is memory for already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,33 +309,32 @@ def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], Traffic]:
     Returns:
         What each one's blocks hold, and what goes between them.
     """
-    if all(member.is_ahead for member in members):
-        return _leave_in_place(members)
-    kept: list[KeptKv] = []
-    shares = members[0].shares
-    for member, share in zip(members, shares, strict=False):
-        count = min(len(share), member.whole.num_blocks)
-        target = np.arange(count, dtype=np.int32)
-        for other in members:
-            member.whole.take_from(other.kv, share.ids[:count], target)
-        kept.append(KeptKv(share.names[:count], target))
-    return kept, _traffic(members, [len(each) for each in kept])
+    offers = [
+        KvOffer(member.layers, NO_LIMIT, member.whole.num_blocks, ahead_blocks=member.ahead_blocks)
+        for member in members
+    ]
+    table = table_to_part(offers, members[0].shares, members[0].there, most_named=NO_LIMIT)
+    for member, there in zip(members, table.there or [PlacedKv()] * len(members), strict=True):
+        member.whole.join(there.places, member.kv, there.ids)
+    counts = [0] * len(members)
+    for lot in table.lots:
+        for target in lot.targets:
+            counts[target] += len(lot.ids)
+            for source in lot.sources:
+                members[target].whole.take_from(members[source].kv, lot.ids, lot.target_ids)
+    return [table.kept_at(index) for index in range(len(members))], traffic_of(members, counts)
 
 
-def copy_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> None:
-    """Let every member of a group have all layers of some blocks, under the ids that they have there."""
+def copy_shares(members: Sequence[Share], shares: Sequence[PlacedKv]) -> None:
+    """Let every member of a group have some blocks of the others, whose layers are not its own, at their places."""
     for index, (member, share) in enumerate(zip(members, shares, strict=True)):
+        assert not len(share) or int(share.places.max()) < member.ahead_blocks, "there is no memory at a place"
         for holder, other in enumerate(members):
             if holder != index:
-                member.whole.take_from(other.kv, share.ids, share.ids)
+                member.whole.take_from(other.kv, share.ids, share.places)
 
 
-def traffic_in_place(members: Sequence[Share], shares: Sequence[KeptKv]) -> Traffic:
-    """Return what goes between members of a group by `copy_in_place`."""
-    return _traffic(members, [len(share) for share in shares])
-
-
-def _traffic(members: Sequence[Share], counts: Sequence[int]) -> Traffic:
+def traffic_of(members: Sequence[Share], counts: Sequence[int]) -> Traffic:
     """Return what goes between members of which each gets so many blocks, but for the layers that it has."""
     sent, received = [0] * len(members), [0] * len(members)
     for index, count in enumerate(counts):
@@ -341,21 +343,6 @@ def _traffic(members: Sequence[Share], counts: Sequence[int]) -> Traffic:
             sent[holder] += num_bytes
             received[index] += num_bytes
     return Traffic(max(*sent, *received), sum(sent))
-
-
-def _leave_in_place(members: Sequence[Share]) -> tuple[list[KeptKv], Traffic]:
-    """As `hand_out`, where most has been copied ahead."""
-    shares, there = members[0].shares, members[0].there
-    copied = [set(zip(found.names, found.ids.tolist(), strict=True)) for found in there]
-    rest = []
-    for share, known in zip(shares, copied or [set[tuple[bytes, int]]()] * len(shares), strict=True):
-        places = [i for i, block in enumerate(zip(share.names, share.ids.tolist(), strict=True)) if block not in known]
-        rest.append(KeptKv(tuple(share.names[i] for i in places), share.ids[places]))
-    copy_in_place(members, rest)
-    for member, share in zip(members, shares, strict=False):
-        member.whole.join(member.kv, share.ids)
-    kept = [KeptKv(share.names, share.ids) for share in shares] or [NOTHING_KEPT] * len(members)
-    return kept, traffic_in_place(members, rest)
 
 
 def _lots(before: Sequence[Estate], num_layers: int, num_blocks: int, are_live: AreLive) -> list[_Lot]:

@@ -167,7 +167,7 @@ class RoleChanges:
         place = self._place_now
         if place is None or len(group.stages) > 1 or self._broken is not None or not self._device.most_copied:
             return False
-        await self._way_apart.copy(place, limit_s, given_up)
+        await self._way_apart.copy(place, self._num_blocks, limit_s, given_up)
         return True
 
     def go_back(self) -> None:
@@ -213,7 +213,7 @@ class RoleChanges:
             raise GroupFailedError("KV is in use that would lose its memory")
         loads = residence.layers != self.role.layers
         device = self._device
-        is_ahead = loads and residence.num_blocks <= device.whole_blocks
+        is_ahead = loads and self._suffices_ahead(residence.num_blocks)
         num_blocks = await device.reside(residence.layers, residence.num_blocks, is_ahead=is_ahead)
         if loads:
             self._limit.keep()
@@ -224,6 +224,11 @@ class RoleChanges:
         self._num_blocks = num_blocks
         self._enter(replace(self.role, plan_id=plan_id))
         return num_blocks
+
+    def _suffices_ahead(self, num_blocks: int) -> bool:
+        """Return whether, beside the KV that a stage computes with then, its share of it can be there ahead."""
+        num_stages = 0 if self._place_now is None else len(self._place_now.stages)
+        return self._device.blocks_ahead(self.role.layers, num_blocks) * num_stages >= num_blocks
 
     def _place(self, asked: PreparePlan) -> GroupPlace | None:
         """Return the place in the group; None: it stands alone."""

@@ -311,6 +311,10 @@ class TorchGroupDevice:
         if self._copying is not None:
             self._copying.shut()
 
+    def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
+        """Return of how many blocks a stage can have all layers; see `GroupDevice`."""
+        return self._model.blocks_ahead(layers, num_blocks)
+
     @property
     def whole_blocks(self) -> int:
         """KV blocks beside the whole model."""
@@ -491,8 +495,9 @@ class TorchGroupDevice:
         return exchange
 
     def _offer_to_part(self, place: GroupPlace) -> KvOffer:
-        is_ahead = self._model.ahead() is not None
-        return KvOffer(self._layers, self._room, self.whole_blocks, place.plan_id, is_ahead=is_ahead)
+        ahead = self._model.ahead()
+        ahead_blocks = 0 if ahead is None else ahead.num_blocks
+        return KvOffer(self._layers, self._room, self.whole_blocks, place.plan_id, ahead_blocks=ahead_blocks)
 
     def _exchange_to_part(
         self, place: GroupPlace, socks: dict[int, KvSocket], *, is_lasting: bool = False

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import KeptKv
 from services.worker.groups.device import GroupDevice, GroupPlace
 from services.worker.groups.kv_shares import KvShares
 from services.worker.groups.moves import MoveFacts, MoveMeter, Moves
+from services.worker.groups.placed_kv import PlacedKv
 from shared.log import get_logger
 from shared.messages.report import MoveKind
 
@@ -50,11 +50,12 @@ class WayApart:
         self._shares: KvShares | None = None
         """Of a leader whose group is about to dissolve: what was copied, and whose it will be."""
 
-    async def copy(self, place: GroupPlace, limit_s: float, given_up: Future[bool]) -> None:
+    async def copy(self, place: GroupPlace, num_blocks: int, limit_s: float, given_up: Future[bool]) -> None:
         """Let most of the group's KV be where it will go, as far as there is memory for it there.
 
         Args:
             place: of this worker in it.
+            num_blocks: of KV that its stages have.
             limit_s: that the plan has.
             given_up: done when the plan is over.
         """
@@ -69,7 +70,7 @@ class WayApart:
             if place.index:
                 await device.copy_ahead()
             else:
-                await self._copy_as_leader(place, min(COPY_LIMIT_S, LAST_ROUND * limit_s))
+                await self._copy_as_leader(place, num_blocks, min(COPY_LIMIT_S, LAST_ROUND * limit_s))
         finally:
             over.cancel()
             given_up.remove_done_callback(stop)
@@ -77,15 +78,15 @@ class WayApart:
     def take_shares(self, place: GroupPlace) -> KvShares:
         """Return what was copied, and whose it will be; of a leader, once."""
         shares, self._shares = self._shares, None
-        return shares or self._new_shares(place, 0.0)
+        return shares or self._new_shares(place, 0, 0.0)
 
     def forget(self) -> None:
         """Forget what was copied, and end what is being copied. Idempotent."""
         self._device.end_copying()
         self._shares = None
 
-    async def _copy_as_leader(self, place: GroupPlace, limit_s: float) -> None:
-        shares = self._shares = self._new_shares(place, limit_s)
+    async def _copy_as_leader(self, place: GroupPlace, num_blocks: int, limit_s: float) -> None:
+        shares = self._shares = self._new_shares(place, num_blocks, limit_s)
         telling = _Telling(place, self._device, shares, self._moves, self._now)
         began_s, is_whole = self._now(), False
         try:
@@ -94,15 +95,15 @@ class WayApart:
             shares.let_go()
             self._wake()
             telling.end(is_whole=is_whole)
-        num_blocks, took_s = sum(shares.num_copied), round(self._now() - began_s, 4)
-        if num_blocks:
-            _log.info("kv_copied", num_blocks=num_blocks, is_whole=is_whole, took_s=took_s)
+        num_copied, took_s = sum(shares.num_copied), round(self._now() - began_s, 4)
+        if num_copied:
+            _log.info("kv_copied", num_blocks=num_copied, is_whole=is_whole, took_s=took_s)
 
-    def _new_shares(self, place: GroupPlace, limit_s: float) -> KvShares:
+    def _new_shares(self, place: GroupPlace, num_blocks: int, limit_s: float) -> KvShares:
         return KvShares(
             self._engine,
-            len(place.stages),
             capacity=self._device.whole_blocks,
+            ahead_blocks=[self._device.blocks_ahead(stage.layers, num_blocks) for stage in place.stages],
             most_copied=self._device.most_copied,
             limit_s=limit_s,
             now=self._now,
@@ -126,7 +127,7 @@ class _Telling:
         self._now = now
         self._meter: MoveMeter | None = None
 
-    def next_shares(self) -> Sequence[KeptKv]:
+    def next_shares(self) -> Sequence[PlacedKv]:
         """See `NextShares`."""
         found, num_moved = self._shares.next_shares(), self._size(self._shares.num_copied)
         num_bytes = num_moved + self._size(self._shares.num_left)

@@ -160,6 +160,34 @@ def scatter_block_bytes(cache: KVCache, layer: int, side: int, ids: I32, data: m
         pool.index_copy_(0, torch.from_numpy(ids.astype(np.int64)).to(pool.device), given.to(pool.device))
 
 
+def move_blocks(cache: KVCache, ids: I32, places: I32) -> None:
+    """Let some blocks hold what others did before, in all layers that have any; on a GPU `settle` waits for it.
+
+    Takes memory of the device for the blocks of one layer that change their place.
+
+    Args:
+        cache: where they lie.
+        ids: [n] whose contents go, below `cache.num_blocks`.
+        places: [n] different ones, below it too, where they go.
+
+    Raises:
+        ValueError: there are no such blocks.
+        MemoryError, RuntimeError: the memory cannot be had.
+    """
+    named = np.concatenate([ids, places])
+    if len(named) and not 0 <= int(named.min()) <= int(named.max()) < cache.num_blocks:
+        raise ValueError(f"blocks {named.min()} to {named.max()} are not all among {cache.num_blocks}")
+    goes = np.flatnonzero(ids != places)
+    if not len(goes):
+        return
+    device = cache.keys[cache.layers[0]].device
+    with torch.inference_mode():
+        source, target = (torch.from_numpy(which[goes].astype(np.int64)).to(device) for which in (ids, places))
+        for layer in cache.layers:
+            for pool in (cache.keys[layer], cache.values[layer]):
+                pool.index_copy_(0, target, pool.index_select(0, source))
+
+
 def settle(cache: KVCache) -> None:
     """Wait until everything that was written is there."""
     device = cache.keys[cache.layers[0]].device

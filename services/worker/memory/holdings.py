@@ -156,6 +156,26 @@ def room(layout: MemoryLayout, layers: Iterable[int], resident: Iterable[int] = 
     return layout.usable(grown(layout, Holding(computed, Spans(), beside=beside))).total
 
 
+def room_ahead(layout: MemoryLayout, layers: Iterable[int], num_blocks: int) -> int:
+    """Return of how many blocks a worker can have all layers, beside the whole model and KV that it computes with.
+
+    No more than it computes with, and than it has alone.
+
+    Args:
+        layout: of the memory.
+        layers: computed; not none.
+        num_blocks: of these.
+    """
+    computed, whole = tuple(sorted(layers)), range(layout.facts.num_layers)
+    beside = tuple(layer for layer in whole if layer not in computed)
+    most = min(num_blocks, room(layout, whole))
+    if not beside:
+        return most
+    used = layout.num_pages(Holding(computed, layout.covering(Spans.of((0, num_blocks))), beside=beside))
+    pages = max(layout.facts.num_pages - used, 0) // (2 * len(beside))
+    return min(layout.within(Spans.of((0, pages))).total, most)
+
+
 def blocks_with(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> int:
     """Return how many blocks, those with the lowest ids, could stay if some layers came back; below 0: they cannot."""
     return _fitting(layout, _with_layers(layout, holding, layers))
