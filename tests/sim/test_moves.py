@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from services.worker.engine.engine import Engine
+from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.executor.channel import ModelledLink
 from shared.bus import Message
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.messages.event import Event
 from shared.messages.report import Move, MoveKind
+from shared.sizes import describe_bytes
 from shared.subjects import Subjects
 from shared.systems import KvExchange
 from shared.wire import decode_json
@@ -68,14 +72,29 @@ async def num_awaiting(room: Room) -> int:
     return sum(each["awaits_kv"] for each in json.loads(answer)["sequences"])
 
 
+async def busy_group(room: Room) -> None:
+    """Let both workers be a group while they have much to do."""
+    room.ask(*draw_requests(3, 30))
+    await asyncio.sleep(0.4)
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+
+
+async def load_beside(room: Room, *, is_ahead: bool) -> int:
+    """Let both workers be a group, and load what they lack, with memory for KV ahead or not; return its blocks."""
+    assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+    await asyncio.sleep(0.6)
+    groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
+    count = min(each.whole_blocks if is_ahead else each.blocks_beside(WHOLE) for each in groups)
+    assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+    return count
+
+
 @pytest.mark.parametrize("kv_exchange", [KvExchange.COORDINATED, KvExchange.LIVE])
 def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExchange) -> None:
     async def main(room: Room) -> None:
         watch = Watch(room)
         await watch.start()
-        room.ask(*draw_requests(3, 30))
-        await asyncio.sleep(0.4)
-        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await busy_group(room)
         stats = room.cluster.workers[0].service.engine.stats
         awaited = await num_awaiting(room)
         if kv_exchange is KvExchange.COORDINATED:
@@ -114,9 +133,7 @@ def test_an_exchange_that_ends_with_its_group_says_so() -> None:
     async def main(room: Room) -> None:
         watch = Watch(room)
         await watch.start()
-        room.ask(*draw_requests(3, 30))
-        await asyncio.sleep(0.4)
-        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await busy_group(room)
         await asyncio.sleep(0.2)
         room.cluster.network.cut(*BOTH)
         room.cluster.network.heal(*BOTH)
@@ -133,11 +150,7 @@ def test_parameters_beside_and_copies_are_seen() -> None:
     async def main(room: Room) -> None:
         watch = Watch(room)
         await watch.start()
-        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-        await asyncio.sleep(0.6)
-        groups = [worker.groups for worker in room.cluster.workers]
-        count = min(each.whole_blocks for each in groups if each is not None)
-        assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+        count = await load_beside(room, is_ahead=True)
         ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
         num_bytes = NUM_LAYERS // 2 * 40 * PAGE_BYTES
         for name in BOTH:
@@ -167,10 +180,7 @@ def test_a_load_that_a_burst_ends_says_so() -> None:
     async def main(room: Room) -> None:
         watch = Watch(room)
         await watch.start()
-        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
-        await asyncio.sleep(0.6)
-        count = min(each.groups.blocks_beside(WHOLE) for each in room.cluster.workers if each.groups is not None)
-        assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+        count = await load_beside(room, is_ahead=False)
         await asyncio.sleep(0.3)
         assert states(await room.driver.reside(BOTH, count, None)) == ["done"] * 2
         ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
@@ -178,3 +188,30 @@ def test_a_load_that_a_burst_ends_says_so() -> None:
         assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"
 
     in_room(main, params(KvExchange.COORDINATED, load_bytes_per_s=3e5))
+
+
+def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was copied ahead, so of every block that goes along half of the layers does."""
+    enter, num_kept = Engine.enter_executor, list[int]()
+
+    def note(self: Engine, num_blocks: int, depth: int, kept: KeptKv = NOTHING_KEPT, *rest: Any) -> None:
+        num_kept.append(len(kept))
+        enter(self, num_blocks, depth, kept, *rest)
+
+    async def main(room: Room) -> None:
+        watch = Watch(room)
+        await watch.start()
+        await load_beside(room, is_ahead=False)
+        await asyncio.sleep(0.6)
+        room.ask(*draw_requests(5, 20))
+        await asyncio.sleep(0.5)
+        monkeypatch.setattr(Engine, "enter_executor", note)
+        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+        await room.check()
+        (parted,) = [event for event in watch.events if event.name == "kv_parted"]
+        assert len(num_kept) == 2
+        assert min(num_kept) > 0
+        num_bytes = sum(num_kept) * NUM_LAYERS // 2 * 2 * (PAGE_BYTES // 2)
+        assert parted.reason.startswith(f"{describe_bytes(num_bytes)} of KV went between 2 workers, where ")
+
+    in_room(main, params(KvExchange.COORDINATED))

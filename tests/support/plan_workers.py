@@ -336,7 +336,7 @@ class PlanWorker:
         self.resident = None if stage.resident is None else LayerRange(*stage.resident)
         self.limit = group.num_blocks if group.loads_beside and self.group[0] == self.worker_id else None
         num_ahead = CapacityRule(self.model).blocks_ahead(self.layers, NUM_PAGES, group.num_blocks)
-        is_ahead = group.loads_beside and num_ahead * len(group.stages) >= group.num_blocks
+        is_ahead = group.loads_beside and num_ahead > 0
         self.ahead = group.num_blocks if is_ahead else None
         self.began_s, self.plan_id = _now_s(), prepared.plan_id
         return PlanState.DONE

@@ -18,8 +18,9 @@ with room for C blocks alone, the group then has
     C                      and each of them room for any share
     n² / (2 n - 1) · C     if that is too little: 1.33 C of two, 2.29 C of four; room for an nth of it at each:
                            an nth of the layers of all, and all others of an nth
+    what it wants          if that is too little still: room at each for a part of its share, the rest moves at the end
 
-The workers know by the number of blocks that it is so.
+The workers know by the number of blocks: what memory those leave is for KV that moves ahead.
 
 Pure. Source: KunServe v1, section 4.2, v2, section 4.4 (parameters are pulled beside serving). Deviations: room is made
 before the first byte is loaded, and all of a group's members load, or none.
@@ -31,6 +32,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 
 from services.planner.policy.capacity import CapacityRule
 from services.planner.policy.drop_facts import (
@@ -166,7 +168,8 @@ def fits_ahead(rule: CapacityRule, stages: Sequence[InstanceFacts], horizon_s: f
 def room_beside(rule: CapacityRule, stages: Sequence[InstanceFacts]) -> tuple[int, bool]:
     """Return the KV that a group has room for that has parameters beside, tokens, and whether KV can move ahead."""
     num_blocks = stages[0].num_blocks
-    is_ahead = 0 < rule.kv_pages(num_blocks) <= rule.kv_pages(ahead_blocks(rule, stages))  # whole pages are left to it
+    all_pages = rule.kv_pages(rule.group_blocks(stages, rule.model.all_layers))
+    is_ahead = 0 < rule.kv_pages(num_blocks) < all_pages  # whole pages are left to copies
     return (rule.tokens(num_blocks), True) if is_ahead else (beside_tokens(rule, stages), False)
 
 
@@ -203,10 +206,10 @@ def plan_load(
     refusal = why_not_loaded(rule, group_id, stages, max_use_ratio, horizon_s)
     if refusal is not None:
         return refusal
-    num_blocks, ahead = rule.group_blocks(stages, model.all_layers), ahead_blocks(rule, stages)
-    if ahead and fits_ahead(rule, stages, horizon_s):
-        alone = min(rule.whole_blocks((stage,)) for stage in stages)
-        num_blocks = alone if _fits(rule, stages, alone, horizon_s) else ahead
+    alone = min(rule.whole_blocks((stage,)) for stage in stages)
+    rooms = (alone, ahead_blocks(rule, stages), _needed(rule, stages, horizon_s))
+    all_blocks = rule.group_blocks(stages, model.all_layers)
+    num_blocks = next((room for room in rooms if room and _fits(rule, stages, room, horizon_s)), all_blocks)
     num_bytes = sum(missing_bytes(model, stage) for stage in stages)
     reason = (
         f"{num_bytes / 2**30:.2f} GiB of parameters are loaded beside serving; "
@@ -239,6 +242,13 @@ def plan_unload(facts: ClusterFacts, group_ids: Sequence[str], why: str) -> Resi
 def _fits(rule: CapacityRule, stages: Sequence[InstanceFacts], num_blocks: int, horizon_s: float) -> bool:
     expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
     return expected <= AHEAD_RATIO * rule.tokens(num_blocks)
+
+
+def _needed(rule: CapacityRule, stages: Sequence[InstanceFacts], horizon_s: float) -> int:
+    """Return the fewest blocks with which the group gets along, if there are as many beside the whole model; else 0."""
+    expected = expected_tokens(stages, max(horizon_s, AHEAD_HORIZON_S))
+    needed = ceil(expected / (AHEAD_RATIO * rule.model.block_size))
+    return needed if needed <= rule.group_blocks(stages, rule.model.all_layers) else 0
 
 
 def _resident(group_id: str, stages: Sequence[InstanceFacts], num_blocks: int) -> ResidentGroup:

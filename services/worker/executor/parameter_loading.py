@@ -137,7 +137,8 @@ class ParameterLoading:
             return None
         is_over = not thread.is_alive()  # before the figures, which are the last ones then
         given = tuple(self._given.items())
-        return ParameterLoad(self._begun_bytes, self._begun_bytes - self._bytes[0], given, is_over)
+        num_loaded = max(self._begun_bytes - self._bytes[0], 0)  # memory may come and go meanwhile
+        return ParameterLoad(self._begun_bytes, num_loaded, given, is_over)
 
     def take_in(self, resident: LayerRange, new: Iterable[int] = (), outer: Spans = _NOTHING) -> None:
         """Note which parameters have memory now; what had none before is lacking. Nothing is under way.

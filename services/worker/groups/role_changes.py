@@ -213,7 +213,7 @@ class RoleChanges:
             raise GroupFailedError("KV is in use that would lose its memory")
         loads = residence.layers != self.role.layers
         device = self._device
-        is_ahead = loads and self._suffices_ahead(residence.num_blocks)
+        is_ahead = loads and device.blocks_ahead(self.role.layers, residence.num_blocks) > 0
         num_blocks = await device.reside(residence.layers, residence.num_blocks, is_ahead=is_ahead)
         if loads:
             self._limit.keep()
@@ -224,11 +224,6 @@ class RoleChanges:
         self._num_blocks = num_blocks
         self._enter(replace(self.role, plan_id=plan_id))
         return num_blocks
-
-    def _suffices_ahead(self, num_blocks: int) -> bool:
-        """Return whether, beside the KV that a stage computes with then, its share of it can be there ahead."""
-        num_stages = 0 if self._place_now is None else len(self._place_now.stages)
-        return self._device.blocks_ahead(self.role.layers, num_blocks) * num_stages >= num_blocks
 
     def _place(self, asked: PreparePlan) -> GroupPlace | None:
         """Return the place in the group; None: it stands alone."""
