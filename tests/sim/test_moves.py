@@ -215,3 +215,16 @@ def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pyte
         assert parted.reason.startswith(f"{describe_bytes(num_bytes)} of KV went between 2 workers, where ")
 
     in_room(main, params(KvExchange.COORDINATED))
+
+
+def test_of_a_copy_without_blocks_nothing_is_told() -> None:
+    async def main(room: Room) -> None:
+        watch = Watch(room)
+        await watch.start()
+        await load_beside(room, is_ahead=True)
+        await asyncio.sleep(0.6)
+        assert states(await room.driver.restore(BOTH)) == ["done"] * 2
+        await asyncio.sleep(0.2)
+        assert not [event for event in watch.events if event.name.startswith("kv_copy")]
+
+    in_room(main, params(KvExchange.COORDINATED))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.memory.block_copies import copy_blocks, scatter_block_bytes, write_block_bytes
+from services.worker.memory.block_copies import copy_blocks, move_blocks, scatter_block_bytes, write_block_bytes
 from services.worker.memory.kv_cache import KVCache
 
 
@@ -60,3 +60,20 @@ def test_blocks_that_are_not_there_are_refused() -> None:
     for first, size in ((3, 32), (-1, 16), (0, 15)):
         with pytest.raises(ValueError, match="bytes are not blocks"):
             write_block_bytes(cache, 0, 0, first, memoryview(bytearray(size)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_change_places_at_once_in_the_layers_that_have_any(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys, values = ([torch.randn((9, 4, 2, 3)) for _ in range(3)] for _ in range(2))
+    cache = KVCache.over(keys, values, 9)
+    cache.resize(8, (1, 2))
+    before = [pool.clone() for pool in (*keys, *values)]
+    ids, places = (rng.permutation(8)[: 5 + seed % 4].astype(np.int32) for _ in range(2))  # some swap, or go round
+    move_blocks(cache, ids, places)
+    for layer, (pool, old) in enumerate(zip((*keys, *values), before, strict=True)):
+        if layer % 3:
+            old[places.tolist()] = old[ids.tolist()].clone()
+        assert torch.equal(pool, old)
+    with pytest.raises(ValueError, match="not all among 8"):
+        move_blocks(cache, np.array([1, 2], np.int32), np.array([3, 8], np.int32))

@@ -11,6 +11,7 @@ import pytest
 
 from services.worker.engine.types import KeptKv
 from services.worker.groups.kv_shares import KvShares
+from services.worker.groups.placed_kv import PlacedKv
 
 
 class Sequences:
@@ -77,7 +78,7 @@ def test_what_is_there_is_what_was_copied_last_to_a_place_that_nobody_else_has(s
         engine.change()
         round_ = shares.next_shares()
         num_rounds += bool(round_)
-        broken = bool(round_) and rng.random() < 0.1
+        broken = bool(round_) and rng.random() < 0.4
         for places, share, most in zip(held, round_, ahead, strict=False):
             assert set(share.ids.tolist()) <= engine.pinned, "nobody writes there while they are copied"
             assert all(0 <= place < most for place in share.places.tolist())
@@ -88,7 +89,7 @@ def test_what_is_there_is_what_was_copied_last_to_a_place_that_nobody_else_has(s
             assert not engine.pinned
         elif round_ and rng.random() < 0.7:
             engine.change()
-        for places, there, share in zip(held, shares.there, round_ or ((), ()), strict=True):
+        for places, there, share in zip(held, shares.there, round_ or (PlacedKv(), PlacedKv()), strict=True):
             assert all(places[at] == name for name, at in zip(there.names, there.places.tolist(), strict=True))
             assert len(set(there.places.tolist())) == len(there)
             if not broken and len(share):

@@ -252,6 +252,9 @@ class Life:
         num_blocks = group.executor.capacity.num_blocks
         shares = [some_kept(device, self.rng, num_blocks) for device in members]
         expected = [snapshot(members, share) for share in shares]
+        lacking = [len(device.facts.layer_bytes) - len(device.layers) for device in members]
+        counts = zip(shares, lacking, strict=True)
+        num_bytes = sum(len(share) * count for share, count in counts) * 2 * members[0].facts.block_bytes
         await group.executor.close()
         order = self.rng.permutation(len(members)).tolist()
         calls = {i: Parting(tuple(shares)) if i == 0 else Parting() for i in order}
@@ -260,6 +263,7 @@ class Life:
             assert led.kept.names == shares[i].names
             assert led.kept.ids.tolist() == list(range(len(shares[i])))
             check_bits(members[i], led.kept, expected[i])
+            assert led.num_moved_bytes == num_bytes, "of every block what its worker lacks"
         self.done["part"] += 1
 
     async def part_after_copying(self, members: list[TorchGroupDevice], group: Group) -> None:

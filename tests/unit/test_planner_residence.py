@@ -30,6 +30,7 @@ from services.planner.policy.residence import (
     plan_load,
     plan_unload,
     residence_of,
+    room_beside,
 )
 from services.planner.policy.residence_watch import MAX_LOADS, Due, ResidenceWatch
 from services.planner.policy.restore import RestorePlan, RestoreRefusal, plan_restore
@@ -128,6 +129,15 @@ def test_nothing_is_loaded_that_does_not_fit(seed: int) -> None:
         num_blocks = alone if expected <= alone else ahead if expected <= ahead else needed
         assert [(group.group_id, group.num_blocks) for group in plan.groups] == [(name, num_blocks)]
         plan.check_invariants(facts)
+
+
+def test_a_group_with_all_the_blocks_there_are_has_no_memory_for_copies() -> None:
+    facts = beside(group_of())
+    rule, stages = CapacityRule(facts.model), facts.instances
+    rooms = {}
+    for num_blocks in range(1, 7):
+        rooms[num_blocks] = room_beside(rule, [replace(stage, num_blocks=num_blocks) for stage in stages])
+    assert rooms == {**{n: (16 * n, True) for n in range(1, 6)}, 6: (96, False)}
 
 
 @pytest.mark.parametrize("seed", range(40))

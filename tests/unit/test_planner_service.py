@@ -20,7 +20,7 @@ from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.event import Event
-from shared.messages.plan import Plan, PlannedGroup, PlannedStage, PlanPhase
+from shared.messages.plan import Plan, PlannedGroup, PlannedStage, PlanPhase, WantedInstances
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.subjects import Subjects
 from shared.wire import decode_json, encode_json
@@ -203,6 +203,9 @@ def test_the_old_planner_cannot_write_after_the_new_one_claimed() -> None:
             await old.write("preempt", "too late")
         assert await room.plan() == new.plan
         assert (await new.write("preempt", "in time")).epoch == 3
+        wanted = WantedInstances(num_instances=3, lacking_tokens=5, reason="more", num_before=2)
+        await new.want(wanted)
+        assert (await new.write("preempt", "later")).wanted == wanted, "until somebody wants something else"
 
     in_room(fence)
 
