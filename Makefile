@@ -7,8 +7,11 @@ SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 # a script that starts a container engine and a compose file, runs a command, and takes all down again
 COMPOSE_CHECK := ../shared/tools/compose-check.sh
 
+# with a torch that has CUDA, which `make install` does not bring
+GPU_PYTHON ?= $(BIN)/python
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-torch-kernels test-compose mutation check format clean
+.PHONY: help install demo test test-faults test-torch-kernels test-compose gpu-check mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +59,12 @@ test-compose: $(VENV)/.dev ## build and run the compose file on a real engine, a
 	  echo "test-compose: skipped, there is no $(COMPOSE_CHECK). With an engine: docker-compose up -d --build," \
 	    "then $(BIN)/python -m pytest -m compose tests/compose"; \
 	fi
+
+gpu-check: ## run every test that needs a GPU, and measure what pages cost there; installs nothing
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+	  || { echo "sluice: $(GPU_PYTHON) has no torch that sees a CUDA device. Give one: make gpu-check GPU_PYTHON=python3" >&2; exit 2; }
+	$(GPU_PYTHON) -m pytest -m gpu -p no:xdist -rs tests/gpu
+	$(GPU_PYTHON) -m benchmarks.remap --device cuda
 
 mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice
 	$(BIN)/python -m tests.mutation

@@ -1,0 +1,142 @@
+"""How near decodes come to a device's memory bandwidth, and prompts to its matrix multiplication.
+
+    python -m benchmarks.gpu_step --model FOLDER [--device cuda] [--dtype bfloat16] [--memory-gib 60] [--context 1024]
+
+Both roofs are measured first, by torch on the same device: a copy within its memory (bytes read and written per second)
+and a product of square matrices. A step of decodes reads all parameters but the embedding, and the KV of its contexts;
+a prompt multiplies each of its tokens with all parameters of the layers, and attends what is before it. Steps are run
+as the worker runs them, up to the tokens that come back; the median counts. Sizes that the memory does not hold are
+left out, and said so. On the CPU (`--device cpu`) it does the same, for trying it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.harness import machine, print_table
+from benchmarks.step_profile import make_batch
+from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.runner import load_model
+from services.worker.models.spec import ModelSpec
+
+DECODES = (1, 16, 64, 256)
+PROMPTS = (512, 1024, 2048, 4096, 8192)
+COPY_BYTES, MATRIX = {"cuda": 2 * 2**30, "cpu": 64 * 2**20}, {"cuda": 8192, "cpu": 1024}
+"""By kind of device: bytes that are copied, and the side of a matrix."""
+
+
+def seconds(device: torch.device, action: Callable[[], object], rounds: int) -> float:
+    """Return the median time of an action, all that it started on the device included; the first two do not count."""
+    taken = []
+    for _ in range(rounds + 2):
+        began_s = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began_s)
+    return median(taken[2:])
+
+
+def copy_roof(device: torch.device, rounds: int) -> float:
+    """Return the bytes per second that a copy within the device's memory reads and writes."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(device, lambda: target.copy_(source), rounds)
+
+
+def product_roof(device: torch.device, dtype: torch.dtype, rounds: int) -> float:
+    """Return the operations per second of a product of square matrices, a multiplication and an addition being two."""
+    side = MATRIX[device.type]
+    left, right = (torch.randn((side, side), device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / seconds(device, lambda: left @ right, rounds)
+
+
+def decode_bytes(runner: ModelRunner, spec: ModelSpec, item_bytes: int, num_rows: int, context: int) -> int:
+    """Return what a step of decodes has to read: parameters, without an embedding of its own, and KV."""
+    embedding = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
+    kv = runner.info.bytes_per_block // runner.capacity.block_size * context * num_rows
+    return (runner.info.num_parameters - embedding) * item_bytes + kv
+
+
+def prompt_operations(runner: ModelRunner, spec: ModelSpec, num_tokens: int) -> int:
+    """Return the operations that a prompt takes; the head is applied to its last token."""
+    head = spec.vocab_size * spec.hidden_size
+    layers = runner.info.num_parameters - (head if spec.tied_embeddings else 2 * head)
+    attention = 2 * num_tokens**2 * spec.num_heads * spec.head_dim * spec.num_layers  # half of all pairs, twice
+    return 2 * layers * num_tokens + attention + 2 * head
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
+    parser.add_argument("--context", type=int, default=1024, help="tokens before each decoded one")
+    parser.add_argument("--steps", type=int, default=30, help="of each kind")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here; --device cpu tries the benchmark out")
+    dtype = getattr(torch, arguments.dtype)
+    bandwidth = copy_roof(device, arguments.steps)
+    operations = product_roof(device, dtype, arguments.steps)
+    settings = RunnerSettings(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        memory_bytes=int(arguments.memory_gib * 2**30),
+        max_batch_rows=max(DECODES),
+        max_batch_tokens=max(PROMPTS),
+        kernels=arguments.kernels,
+    )
+    loaded = load_model(settings, lambda _done, what: print(f"# {what}", flush=True))
+    runner, spec = loaded.runner, loaded.opener.spec
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
+    print(f"\n{where}; torch {torch.__version__}; {runner.info.kernels}, {arguments.dtype}")
+    print(f"Roofs: {bandwidth / 1e9:.0f} GB/s copied, {operations / 1e12:.2f} Tflop/s multiplied")
+    decodes, prompts = [], []
+    for num_rows in DECODES:
+        taken = step_s(runner, device, num_rows, 1, arguments.context, arguments.steps)
+        if taken is None:
+            decodes.append((str(num_rows), "does not fit", "", ""))
+            continue
+        rate = decode_bytes(runner, spec, dtype.itemsize, num_rows, arguments.context) / taken
+        figures = (f"{taken * 1e3:.2f}", f"{num_rows / taken:.0f}", f"{rate / bandwidth:.0%}")
+        decodes.append((str(num_rows), *figures))
+    for num_tokens in PROMPTS:
+        taken = step_s(runner, device, 1, num_tokens, 0, arguments.steps)
+        if taken is None:
+            prompts.append((str(num_tokens), "does not fit", "", ""))
+            continue
+        rate = prompt_operations(runner, spec, num_tokens) / taken
+        prompts.append((str(num_tokens), f"{taken * 1e3:.2f}", f"{num_tokens / taken:.0f}", f"{rate / operations:.0%}"))
+    header = ("ms per step", "tokens/s", "of the roof")
+    print_table(f"Decodes, {arguments.context} tokens before each", ("rows", *header), decodes)
+    print_table("Prompts", ("tokens", *header), prompts)
+
+
+def step_s(
+    runner: ModelRunner, device: torch.device, num_rows: int, num_tokens: int, start: int, num_steps: int
+) -> float | None:
+    """Return the median time of a step, in seconds; None: the memory does not hold it, or the model not its length."""
+    block_size = runner.capacity.block_size
+    if num_rows * -(-(start + num_tokens) // block_size) > runner.capacity.num_blocks:
+        return None
+    if start + num_tokens > runner.info.max_model_len:
+        return None
+    runner.run(make_batch(runner, num_rows, num_tokens, start, is_first=True))
+    batch = make_batch(runner, num_rows, num_tokens, start, is_first=False)
+    return seconds(device, lambda: runner.run(batch), num_steps)
+
+
+if __name__ == "__main__":
+    main()
