@@ -46,6 +46,15 @@ def claimed(report: WorkerReport, layers: LayerRange, resident: LayerRange | Non
     )
 
 
+def beside_of(report: WorkerReport, num_blocks: int, room: int) -> int:
+    """Return the blocks of a stage that was left so many: no more if that leaves memory for KV of other layers."""
+    assert report.elastic is not None
+    rule, facts = rule_of(report.elastic, report.block_size), report.elastic
+    if not rule.blocks_ahead(LayerRange(*report.layers), facts.num_pages, num_blocks, facts.max_blocks):
+        return room
+    return min(rule.kv_pages(num_blocks) * facts.page_bytes // facts.block_bytes, facts.max_blocks)
+
+
 class Life:
     """What happens in one cluster, as a seed says."""
 
@@ -197,7 +206,10 @@ class Life:
 
     async def reside(self, members: list[WorkerReport], resident: LayerRange | None) -> None:
         rooms = {each.worker_id: claimed(each, LayerRange(*each.layers), resident) for each in members}
-        answers = await self.driver.reside(list(rooms), min(rooms.values()), resident)
+        least = min(rooms.values())
+        if resident is not None:
+            rooms = {each.worker_id: beside_of(each, least, rooms[each.worker_id]) for each in members}
+        answers = await self.driver.reside(list(rooms), least, resident)
         assert set(states(answers)) == {"done"}, answers
         for name, room in rooms.items():
             worker = self.cluster.workers[name]

@@ -314,8 +314,9 @@ def hand_out(members: Sequence[Share]) -> tuple[list[KeptKv], Traffic]:
         for member in members
     ]
     table = table_to_part(offers, members[0].shares, members[0].there, most_named=NO_LIMIT)
-    for member, there in zip(members, table.there or [PlacedKv()] * len(members), strict=True):
-        member.whole.join(there.places, member.kv, there.ids)
+    if table.there:
+        for member, there in zip(members, table.there, strict=True):
+            member.whole.join(there.places, member.kv, there.ids)
     counts = [0] * len(members)
     for lot in table.lots:
         for target in lot.targets:
