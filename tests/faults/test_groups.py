@@ -21,7 +21,16 @@ from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import assert_same, unchanged
 from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
-from tests.support.fault_streams import Ask, answers, long_prompts, mixed_load, reading, seen, undisturbed
+from tests.support.fault_streams import (
+    Ask,
+    always_reading,
+    answers,
+    long_prompts,
+    mixed_load,
+    reading,
+    seen,
+    undisturbed,
+)
 from tests.support.group_changes import (
     BY_ITSELF,
     FLAGS,
@@ -131,7 +140,11 @@ async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
     with running(tmp_path_factory.mktemp("cluster"), quiet) as cluster:
         asks = mixed_load()
         stage = set_up_with(cluster, asks)
-        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+        async with (
+            cluster.bus() as bus,
+            unchanged(cluster, asks, stage.expected, stage.before) as readers,
+            always_reading(cluster),
+        ):
             await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
             for count in (1, 2):
                 await change_until_done(cluster, bus, "drop")

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -206,6 +206,28 @@ async def reading(
             for reader in readers:
                 reader.task.cancel()
             await asyncio.gather(*(reader.task for reader in readers), return_exceptions=True)
+
+
+@asynccontextmanager
+async def always_reading(cluster: Cluster) -> AsyncIterator[None]:
+    """Somebody reads at every moment, however long the caller takes: one request after the other."""
+    begun = asyncio.Event()
+
+    async def read_on() -> None:
+        while True:
+            async with reading(cluster, [ask("lighthouse", COMPLETIONS)]) as readers:
+                await seen(readers, 1)
+                begun.set()
+                await readers[0].task
+
+    task = asyncio.create_task(read_on(), name="always reading")
+    try:
+        await asyncio.wait_for(begun.wait(), ANSWER_LIMIT_S)
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 async def seen(readers: Sequence[Reader], num_events: int) -> None:
