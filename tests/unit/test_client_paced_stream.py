@@ -289,10 +289,10 @@ def test_live_loops_show_all_text_and_never_early(
     target = QoeTarget(ttft_s=0.001, speed_tokens_per_s=2000.0)
 
     async def main() -> None:
-        source = Source([0.0] * 50)
-        output = await collect(
-            PacedStream(source, make_pacer(mode, target), started_s=asyncio.get_running_loop().time())
-        )
+        source, loop = Source([0.0] * 50), asyncio.get_running_loop()
+        asked_s = loop.time()
+        stream = PacedStream(source, make_pacer(mode, target), started_s=asked_s)
+        output = [(loop.time() - asked_s, text) async for text in stream]
         assert "".join(text for _, text in output) == source.text
         if mode == "strict":
             shown = [at_s for at_s, text in output for _ in text.split()]
