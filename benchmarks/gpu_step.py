@@ -1,6 +1,7 @@
 """How near decodes come to a device's memory bandwidth, and prompts to its matrix multiplication.
 
     python -m benchmarks.gpu_step --model FOLDER [--device cuda] [--dtype bfloat16] [--memory-gib 60] [--context 1024]
+                                  [--no-graphs]
 
 Both roofs are measured first, by torch on the same device: a copy within its memory (bytes read and written per second)
 and a product of square matrices. A step of decodes reads all parameters but the embedding, and the KV of its contexts;
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--no-graphs", action="store_true", help="start every kernel of a decode by itself")
     parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
     parser.add_argument("--context", type=int, default=1024, help="tokens before each decoded one")
     parser.add_argument("--steps", type=int, default=30, help="of each kind")
@@ -97,6 +99,7 @@ def main() -> None:
         max_batch_rows=max(DECODES),
         max_batch_tokens=max(PROMPTS),
         kernels=arguments.kernels,
+        graphs=not arguments.no_graphs,
     )
     loaded = load_model(settings, lambda _done, what: print(f"# {what}", flush=True))
     runner, spec = loaded.runner, loaded.opener.spec

@@ -109,6 +109,8 @@ class WorkerSettings(ServiceSettings):
     """Threads of one step on the CPU; 0 leaves the choice to torch."""
     kernels: KernelKind = KernelKind.AUTO
     """What computes the forward pass: `auto`, `native` (on the CPU), `flashinfer` (on CUDA) or `torch`."""
+    graphs: bool = True
+    """Record steps of decodes as CUDA graphs, where FlashInfer computes attention; takes some seconds at the start."""
     report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between two reports to the monitor; a change is reported at once."""
     step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048

@@ -202,6 +202,7 @@ def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> Runner
         deterministic=settings.deterministic,
         num_threads=settings.threads or None,
         kernels=settings.kernels.value,
+        graphs=settings.graphs,
         page_bytes=page_bytes,
     )
 

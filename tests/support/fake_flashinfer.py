@@ -10,16 +10,46 @@ from typing import Any
 
 import torch
 
+_WRAPPERS: list[BatchPrefillWithPagedKVCacheWrapper] = []
+
+
+@torch.library.custom_op("sluice_tests::flashinfer_run", mutates_args={"out"})
+def run_fixed(handle: int, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Stand in for a kernel: whoever records sees one operator, which reads the buffers whenever it runs."""
+    _WRAPPERS[handle].compute_fixed(q, (keys, values), out)
+
 
 class BatchPrefillWithPagedKVCacheWrapper:
     """As flashinfer-python 0.7.2: `plan` keeps a batch, `run` computes a layer of it."""
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, *, backend: str) -> None:
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        *,
+        backend: str,
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+    ) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "NHD"
         assert backend in ("auto", "fa2", "fa3")
         self.backend = backend
         self._plan: dict[str, Any] | None = None
+        self._use_cuda_graph = use_cuda_graph
+        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        if use_cuda_graph:
+            assert all(buffer is not None and buffer.dtype == torch.int32 for buffer in buffers)
+        self._buffers = buffers
+        self._max_total_num_rows: int | None = None
+        self._handle = len(_WRAPPERS)
+        _WRAPPERS.append(self)
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
 
     def plan(  # noqa: PLR0917 - the real one's places
         self,
@@ -59,6 +89,20 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert q_data_type in (torch.float16, torch.bfloat16)
         assert kv_data_type in (None, q_data_type)
         self._plan = {name: value for name, value in locals().items() if name != "self"}
+        if self._use_cuda_graph:
+            self._fill_buffers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+
+    def _fill_buffers(self, *lists: torch.Tensor) -> None:
+        for buffer, values in zip(self._buffers, lists, strict=True):
+            assert buffer is not None
+            assert len(values) == len(buffer) or (len(values) < len(buffer) and values is lists[2]), (
+                "a fixed batch size"
+            )
+            buffer.fill_(2**30)  # what is read behind the plan's end is nothing
+            buffer[: len(values)].copy_(values)
+        total = int(lists[0][-1])
+        assert self._max_total_num_rows in (None, total), "the first plan fixes the number of queries"
+        self._max_total_num_rows = total
 
     def run(
         self,
@@ -72,6 +116,29 @@ class BatchPrefillWithPagedKVCacheWrapper:
         plan = self._plan
         assert plan is not None, "plan comes first"
         self._check(plan, q, paged_kv_cache, out)
+        if self._use_cuda_graph:
+            assert lse is None
+            run_fixed(self._handle, q, *paged_kv_cache, out)
+            return out
+        return self._compute(plan, q, paged_kv_cache, out, lse, return_lse=return_lse)
+
+    def compute_fixed(self, q: torch.Tensor, pools: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        """Compute from what lies in the buffers, and of the plan only from what every plan has."""
+        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+        assert self._plan is not None
+        plan = {**self._plan, **dict(zip(names, self._buffers, strict=True))}
+        self._compute(plan, q, pools, out, None, return_lse=False)
+
+    def _compute(
+        self,
+        plan: dict[str, Any],
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        *,
+        return_lse: bool,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         queries, blocks = plan["qo_indptr"].tolist(), plan["paged_kv_indptr"].tolist()
         scores_lse = torch.empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
         assert scores_lse.shape == q.shape[:2]

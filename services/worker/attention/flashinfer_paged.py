@@ -11,6 +11,7 @@ before the window of a row's first query are not named to it at all.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 """Of queries, keys and values: its kernels multiply on tensor cores."""
 RECOMMENDED_WORKSPACE_BYTES = 128 * 2**20
 """FlashInfer's own advice."""
+PLAN_BYTES = 8 * 2**20
+"""Of what a wrapper keeps of a plan on the device, as FlashInfer takes by itself."""
 MAX_QUERY_TILE = 128
 CTAS_PER_PROCESSOR = 2
 """FlashInfer splits contexts until there is this much work for each multiprocessor."""
@@ -67,6 +70,44 @@ class _Wrappers:
     others: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _FixedBuffers:
+    """Where the plans of recorded calls for one window lie on the device; see `BlockLists`."""
+
+    query_starts: torch.Tensor
+    block_starts: torch.Tensor
+    blocks: torch.Tensor
+    last_block_tokens: torch.Tensor
+    workspace: torch.Tensor
+
+    @classmethod
+    def taken(cls, num_rows: int, max_blocks: int, device: torch.device) -> _FixedBuffers:
+        """Take memory for plans of at most so many rows."""
+
+        def numbers(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        workspace = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=device)
+        blocks = numbers(num_rows * max_blocks)
+        return cls(numbers(num_rows + 1), numbers(num_rows + 1), blocks, numbers(num_rows), workspace)
+
+
+class FixedFlashInfer:
+    """A `FixedDecodes`; see `FlashInferAttention.fixed`."""
+
+    def __init__(self, attention: FlashInferAttention, wrappers: Mapping[int | None, Any]) -> None:
+        self._attention = attention
+        self._wrappers = wrappers
+
+    def plan(self, rows: RaggedRows) -> None:
+        """Prepare what all layers of a step share; see `FixedDecodes`."""
+        self._attention.plan_fixed(self._wrappers, rows)
+
+    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return the attention's output; see `Attention.attend`."""
+        return self._attention.attend_fixed(self._wrappers, layer, queries)
+
+
 class FlashInferAttention:
     """Attention over a `KVCache` on a CUDA device.
 
@@ -90,14 +131,14 @@ class FlashInferAttention:
         """By whether they are causal."""
         self._workspace: torch.Tensor | None = None
         self._newest: FlashInferPlan | None = None
+        self._fixed_buffers: dict[int | None, _FixedBuffers] | None = None
+        """By window."""
 
     def plan(self, rows: RaggedRows) -> FlashInferPlan:
         """Prepare what all layers of a step share; the plan before this one is void."""
         if not self._wrappers:
             self._open()
-        if self._device.type == "cuda":
-            # a wrapper copies from one pinned buffer without waiting: an earlier copy must not be under way
-            torch.cuda.current_stream(self._device).synchronize()
+        self._wait_for_copies()
         num_decodes = leading_decodes(rows)
         for window, wrappers in self._wrappers.items():
             if num_decodes:
@@ -154,6 +195,57 @@ class FlashInferAttention:
 
         return fold
 
+    def fixed(self, num_rows: int, max_blocks: int) -> FixedFlashInfer:
+        """Return attention of one token of each of so many rows, whose calls can be recorded in a CUDA graph.
+
+        Those of different numbers of rows share memory: only the newest plan of all of them is valid. The largest comes
+        first.
+
+        Args:
+            num_rows: of each step.
+            max_blocks: of one row at most.
+        """
+        if not self._wrappers:
+            self._open()
+        assert self._workspace is not None
+        if self._fixed_buffers is None:
+            windows = dict.fromkeys(self._spec.windows)
+            self._fixed_buffers = {w: _FixedBuffers.taken(num_rows, max_blocks, self._device) for w in windows}
+        wrappers = {}
+        for window, buffers in self._fixed_buffers.items():
+            wrappers[window] = self._library.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                qo_indptr_buf=buffers.query_starts[: num_rows + 1],
+                paged_kv_indptr_buf=buffers.block_starts[: num_rows + 1],
+                paged_kv_indices_buf=buffers.blocks[: num_rows * max_blocks],
+                paged_kv_last_page_len_buf=buffers.last_block_tokens[:num_rows],
+                backend="fa2",
+            )
+            wrappers[window].reset_workspace_buffer(self._workspace, buffers.workspace)
+        return FixedFlashInfer(self, wrappers)
+
+    def plan_fixed(self, wrappers: Mapping[int | None, Any], rows: RaggedRows) -> None:
+        """Plan a step for recorded calls; see `fixed`."""
+        self._wait_for_copies()
+        for window, wrapper in wrappers.items():
+            self._plan(wrapper, rows, slice(None), window)
+
+    def attend_fixed(self, wrappers: Mapping[int | None, Any], layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return what `attend` does; see `fixed`."""
+        pools = (self._cache.keys[layer], self._cache.values[layer])
+        if queries.stride()[1:] != (self._spec.head_dim, 1):
+            queries = queries.contiguous()
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        wrappers[self._spec.windows[layer]].run(queries, pools, out=out)
+        return out.flatten(1)
+
+    def _wait_for_copies(self) -> None:
+        """Wait for what is under way: a wrapper copies from one pinned buffer without waiting."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def _fold_wrapper(self, *, causal: bool) -> Any:
         """Return FlashInfer's object for folds of one kind, when nothing is copied to the device any more."""
         if not self._wrappers:
@@ -161,8 +253,7 @@ class FlashInferAttention:
         if causal not in self._fold_wrappers:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._fold_wrappers[causal] = wrapper(self._workspace, "NHD", backend="fa2")
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._wait_for_copies()
         return self._fold_wrappers[causal]
 
     def _attend(

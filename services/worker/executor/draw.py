@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import F64, I64, Bool
+from services.worker.executor.fetch import send
 
 CANDIDATES: Final = 1024
 """Largest weights of a row that are sorted first."""
@@ -54,6 +55,22 @@ class RowSampling:
         return RowSampling(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What the device needs of some rows, each [n, 1]."""
+
+    slope: torch.Tensor
+    """What logits are multiplied with, float32; then 2 to the power of them."""
+    top_k: torch.Tensor
+    """float64, below vocab_size; 0 keeps all"""
+    top_p: torch.Tensor
+    """float64"""
+    min_p: torch.Tensor
+    """float32"""
+    points: torch.Tensor
+    """float64"""
+
+
 def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
     """Return one id per row, drawn from what the filters leave.
 
@@ -65,24 +82,28 @@ def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
     weights = to_weights(logits, sampling.temperature)
     if sampling.filtered.any():
         weights = filter_weights(weights, sampling)
-    return draw_at(weights, points)
+    drawn: I64 = draw_at(weights, points).cpu().numpy()
+    return drawn
 
 
-def first_largest(logits: torch.Tensor) -> I64:
-    """Return the id of the largest logit of each row [n, vocab_size], the lowest id on a tie."""
-    largest: I64 = _first_largest(logits).cpu().numpy()
-    return largest
+def begin_draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `draw` does, without waiting for the device, and looking among the largest weights only.
+
+    Returns:
+        Ids [n], and of which rows [n] they are wrong: their filters reach further, and `draw` is to be asked.
+    """
+    columns = _columns(sampling, points, logits)
+    weights = _to_weights(logits, columns.slope)
+    border, is_short = columns.min_p, None
+    if sampling.filtered.any():
+        found, is_short = _border(weights, sampling, columns, CANDIDATES)
+        weights = _drop_below(weights, border if found is None else border.maximum(found))
+    tokens = _draw_at(weights, columns.points)
+    return tokens, torch.zeros_like(tokens, dtype=torch.bool) if is_short is None else is_short
 
 
-def finite_largest(logits: torch.Tensor) -> I64:
-    """Return what `first_largest` does, but vocab_size for a row with a logit that is no number or infinitely large."""
-    ids = _first_largest(logits)  # NaN counts as larger than every number
-    values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
-    largest: I64 = ids.masked_fill_(~values.isfinite(), logits.shape[1]).cpu().numpy()
-    return largest
-
-
-def _first_largest(logits: torch.Tensor) -> torch.Tensor:
+def first_largest(logits: torch.Tensor) -> torch.Tensor:
+    """Return [n] the id of the largest logit of each row [n, vocab_size], the lowest id on a tie."""
     if logits.numel() < _FEW_LOGITS or logits.shape[1] < BLOCK:
         return logits.argmax(dim=-1)
     # argmax looks at one number at a time, amax at a vector of them
@@ -91,19 +112,44 @@ def _first_largest(logits: torch.Tensor) -> torch.Tensor:
     return ids.gather(1, inside.argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
+def finite_largest(logits: torch.Tensor) -> torch.Tensor:
+    """Return what `first_largest` does, but vocab_size for a row with a logit that is no number or infinitely large."""
+    ids = first_largest(logits)  # NaN counts as larger than every number
+    values = logits.gather(1, ids.unsqueeze(1)).squeeze(1)
+    return ids.masked_fill_(~values.isfinite(), logits.shape[1])
+
+
 def to_weights(logits: torch.Tensor, temperature: F64) -> torch.Tensor:
     """Return the weights [n, vocab_size] of logits of the same shape, the largest of each row 1."""
-    slope = _column(_LOG2_E / np.maximum(temperature, 1e-30), logits)
+    return _to_weights(logits, send(_slope(temperature), logits.device).to(logits.dtype).unsqueeze(1))
+
+
+def _to_weights(logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
     # the largest logit becomes 0 before it is scaled, so that no temperature can overflow; 2^x is cheaper than e^x
     return (logits - logits.amax(dim=-1, keepdim=True)).mul_(slope).exp2_()
 
 
-def draw_at(weights: torch.Tensor, points: F64) -> I64:
+def _slope(temperature: F64) -> F64:
+    slope: F64 = _LOG2_E / np.maximum(temperature, 1e-30)
+    return slope
+
+
+def _columns(sampling: RowSampling, points: F64, logits: torch.Tensor) -> _Columns:
+    """Return the parameters of rows on the device of their logits [n, vocab_size]; sent in one piece."""
+    top_k = np.where(sampling.top_k < logits.shape[1], sampling.top_k, 0).astype(np.float64)
+    host = np.stack((_slope(sampling.temperature), top_k, sampling.top_p, sampling.min_p, points))
+    sent = send(host, logits.device).unsqueeze(2)
+    return _Columns(sent[0].to(logits.dtype), sent[1], sent[2], sent[3].to(logits.dtype), sent[4])
+
+
+def draw_at(weights: torch.Tensor, points: F64) -> torch.Tensor:
     """Return one id per row of `weights` [n, vocab_size], drawn at the points [n] in [0, 1) of the row's CDF."""
-    share = torch.from_numpy(points).to(weights.device).unsqueeze(1)
+    return _draw_at(weights, send(points, weights.device).unsqueeze(1))
+
+
+def _draw_at(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     if weights.shape[1] < _SMALL_VOCABULARY:
-        direct: I64 = _search(weights, share).squeeze(1).cpu().numpy()
-        return direct
+        return _search(weights, share).squeeze(1)
     blocks = _reduce_blocks(weights, torch.sum)
     cdf = blocks.cumsum(dim=-1, dtype=torch.float64)
     target = share * cdf[:, -1:]
@@ -111,8 +157,7 @@ def draw_at(weights: torch.Tensor, points: F64) -> I64:
     of_block = blocks.gather(1, block).double()
     share = ((target - (cdf.gather(1, block) - of_block)) / of_block).clamp_(0, _BELOW_ONE)
     ids, inside = _open_block(weights, block, 0)
-    drawn: I64 = ids.gather(1, _search(inside, share)).squeeze(1).cpu().numpy()
-    return drawn
+    return ids.gather(1, _search(inside, share)).squeeze(1)
 
 
 def _search(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -141,17 +186,41 @@ def _open_block(values: torch.Tensor, block: torch.Tensor, filler: float) -> tup
 
 def filter_weights(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
     """Set those weights [n, vocab_size] to 0, in place, that a filter takes away. The largest of each row is 1."""
-    vocab_size, device = weights.shape[1], weights.device
-    top_k = torch.from_numpy(np.where(sampling.top_k < vocab_size, sampling.top_k, 0)).to(device).unsqueeze(1)
-    top_p = torch.from_numpy(sampling.top_p).to(device).unsqueeze(1)
-    border = _column(sampling.min_p, weights)
-    if (top_k > 0).any() or (top_p < 1).any():
-        found = _find_border(weights, _largest(weights, min(CANDIDATES, vocab_size)), top_k, top_p)
-        if found is None:
-            found = _find_border(weights, _largest(weights, vocab_size), top_k, top_p)
-        assert found is not None, "the whole row was not enough"
-        border = border.maximum(found)
-    return _drop_below(weights, border)
+    columns = _columns(sampling, np.zeros(len(weights)), weights)
+    border = columns.min_p
+    found, is_short = _border(weights, sampling, columns, CANDIDATES)
+    if is_short is not None and is_short.any():
+        found, is_short = _border(weights, sampling, columns, weights.shape[1])
+        assert is_short is None, "the whole row was not enough"
+    return _drop_below(weights, border if found is None else border.maximum(found))
+
+
+def _border(
+    weights: torch.Tensor, sampling: RowSampling, columns: _Columns, count: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the smallest weight that top-k and top-p keep. Looked for among some of the largest, enough for top-k.
+
+    Args:
+        weights: [n, vocab_size]
+        sampling: of the same rows.
+        columns: the same on the device.
+        count: of the largest weights.
+
+    Returns:
+        [n, 1], or None if neither filters, and of which rows [n] it is wrong, or None if of none.
+    """
+    vocab_size = weights.shape[1]
+    top_k = np.where(sampling.top_k < vocab_size, sampling.top_k, 0)
+    largest_k = int(top_k.max())
+    has_top_p = bool((sampling.top_p < 1).any())
+    if not largest_k and not has_top_p:
+        return None, None
+    largest = _largest(weights, count if largest_k <= count < vocab_size else vocab_size)
+    if not has_top_p:
+        return _kth_largest(largest, columns.top_k), None
+    total = None if top_k.all() else weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    border, is_short = _find_border(largest, total, columns.top_k, columns.top_p)
+    return border, is_short if largest.shape[1] < vocab_size else None
 
 
 def _drop_below(weights: torch.Tensor, border: torch.Tensor) -> torch.Tensor:
@@ -182,38 +251,32 @@ def _largest_on_device(weights: torch.Tensor, count: int) -> torch.Tensor:
     return weights.sort(dim=-1, descending=True).values
 
 
+def _kth_largest(largest: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Return the smallest weight [n, 1] that top-k keeps, 0 where it keeps all; see `_find_border`."""
+    return torch.where(top_k > 0, largest.gather(1, (top_k - 1).clamp_min(0).long()), 0.0)
+
+
 def _find_border(
-    weights: torch.Tensor, largest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the smallest weight that top-k and top-p keep, [n, 1]; None if that takes more of the largest weights.
+    largest: torch.Tensor, total: torch.Tensor | None, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest weight that top-k and top-p keep.
 
     Args:
-        weights: [n, vocab_size]
-        largest: [n, m] of them, in descending order.
-        top_k: [n, 1] below vocab_size; 0 keeps all.
-        top_p: [n, 1] float64; counts within what top-k keeps.
+        largest: [n, m] of the weights, in descending order.
+        total: [n, 1] sum of all weights, for the rows without top-k; None: all have one.
+        top_k: [n, 1] at most m; 0 keeps all.
+        top_p: [n, 1] float64; counts within what top-k keeps. 1 keeps all.
+
+    Returns:
+        [n, 1], and [n] whether it takes more of the largest weights to tell.
     """
-    is_part = largest.shape[1] < weights.shape[1]
-    has_k = top_k > 0
-    if (top_k > largest.shape[1]).any():
-        return None
-    border = torch.where(has_k, largest.gather(1, (top_k - 1).clamp_min(0)), 0.0)
-    if not (top_p < 1).any():
-        return border
-    if is_part and (has_k & (largest[:, -1:] >= border)).any():
-        return None  # some that tie with the border may be missing
-    largest = largest.masked_fill(largest < border, 0.0)
-    cumulative = largest.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    if not has_k.all():
-        total = torch.where(has_k, total, weights.sum(dim=-1, keepdim=True, dtype=torch.float64))
-    goal = top_p * total
-    if is_part and (~has_k & (top_p < 1) & (cumulative[:, -1:] < goal)).any():
-        return None
-    count = (cumulative - largest < goal).sum(dim=-1, keepdim=True).clamp_min(1)
-    return torch.where(top_p < 1, largest.gather(1, count - 1), 0.0).maximum(border)
-
-
-def _column(values: F64, like: torch.Tensor) -> torch.Tensor:
-    """Return [n] numbers as a column [n, 1] of the other tensor's type and device."""
-    return torch.from_numpy(values).to(like.device, like.dtype).unsqueeze(1)
+    has_k, has_p = top_k > 0, top_p < 1
+    border = _kth_largest(largest, top_k)
+    may_tie = has_k & (largest[:, -1:] >= border)  # some that tie with the border may be missing
+    kept = largest.masked_fill(largest < border, 0.0)
+    cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
+    of_kept = cumulative[:, -1:]
+    goal = top_p * (of_kept if total is None else torch.where(has_k, of_kept, total))
+    is_short = has_p & (may_tie | (~has_k & (of_kept < goal)))
+    count = (cumulative - kept < goal).sum(dim=-1, keepdim=True).clamp_(1, kept.shape[1])
+    return torch.where(has_p, kept.gather(1, count - 1), 0.0).maximum(border), is_short.squeeze(1)

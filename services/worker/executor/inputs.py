@@ -21,6 +21,10 @@ class StepInputs:
     """[t] int64, place of each token in its sequence"""
     slots: torch.Tensor
     """[t] int64, where its keys and values go"""
+    last: torch.Tensor
+    """[n] int64, index of each row's last token"""
+    sampled: torch.Tensor
+    """[k] int64, index of the last token of each row whose next token is wanted"""
     rows: RaggedRows
     """Of the same step, on the host."""
 
@@ -51,19 +55,25 @@ class InputBuffers:
     def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._block_size = block_size
-        self._columns = torch.zeros((3, max_tokens), dtype=torch.int64, pin_memory=on_gpu)
-        """[3, max_tokens]: tokens, positions, slots"""
+        self._columns = torch.zeros((5, max_tokens), dtype=torch.int64, pin_memory=on_gpu)
+        """[5, max_tokens]: tokens, positions, slots; indices of last tokens, and of those that are sampled from"""
         self._host: I64 = self._columns.numpy()
         self._device = device
         self._on_device = torch.zeros_like(self._columns, device=device) if on_gpu else self._columns
 
-    def fill(self, batch: Batch, tables: I32) -> StepInputs:
-        """Lay out a batch, with the block tables [max_rows, max_blocks] of all rows. Valid until the next call."""
+    def fill(self, batch: Batch, tables: I32, sampled: I64) -> StepInputs:
+        """Lay out a batch. Valid until the next call, before which the device must have read it.
+
+        Args:
+            batch: of at most `max_tokens` tokens.
+            tables: [max_rows, max_blocks] block tables of all rows.
+            sampled: [k] places in the batch of the rows whose next token is wanted.
+        """
         num_tokens = len(batch.tokens)
         longest = int((batch.start + batch.num_tokens).max())
         num_blocks = -(-longest // self._block_size)
         rows = RaggedRows(batch.num_tokens, batch.start, tables[batch.rows, :num_blocks])
-        tokens, positions, slots = self._host[:, :num_tokens]
+        tokens, positions, slots = self._host[:3, :num_tokens]
         tokens[:] = batch.tokens
         row = np.arange(len(batch.rows))
         if num_tokens == len(row):  # decodes only
@@ -74,7 +84,12 @@ class InputBuffers:
         block = positions // self._block_size
         slots[:] = (rows.tables[row, block] - block) * self._block_size
         slots += positions
+        num_rows, num_sampled = len(batch.rows), len(sampled)
+        last = self._host[3, :num_rows]
+        np.cumsum(batch.num_tokens, out=last)
+        last -= 1
+        self._host[4, :num_sampled] = last[sampled]
         sent = self._on_device[:, :num_tokens]
         if self._device.type == "cuda":
             sent.copy_(self._columns[:, :num_tokens], non_blocking=True)
-        return StepInputs(sent[0], sent[1], sent[2], rows)
+        return StepInputs(sent[0], sent[1], sent[2], sent[3, :num_rows], sent[4, :num_sampled], rows)

@@ -22,7 +22,8 @@ from services.worker.attention.native_paged import MAX_GROUP, NativePagedAttenti
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
-from services.worker.executor.step import ForwardPass, TorchForward
+from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForward
+from services.worker.executor.step_graphs import Recorder, StepGraphs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
@@ -52,7 +53,7 @@ class Kernels:
     whole: bool = False
     flashinfer: Any = None
 
-    def open(
+    def open(  # noqa: PLR0913  one argument per part that is joined here
         self,
         spec: ModelSpec,
         weights: ModelWeights,
@@ -61,12 +62,42 @@ class Kernels:
         *,
         max_tokens: int,
         deterministic: bool,
+        graphs: StepGraphs | None = None,
     ) -> ForwardPass:
-        """Return the forward pass over a cache, for batches of at most `max_tokens` tokens."""
+        """Return the forward pass over a cache, for batches of at most `max_tokens` tokens.
+
+        Args:
+            spec: the model.
+            weights: of the layers that the cache has.
+            rope: angles of every position that may occur.
+            cache: of these layers.
+            max_tokens: of one batch.
+            deterministic: results do not depend on the batch.
+            graphs: used if they were recorded of the same layers in the same places.
+        """
         if self.library is not None and self.whole:
             return NativeForward(self.library, spec, weights, rope, cache)
+        layers = DecodeLayers(spec, weights, rope, cache, deterministic=deterministic)
         attention = self._attention(spec, cache, deterministic=deterministic)
-        return TorchForward(spec, weights, rope, cache, attention, max_tokens=max_tokens, deterministic=deterministic)
+        record = graphs if graphs is not None and graphs.fits(layers) else None
+        return TorchForward(layers, attention, max_tokens=max_tokens, record=record)
+
+    def graphs(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        rope: RopeTable,
+        cache: KVCache,
+        recorder: Recorder,
+        *,
+        sizes: tuple[int, ...],
+    ) -> StepGraphs:
+        """Return graphs of steps of so many decodes, not recorded yet; see `StepGraphs`. Needs FlashInfer."""
+        assert self.flashinfer is not None, "only FlashInfer's attention can be recorded"
+        attention = _flashinfer_attention(self.flashinfer, spec, cache)
+        max_blocks = -(-rope.num_positions // cache.block_size)
+        layers = DecodeLayers(spec, weights, rope, cache, deterministic=False)
+        return StepGraphs(layers, lambda size: attention.fixed(size, max_blocks), recorder, sizes)
 
     def host_attention(self, spec: ModelSpec, cache: KVCache) -> Attention[Any]:
         """Return an attention over keys and values that lie in main memory, whatever the device is."""

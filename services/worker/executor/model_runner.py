@@ -28,6 +28,7 @@ from services.worker.engine.types import (
     KvCapacity,
     RemoteLostError,
 )
+from services.worker.executor.fetch import fetch
 from services.worker.executor.inputs import BlockTables
 from services.worker.executor.logit_rules import LogitRules, has_rules
 from services.worker.executor.logprobs import LogprobTable
@@ -73,6 +74,8 @@ class RunnerSettings:
     """Threads of one operator on the CPU; None: torch's choice, or one for torch's operators in deterministic mode."""
     kernels: str = "auto"
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
+    graphs: bool = True
+    """Steps of decodes are recorded as CUDA graphs, where that is possible; takes seconds at the start."""
     layers: LayerRange | None = None
     """Of a stage of a pipeline: only their parameters and KV are held; None: the whole model."""
     page_bytes: int | None = None
@@ -290,32 +293,45 @@ class ModelRunner:
         sampled: I64 = batch.sample.nonzero()[0]
         scores = self._open().run(batch, self._tables.entries, sampled, hidden)
         rows = batch.rows[sampled]
-        _check_finite(batch.step_id, batch.rows, scores.finite)
-        _check_finite(batch.step_id, rows, scores.largest < self.info.vocab_size)
-        tokens = np.full(len(batch.rows), -1, dtype=np.int32)
-        if self._is_plain[rows].all():
-            tokens[sampled] = scores.largest
-            return tokens, None
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
-        tokens[sampled], logprobs = self._choose(scores, rows, position)
+        chosen, logprobs = self._choose(batch, scores, rows, position)
+        tokens = np.full(len(batch.rows), -1, dtype=np.int32)
+        tokens[sampled] = chosen
         return tokens, {int(sampled[i]): said for i, said in logprobs.items()} or None
 
-    def _choose(self, scores: Scores, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
+    def _choose(self, batch: Batch, scores: Scores, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
         """Return the next token of each row [k] and, by place in `rows`, the log-probabilities that are asked for.
 
+        Waits for the device once, unless rows have rules or ask for log-probabilities, or filters that reach far.
+
         Args:
+            batch: of the step.
             scores: of the rows; may be changed.
             rows: [k]
             position: [k] of the token that is chosen.
         """
+        if self._is_plain[rows].all():
+            finite, largest = fetch(scores.finite, scores.largest)
+            self._check(batch, rows, finite, largest)
+            return largest, {}
         logits = scores.logits
-        largest = None if self._rules.concern(rows) else scores.largest
+        known = None if self._rules.concern(rows) else scores.largest
         put_back = self._rules.apply(logits, rows, position)
-        chosen = self._sampler.sample(logits, self._sampling.take(rows), position, largest)
+        choice = self._sampler.begin(logits, self._sampling.take(rows), position, known)
+        finite, largest, *columns = fetch(scores.finite, scores.largest, *choice.columns)
+        self._check(batch, rows, finite, largest)
+        chosen = choice.end(*columns)
         if not self._logprobs.asking(rows).any():
             return chosen, {}
         put_back()
         return chosen, self._logprobs.of_tokens(logits, rows, chosen)
+
+    def _check(self, batch: Batch, rows: I32, finite: I64, largest: I64) -> None:
+        """Name the rows whose hidden states or logits are not numbers: sampled from, they would be nonsense."""
+        for checked, is_finite in ((batch.rows, finite != 0), (rows, largest < self.info.vocab_size)):
+            if not is_finite.all():
+                guilty = tuple(int(row) for row in checked[~is_finite])
+                raise BatchFailedError(batch.step_id, "the model's numbers are not finite", guilty)
 
     def _to_device(self, values: I32 | I64) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
@@ -324,10 +340,3 @@ class ModelRunner:
 def _is_plain(sampling: SamplingParams) -> bool:
     """Return whether the next token is always the largest logit, and nothing else is wanted."""
     return sampling.temperature == 0 and sampling.logprobs is None and not has_rules(sampling)
-
-
-def _check_finite(step_id: int, rows: I32, finite: Bool) -> None:
-    """Name the rows whose hidden states or logits are not numbers: sampled from, they would be nonsense."""
-    if not finite.all():
-        guilty = tuple(int(row) for row in rows[~finite])
-        raise BatchFailedError(step_id, "the model's numbers are not finite", guilty)

@@ -172,7 +172,7 @@ class NativeForward:
         finally:
             step.far = None
         del plan, tokens  # they lived until here: `step` points into them
-        return Scores(finite, logits, largest)
+        return Scores(torch.from_numpy(finite), logits, torch.from_numpy(largest))
 
     def _far_of(self, batch: Batch, tables: I32) -> _FarStep | None:
         """Return what the library needs for rows some of whose keys lie elsewhere; None: there are none."""

@@ -6,6 +6,7 @@ The same parameters can be opened again and again, over a cache that has got oth
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from services.worker.executor.kernels import Kernels
 from services.worker.executor.logit_rules import MAX_EDITS
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.sampler import DRAW_ELEMENTS
+from services.worker.executor.step_graphs import Recorder, StepGraphs, graph_sizes
 from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
     RESERVE_MARGIN,
@@ -53,9 +55,10 @@ class RunnerOpener:
         demand: what the budget is divided by.
         kernels: what computes.
         memory: in which parameters and KV lie.
+        recorder: of the memory's device, if steps are to be recorded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
         settings: RunnerSettings,
         spec: ModelSpec,
@@ -63,6 +66,8 @@ class RunnerOpener:
         demand: Demand,
         kernels: Kernels,
         memory: ModelMemory,
+        *,
+        recorder: Recorder | None = None,
     ) -> None:
         self._settings = settings
         self._spec = spec
@@ -71,7 +76,9 @@ class RunnerOpener:
         self._device = memory.device
         self._kernels = kernels
         self._memory = memory
+        self._recorder = recorder
         self._rope: RopeTable | None = None
+        self._graphs: StepGraphs | None = None
         self._dry_step_s = 0.0
 
     @property
@@ -124,6 +131,7 @@ class RunnerOpener:
             cache,
             max_tokens=settings.max_batch_tokens,
             deterministic=settings.deterministic,
+            graphs=self._graphs,
         )
         return ModelRunner(
             info,
@@ -133,6 +141,32 @@ class RunnerOpener:
             deterministic=settings.deterministic,
             owns_memory=owns_memory,
         )
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether steps of decodes of the whole model are recorded; see `step_graphs.py`."""
+        return self._recorder is not None and self._kernels.flashinfer is not None and self._settings.layers is None
+
+    def record(self, cache: KVCache, max_model_len: int, progress: Callable[[float], None]) -> None:
+        """Record the steps of decodes over a cache that has no KV yet. Runners of all layers use them from now on.
+
+        Args:
+            cache: of all layers.
+            max_model_len: longest sequence.
+            progress: called with the share that is done.
+        """
+        self._graphs = self._new_graphs(cache, max_model_len)
+        with torch.inference_mode():
+            self._graphs.record(progress)
+
+    def _new_graphs(self, cache: KVCache, max_model_len: int, *, only_largest: bool = False) -> StepGraphs:
+        assert self._recorder is not None
+        settings, spec, dtype = self._settings, self._spec, self._weights.dtype
+        sizes = graph_sizes(settings.max_batch_rows)
+        weights = self._weights.of_stage(spec, LayerRange(0, spec.num_layers))
+        rope = self._rope_for(max_model_len, dtype)
+        chosen = sizes[-1:] if only_largest else sizes
+        return self._kernels.graphs(spec, weights, rope, cache, self._recorder, sizes=chosen)
 
     def divide(self, context: int) -> tuple[int, Division]:
         """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""
@@ -144,7 +178,12 @@ class RunnerOpener:
         return reserve_bytes, divide(self._demand, reserve_bytes, context)
 
     def _rope_for(self, max_model_len: int, dtype: torch.dtype) -> RopeTable:
-        """Return the angles of so many positions; the last table is kept, since it is the largest thing to make."""
+        """Return the angles of so many positions; the last table is kept, since it is the largest thing to make.
+
+        Those that graphs were recorded with are kept as long as the graphs.
+        """
+        if self._graphs is not None and self._graphs.layers.rope.num_positions == max_model_len:
+            return self._graphs.layers.rope
         if self._rope is None or self._rope.num_positions != max_model_len:
             self._rope = None  # the old one goes before the new one comes
             self._rope = RopeTable(self._spec.rope, self._spec.rotary_dim, max_model_len, dtype, self._device)
@@ -172,6 +211,8 @@ class RunnerOpener:
             self._dry_step_s = time.perf_counter() - began_s
 
         measured = peak_bytes(self._device, dry_steps)
+        if measured is not None and self.records_graphs:
+            measured += self._graph_bytes(cache, context)
         if measured is None:
             item_bytes = dtype.itemsize
             gather_bytes = max(GROUP_BYTES, 2 * context * spec.kv_size * item_bytes)
@@ -181,11 +222,24 @@ class RunnerOpener:
                 spec, settings.max_batch_tokens, settings.max_batch_rows, fixed_bytes, item_bytes
             )
         angle_bytes = 2 * context * spec.rotary_dim * dtype.itemsize
+        if self.records_graphs and settings.page_bytes is not None:
+            angle_bytes *= 2  # those of a group, whose context is another, beside those that were recorded
         if settings.page_bytes is not None:
             measured += WAITING_ACTIVATIONS * settings.max_batch_tokens * spec.hidden_size * dtype.itemsize
         if self._kernels.library is not None:
             measured += split_bytes(spec, context, torch.get_num_threads())
         return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes
+
+    def _graph_bytes(self, cache: KVCache, context: int) -> int:
+        """Return what recorded steps keep. Smaller graphs find room in the memory of the largest."""
+        kept: list[StepGraphs] = []
+
+        def record() -> None:
+            kept.append(self._new_graphs(cache, context, only_largest=True))
+            with torch.inference_mode():
+                kept[0].record(lambda _: None)
+
+        return peak_bytes(self._device, record) or 0
 
 
 def _worst_batch(settings: RunnerSettings, vocab_size: int, context: int, num_long: int) -> Batch:

@@ -17,6 +17,7 @@ from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.opening import RunnerOpener
 from services.worker.executor.selftest import prove_deterministic
+from services.worker.executor.step_graphs import CudaRecorder, Recorder
 from services.worker.memory.budget import Demand, longest_context
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.model_memory import ModelMemory, ModelSizes, open_memory
@@ -87,16 +88,20 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
         weights = load_weights(
             spec, tensors, dtype, memory, lambda done, what: progress(done * _LOADED, what), settings.layers
         )
-        opener = RunnerOpener(settings, spec, weights, demand, kernels, memory)
+        opener = RunnerOpener(
+            settings, spec, weights, demand, kernels, memory, recorder=_recorder(settings, device, kernels)
+        )
         progress(_LOADED, "measuring the workspace")
         reserve_bytes, division = opener.divide(context)
         _log_context(settings, division.max_model_len, spec.max_positions)
         cache = memory.open_kv(division.num_blocks, reserve_bytes)
+        if opener.records_graphs:
+            opener.record(cache, division.max_model_len, lambda done: progress(0.85 + 0.1 * done, "recording steps"))
         runner = opener.open(cache, division.max_model_len, reserve_bytes, owns_memory=not lends_memory)
         if settings.host_memory_bytes:
             runner.open_host(_num_host_blocks(settings, demand))
         if settings.deterministic:
-            progress(0.9, "proving that results do not depend on the batch")
+            progress(0.95, "proving that results do not depend on the batch")
             prove_deterministic(runner, settings.max_batch_tokens)
         on_failure.pop_all()
     _log_loaded(runner.info)
@@ -158,6 +163,13 @@ def _set_threads(settings: RunnerSettings, device: torch.device, kernels: Kernel
     num_threads = settings.num_threads or (1 if settings.deterministic and not kernels.whole else None)
     if device.type == "cpu" and num_threads is not None:
         torch.set_num_threads(num_threads)
+
+
+def _recorder(settings: RunnerSettings, device: torch.device, kernels: Kernels) -> Recorder | None:
+    """Return what records steps on the device; None: they are not to be, or cannot be recorded."""
+    if not settings.graphs or device.type != "cuda" or kernels.flashinfer is None:
+        return None
+    return CudaRecorder(device)
 
 
 def _log_loaded(info: ModelInfo) -> None:

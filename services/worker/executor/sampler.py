@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, I64
-from services.worker.executor.draw import RowSampling, draw, first_largest
+from services.worker.engine.types import F64, I32, I64
+from services.worker.executor.draw import RowSampling, begin_draw, draw, first_largest
+from services.worker.executor.fetch import fetch, send
 from services.worker.executor.random import uniforms
 from shared.types import SamplingParams
 
 DRAW_ELEMENTS = 2**20
 """Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
+DRAW_ELEMENTS_CUDA = 2**24
+"""The same on a GPU, which has more to do at a time and no such caches."""
 
 
 class SamplingTable:
@@ -40,6 +45,31 @@ class SamplingTable:
         return self._columns.select(rows.astype(np.int64))
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens that are being chosen.
+
+    Attributes:
+        columns: on the device, whose numbers `end` wants.
+    """
+
+    _logits: torch.Tensor
+    _sampling: RowSampling
+    _points: F64
+    _parts: list[I64]
+    columns: tuple[torch.Tensor, ...]
+
+    def end(self, largest: I64, *drawn: I64) -> I64:
+        """Return the chosen ids [n], from the fetched columns. Rows whose filters reach far are drawn once more."""
+        tokens: I64 = largest.copy()
+        for part, ids, is_short in zip(self._parts, drawn[::2], drawn[1::2], strict=True):
+            tokens[part] = ids
+            if is_short.any():
+                again = part[is_short.astype(np.bool_)]
+                tokens[again] = draw(_rows(self._logits, again), self._sampling.select(again), self._points[again])
+        return tokens
+
+
 class Sampler:
     """Draws tokens.
 
@@ -50,26 +80,30 @@ class Sampler:
     def __init__(self, *, row_by_row: bool = False) -> None:
         self._row_by_row = row_by_row
 
-    def sample(self, logits: torch.Tensor, sampling: RowSampling, positions: I64, largest: I64 | None = None) -> I64:
-        """Return the chosen ids [n].
+    def sample(self, logits: torch.Tensor, sampling: RowSampling, positions: I64) -> I64:
+        """Return the chosen ids [n]; see `begin`."""
+        choice = self.begin(logits, sampling, positions)
+        return choice.end(*fetch(*choice.columns))
+
+    def begin(
+        self, logits: torch.Tensor, sampling: RowSampling, positions: I64, largest: torch.Tensor | None = None
+    ) -> Choice:
+        """Begin to choose, without waiting for the device.
 
         Args:
-            logits: [n, vocab_size] float32; unchanged.
+            logits: [n, vocab_size] float32; unchanged until the choice has ended.
             sampling: of the same rows.
             positions: [n] position in the sequence of the token that is chosen.
             largest: [n] id of the largest logit of each row, if it is known.
         """
         drawn = np.flatnonzero(sampling.temperature)
-        if not len(drawn):
-            return first_largest(logits) if largest is None else largest
-        tokens: I64 = np.empty(len(logits), dtype=np.int64)
-        greedy = np.flatnonzero(sampling.temperature == 0)
-        if len(greedy):
-            tokens[greedy] = first_largest(_rows(logits, greedy)) if largest is None else largest[greedy]
+        if largest is None:
+            is_asked = len(drawn) < len(logits)
+            largest = first_largest(logits) if is_asked else logits.new_zeros(len(logits), dtype=torch.int64)
         points = uniforms(sampling.seed, positions)
-        for part in self._parts(drawn, sampling, max(DRAW_ELEMENTS // logits.shape[1], 1)):
-            tokens[part] = draw(_rows(logits, part), sampling.select(part), points[part])
-        return tokens
+        parts = self._parts(drawn, sampling, max(_draw_elements(logits.device) // logits.shape[1], 1))
+        begun = [begin_draw(_rows(logits, part), sampling.select(part), points[part]) for part in parts]
+        return Choice(logits, sampling, points, parts, (largest, *(column for part in begun for column in part)))
 
     def _parts(self, drawn: I64, sampling: RowSampling, max_rows: int) -> list[I64]:
         """Split the drawn rows into those that keep every token and those that are filtered, `max_rows` at a time."""
@@ -83,6 +117,10 @@ class Sampler:
         ]
 
 
+def _draw_elements(device: torch.device) -> int:
+    return DRAW_ELEMENTS_CUDA if device.type == "cuda" else DRAW_ELEMENTS
+
+
 def _rows(logits: torch.Tensor, rows: I64) -> torch.Tensor:
     """Return some rows of the logits, in ascending order; all of them without a copy."""
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+    return logits if len(rows) == len(logits) else logits[send(rows, logits.device)]

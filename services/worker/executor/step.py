@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,9 +11,9 @@ import torch
 
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.remote import RemoteKeys, RemoteRows, attended_of, new_states
-from services.worker.engine.types import I32, I64, Batch, Bool
+from services.worker.engine.types import I32, I64, Batch
 from services.worker.executor.draw import finite_largest
-from services.worker.executor.inputs import InputBuffers
+from services.worker.executor.inputs import InputBuffers, StepInputs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Angles, Decoder
 from services.worker.models.rope import RopeTable
@@ -21,19 +22,22 @@ from services.worker.models.weights import ModelWeights
 
 TILE_ROWS = 32
 """Rows of every product in deterministic mode."""
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+"""Takes a layer and its queries, returns attention's output."""
+_NONE: I64 = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a step says of its rows, valid until the next step."""
+    """What a step says of its rows, valid until the next step; on the device, which may not have computed it yet."""
 
-    finite: Bool
-    """[n] whether the hidden state of each row's last token is made of numbers"""
+    finite: torch.Tensor
+    """[n] bool, whether the hidden state of each row's last token is made of numbers"""
     logits: torch.Tensor
     """[k, vocab_size] float32 of the sampled rows; the owner may change them"""
-    largest: I64
-    """[k] id of the largest logit of each sampled row, the lowest id on a tie; vocab_size for a row with a logit that
-    is not a number or infinitely large"""
+    largest: torch.Tensor
+    """[k] int64, id of the largest logit of each sampled row, the lowest id on a tie; vocab_size for a row with a logit
+    that is not a number or infinitely large"""
 
 
 class ForwardPass(Protocol):
@@ -80,70 +84,123 @@ class ForwardPass(Protocol):
         ...
 
 
-class TorchForward:
-    """Layers of the model, those of the cache, by torch's operators, on any device of torch.
+class DecodeLayers:
+    """Layers of the model, those of the cache, around an attention that somebody else computes.
 
     Args:
+        spec: the model.
+        weights: of these layers.
         rope: angles of every position that may occur.
-        attention: over the same cache.
-        max_tokens: of one batch.
+        cache: of these layers.
         deterministic: every product in fixed shapes (see `Decoder`).
     """
 
-    def __init__(  # noqa: PLR0913  one argument per part that is joined here
-        self,
-        spec: ModelSpec,
-        weights: ModelWeights,
-        rope: RopeTable,
-        cache: KVCache,
-        attention: Attention[Any],
-        *,
-        max_tokens: int,
-        deterministic: bool,
+    def __init__(
+        self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
     ) -> None:
         self.cache = cache
-        self.remote: RemoteKeys | None = None
-        """Keys that lie elsewhere; see `ForwardPass`."""
-        self._rope = rope
         self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
-        self._attention = attention
-        self._inputs = InputBuffers(max_tokens, cache.block_size, cache.keys[0].device)
+        self._weights = weights
+        self.rope = rope
 
-    def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
-        """Compute a step up to the logits; see `ForwardPass`."""
-        decoder = self._decoder
-        hidden = self.advance(batch, tables, hidden)
-        last = np.cumsum(batch.num_tokens, dtype=np.int64) - 1
-        hidden = hidden.index_select(0, torch.from_numpy(last).to(hidden.device))
-        finite: Bool = torch.isfinite(hidden.sum(dim=-1, dtype=torch.float32)).cpu().numpy()
-        if len(sampled) < len(last):
-            hidden = hidden.index_select(0, torch.from_numpy(sampled).to(hidden.device))
-        logits = (
-            decoder.head(hidden)
-            if len(sampled)
-            else hidden.new_empty((0, decoder.spec.vocab_size), dtype=torch.float32)
-        )
-        return Scores(finite, logits, finite_largest(logits))
+    def compute(self, inputs: StepInputs, hidden: torch.Tensor | None, attend: Attend) -> torch.Tensor:
+        """Store a step's keys and values; return the hidden states [t, hidden_size] behind the last layer here.
 
-    def advance(self, batch: Batch, tables: I32, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute a step's layers here; see `ForwardPass`."""
-        decoder, cache, attention = self._decoder, self.cache, self._attention
-        inputs = self._inputs.fill(batch, tables)
-        plan = attention.plan(inputs.rows)
-        partly = self._partly_remote(inputs.rows)
-        angles = Angles(*self._rope.rows(inputs.positions))
+        Args:
+            inputs: of the step.
+            hidden: behind the layer before the first one here; None: from the tokens.
+            attend: called for each layer with its queries [t, num_heads, head_dim]; keys and values are stored then.
+        """
+        decoder, cache = self._decoder, self.cache
+        angles = Angles(*self.rope.rows(inputs.positions))
         if hidden is None:
             hidden = decoder.embed(inputs.tokens, inputs.positions)
         for layer in cache.layers:
             queries, keys, values = decoder.pre(layer, hidden, angles)
             cache.write(layer, inputs.slots, keys, values)
+            hidden = decoder.post(layer, hidden, attend(layer, queries))
+        return hidden
+
+    def scores(self, hidden: torch.Tensor, inputs: StepInputs) -> Scores:
+        """Return what a step says of its rows, from the hidden states [t, hidden_size] behind the last layer."""
+        finite = torch.isfinite(hidden.index_select(0, inputs.last).sum(dim=-1, dtype=torch.float32))
+        if not len(inputs.sampled):
+            logits = hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
+        else:
+            logits = self._decoder.head(hidden.index_select(0, inputs.sampled))
+        return Scores(finite, logits, finite_largest(logits))
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a row."""
+        return self._decoder.spec.vocab_size
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield everything that is read or written beside a step's own."""
+        yield from self.cache.pools()
+        yield self.rope.cos
+        yield self._weights.outer.storage
+        for layer in self._weights.layers:
+            yield layer.storage
+
+
+class StepRecord(Protocol):
+    """Steps that were recorded (`step_graphs.py`)."""
+
+    def has_for(self, batch: Batch) -> bool:
+        """Return whether a batch can be computed by what was recorded."""
+        ...
+
+    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
+        """Compute a step; see `ForwardPass.run`."""
+        ...
+
+
+class TorchForward:
+    """Layers of the model, those of the cache, by torch's operators, on any device of torch.
+
+    Args:
+        layers: of the model.
+        attention: over the same cache.
+        max_tokens: of one batch.
+        record: of steps of the same layers, if there is one.
+    """
+
+    def __init__(
+        self, layers: DecodeLayers, attention: Attention[Any], *, max_tokens: int, record: StepRecord | None = None
+    ) -> None:
+        self.cache = layers.cache
+        self.remote: RemoteKeys | None = None
+        """Keys that lie elsewhere; see `ForwardPass`."""
+        self._layers = layers
+        self._attention = attention
+        self._record = record
+        self._inputs = InputBuffers(max_tokens, self.cache.block_size, self.cache.keys[0].device)
+
+    def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
+        """Compute a step up to the logits; see `ForwardPass`."""
+        if self._record is not None and hidden is None and self.remote is None and self._record.has_for(batch):
+            return self._record.run(batch, tables, sampled)
+        inputs = self._inputs.fill(batch, tables, sampled)
+        return self._layers.scores(self._compute(inputs, hidden), inputs)
+
+    def advance(self, batch: Batch, tables: I32, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute a step's layers here; see `ForwardPass`."""
+        return self._compute(self._inputs.fill(batch, tables, _NONE), hidden)
+
+    def _compute(self, inputs: StepInputs, hidden: torch.Tensor | None) -> torch.Tensor:
+        plan = self._attention.plan(inputs.rows)
+        partly = self._partly_remote(inputs.rows)
+
+        def attend(layer: int, queries: torch.Tensor) -> torch.Tensor:
             if partly is not None:
                 partly.ask(layer, queries)
-            attended = attention.attend(plan, layer, queries)
+            attended = self._attention.attend(plan, layer, queries)
             if partly is not None:
                 partly.take(layer, queries, attended)
-            hidden = decoder.post(layer, hidden, attended)
-        return hidden
+            return attended
+
+        return self._layers.compute(inputs, hidden, attend)
 
     def _partly_remote(self, rows: RaggedRows) -> _PartlyRemote | None:
         """Return what attends rows some of whose keys lie elsewhere; None: there are none."""

@@ -1,0 +1,188 @@
+"""Steps of decodes as graphs: recorded once for some numbers of rows, then started with one call each.
+
+A step of decodes is some hundred short kernels, and the host takes longer to start them than the device to compute
+them. A graph holds all of them from the embedding to the logits. What differs from step to step lies in memory that
+stays where it is: tokens, positions and slots, and what attention has planned before each start.
+
+A batch takes the smallest graph that has its rows. Those that are left are copies of its shortest row: they write the
+same keys and values into the same slots, and nobody reads what comes out for them. Prompts, stages of a group and steps
+some of whose keys lie elsewhere are computed without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import FixedDecodes
+from services.worker.engine.types import I32, I64, Batch
+from services.worker.executor.fetch import send
+from services.worker.executor.inputs import InputBuffers, StepInputs
+from services.worker.executor.step import DecodeLayers, Scores
+
+MAX_ROWS = 512
+"""Of the largest graph: of more rows, the device computes longer than the host takes to start its kernels."""
+
+
+class Recorder(Protocol):
+    """Records what is started on a device."""
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Return what computes the same again, from and to the same memory."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs. All of them use the same memory for what they compute: one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        """Record a graph; see `Recorder`. The first computations, which may compile or take memory, are not in it."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                compute()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # other threads may go on with what they do, such as taking memory
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            compute()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    attention: FixedDecodes
+    start: Callable[[], None]
+
+
+class StepGraphs:
+    """The graphs of a whole model over a cache; see the module.
+
+    They hold addresses: parameters and blocks may go away meanwhile, but must be back in their places when one starts.
+
+    Args:
+        layers: of the whole model.
+        fixed: returns attention for so many rows.
+        recorder: of the cache's device.
+        sizes: numbers of rows, ascending.
+    """
+
+    def __init__(
+        self, layers: DecodeLayers, fixed: Callable[[int], FixedDecodes], recorder: Recorder, sizes: tuple[int, ...]
+    ) -> None:
+        self.layers = layers
+        self._fixed = fixed
+        self._recorder = recorder
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._inputs = InputBuffers(sizes[-1], layers.cache.block_size, layers.cache.keys[0].device)
+        self._num_blocks = layers.cache.num_blocks
+        self._addresses = _addresses(layers)
+        self._graphs: dict[int, _Graph] = {}
+        self._scores: Scores | None = None
+        """Of all rows; every graph writes the first ones."""
+
+    def record(self, progress: Callable[[float], None]) -> None:
+        """Record all graphs, the largest first, in whose memory the others find room. The first block is written.
+
+        Args:
+            progress: called with the share that is done.
+        """
+        self._scores = self._take_scores()
+        for done, size in enumerate(self._sizes[::-1].tolist()):
+            attention = self._fixed(size)
+            zeros = np.zeros(size, dtype=np.int32)
+            batch = Batch(0, zeros, zeros + 1, zeros, zeros, np.ones(size, dtype=np.bool_))
+            inputs = self._laid_out(batch, np.zeros((1, 1), dtype=np.int32))
+            attention.plan(inputs.rows)
+
+            def compute(inputs: StepInputs = inputs, attention: FixedDecodes = attention) -> None:
+                hidden = self.layers.compute(inputs, None, attention.attend)
+                self._keep(self.layers.scores(hidden, inputs))
+
+            self._graphs[size] = _Graph(attention, self._recorder.record(compute))
+            progress((done + 1) / len(self._sizes))
+
+    def fits(self, layers: DecodeLayers) -> bool:
+        """Return whether these layers and their blocks are those that were recorded, in the same places."""
+        return layers.cache.num_blocks <= self._num_blocks and _addresses(layers) == self._addresses
+
+    def has_for(self, batch: Batch) -> bool:
+        """Return whether there is a graph for a batch."""
+        return len(batch.rows) <= self._sizes[-1] and len(batch.tokens) == len(batch.rows)
+
+    def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
+        """Compute a step of decodes; see `ForwardPass.run`."""
+        num_rows = len(batch.rows)
+        size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+        graph = self._graphs[size]
+        inputs = self._laid_out(filled_up(batch, size), tables)
+        graph.attention.plan(inputs.rows)
+        graph.start()
+        scores = _first(self._kept(), num_rows)
+        if len(sampled) == num_rows:
+            return scores
+        wanted = send(sampled, scores.logits.device)
+        return Scores(scores.finite, scores.logits[wanted], scores.largest[wanted])
+
+    def _take_scores(self) -> Scores:
+        """Take memory for what every graph says: kept by each for itself, it would be several times as much."""
+        num_rows, device = int(self._sizes[-1]), self.layers.cache.keys[0].device
+        return Scores(
+            finite=torch.zeros(num_rows, dtype=torch.bool, device=device),
+            logits=torch.zeros((num_rows, self.layers.vocab_size), dtype=torch.float32, device=device),
+            largest=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        )
+
+    def _kept(self) -> Scores:
+        assert self._scores is not None, "nothing is recorded yet"
+        return self._scores
+
+    def _keep(self, scores: Scores) -> None:
+        kept = _first(self._kept(), len(scores.finite))
+        kept.finite.copy_(scores.finite)
+        kept.logits.copy_(scores.logits)
+        kept.largest.copy_(scores.largest)
+
+    def _laid_out(self, batch: Batch, tables: I32) -> StepInputs:
+        return self._inputs.fill(batch, tables, np.arange(len(batch.rows), dtype=np.int64))
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """Return for which numbers of rows graphs are recorded, ascending, if a step has at most `max_rows`."""
+    sizes = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, MAX_ROWS + 1, 64))
+    largest = min(max_rows, MAX_ROWS)
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def filled_up(batch: Batch, num_rows: int) -> Batch:
+    """Return a batch of decodes with copies of its shortest row behind it."""
+    missing = num_rows - len(batch.rows)
+    if not missing:
+        return batch
+    places = np.concatenate((np.arange(len(batch.rows)), np.full(missing, np.argmin(batch.start))))
+    return replace(
+        batch,
+        rows=batch.rows[places],
+        num_tokens=batch.num_tokens[places],
+        start=batch.start[places],
+        tokens=batch.tokens[places],
+        sample=batch.sample[places],
+    )
+
+
+def _first(scores: Scores, num_rows: int) -> Scores:
+    return Scores(scores.finite[:num_rows], scores.logits[:num_rows], scores.largest[:num_rows])
+
+
+def _addresses(layers: DecodeLayers) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in layers.tensors())

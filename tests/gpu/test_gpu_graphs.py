@@ -1,0 +1,95 @@
+"""Recorded steps of decodes on a CUDA device: the same numbers as computed ones, through drops and restores too."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.executor.elastic_model import load_elastic_model
+from services.worker.executor.model_runner import ModelRunner
+from services.worker.executor.step import TorchForward
+from services.worker.executor.step_graphs import StepGraphs
+from shared.layers import LayerRange
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.runner_driver import Driver
+from tests.support.runners import MIB, open_runner, runner_settings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
+    pytest.mark.timeout(900),  # FlashInfer's kernels are compiled when they are first used
+    pytest.mark.filterwarnings("default"),  # its dependencies' warnings are not ours
+]
+
+WIDE = CheckpointShape(
+    hidden_size=512, intermediate_size=1024, num_heads=8, num_kv_heads=2, head_dim=64, weight_std=0.05
+)
+LIMITS = {"dtype": "bfloat16", "kernels": "flashinfer", "memory_bytes": 768 * MIB, "max_batch_rows": 40, "max_rows": 64}
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(3, WIDE.vocab_size, int(random.integers(1, 90))).tolist() for _ in range(count)]
+
+
+def graphs_of(runner: ModelRunner) -> StepGraphs | None:
+    forward = runner._open()
+    assert isinstance(forward, TorchForward)
+    assert forward._record is None or isinstance(forward._record, StepGraphs)
+    return forward._record
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 16, 33, 40])
+def test_logits_of_recorded_steps_are_those_of_computed_ones(num_rows: int) -> None:
+    """The KV is full of NaN where nothing was written: a copy of a row that reads more than that row's shows."""
+    runners = [open_runner(WIDE, device="cuda", graphs=graphs, **LIMITS) for graphs in (True, False)]
+    assert [graphs_of(runner) is not None for runner in runners] == [True, False]
+    drivers = [Driver(runner) for runner in runners]
+    following = np.random.default_rng(1).integers(3, WIDE.vocab_size, (20, num_rows)).tolist()
+    for driver in drivers:
+        for pool in driver.runner.cache.pools():
+            pool.fill_(torch.nan)
+        own = [driver.add(prompt) for prompt in random_prompts(num_rows)]
+        for sequence, token in zip(own, following[0], strict=True):
+            driver.step_logits([(sequence, len(sequence.tokens))], [token])
+        for tokens in following[1:]:
+            driver.step_logits([(sequence, 1) for sequence in own], tokens)
+    for recorded, computed in zip(*(driver.sequences for driver in drivers), strict=True):
+        for ours, theirs in zip(recorded.logits, computed.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=5e-2 * float(theirs.abs().amax()), rtol=0)
+
+
+def test_graphs_stay_within_the_budget() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    driver = Driver(open_runner(WIDE, device="cuda", **LIMITS))
+    assert graphs_of(driver.runner) is not None
+    for prompt in random_prompts(40):
+        driver.add(prompt)
+    driver.run(30, chunk=90, max_tokens=90)
+    assert torch.cuda.max_memory_reserved() - before <= 768 * MIB
+
+
+def test_layers_that_were_dropped_and_came_back_are_computed_by_the_same_graphs() -> None:
+    """The addresses that graphs hold have other pages behind them then."""
+    pytest.importorskip("cuda.bindings")
+    settings = runner_settings(stored_checkpoint(WIDE)[0], device="cuda", page_bytes=2 * MIB, **LIMITS)
+    model = load_elastic_model(settings, lambda _done, _what: None)
+    texts, graphs = [], []
+    for _ in range(2):
+        driver = Driver(model.open(), num_blocks=model.info.capacity.num_blocks)
+        graphs.append(graphs_of(driver.runner))
+        for prompt in random_prompts(5):
+            driver.add(prompt)
+        driver.run(12, chunk=90, max_tokens=90)
+        texts.append([sequence.output for sequence in driver.sequences])
+        model.keep(LayerRange(0, 1))
+        assert graphs_of(model.open()) is None
+        model.restore()
+    assert graphs[0] is graphs[1] is not None
+    assert texts[0] == texts[1]
+    model.close()
