@@ -57,6 +57,8 @@ class SleepingModel:
         self.times.append((began_s, time.perf_counter()))
         return output
 
+    copies_beside = False
+
     def copy(self, copy: HostCopy) -> None:
         raise AssertionError("nobody swaps here")
 

@@ -30,7 +30,9 @@ class FakeRunner:
 
     capacity = KvCapacity(7, 16)
 
-    def __init__(self, failures: dict[int, Exception] | None = None) -> None:
+    def __init__(self, failures: dict[int, Exception] | None = None, *, copies_beside: bool = False) -> None:
+        self.copies_beside = copies_beside
+        self.to_go_on = {True: threading.Event(), False: threading.Event()}
         self.steps: list[int] = []
         self.threads: set[int] = set()
         self.closed = 0
@@ -48,6 +50,8 @@ class FakeRunner:
 
     def copy(self, copy: HostCopy) -> None:
         assert self.gate.wait(10)
+        if self.copies_beside:
+            assert self.to_go_on[copy.to_host].wait(10)
         self.steps.append(-copy.copy_id)
         if copy.copy_id in self._failures:
             raise self._failures[copy.copy_id]
@@ -77,9 +81,9 @@ async def test_batches_run_in_order_in_one_other_thread() -> None:
     await executor.close()
 
 
-def make_copy(copy_id: int) -> HostCopy:
+def make_copy(copy_id: int, *, to_host: bool = True) -> HostCopy:
     one = np.ones(1, dtype=np.int32)
-    return HostCopy(copy_id, one, one, to_host=True)
+    return HostCopy(copy_id, one, one, to_host=to_host)
 
 
 async def test_copies_take_their_turn_between_steps() -> None:
@@ -90,6 +94,44 @@ async def test_copies_take_their_turn_between_steps() -> None:
     assert first.done()
     await last
     assert runner.steps == [1, -7, 2]
+    await executor.close()
+
+
+async def test_copies_beside_steps_wait_for_those_before_and_hold_up_none_behind() -> None:
+    """Nor does one direction wait for the other."""
+    runner = FakeRunner(copies_beside=True)
+    executor = make(runner)
+    runner.gate.clear()
+    first = executor.submit(make_batch(1))
+    out, back = executor.copy(make_copy(7)), executor.copy(make_copy(8, to_host=False))
+    last = executor.submit(make_batch(2))
+    for event in runner.to_go_on.values():
+        event.set()
+    await asyncio.sleep(0.05)
+    assert not any(future.done() for future in (first, out, back)), "the step before has not run"
+    for event in runner.to_go_on.values():
+        event.clear()
+    runner.gate.set()
+    await last
+    runner.to_go_on[False].set()
+    await back
+    assert not out.done()
+    assert runner.steps == [1, 2, -8]
+    closing = asyncio.create_task(executor.close())
+    await asyncio.sleep(0.05)
+    assert not runner.closed, "a copy is under way"
+    runner.to_go_on[True].set()
+    await closing
+    await out
+    assert (runner.steps, runner.closed) == ([1, 2, -8, -7], 1)
+
+
+async def test_a_failed_copy_beside_steps_fails_its_future_only() -> None:
+    runner = FakeRunner({8: CopyFailedError(8, "x"), 9: MemoryError("no room")}, copies_beside=True)
+    runner.to_go_on[True].set()
+    executor = make(runner)
+    outcomes = await asyncio.gather(*(executor.copy(make_copy(i)) for i in (8, 9, 10)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [CopyFailedError, CopyFailedError, type(None)]
     await executor.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,12 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.stats import EngineStats
 from services.worker.engine.types import CopyFailedError, HostCopy
 from services.worker.executor.model_runner import ModelRunner
+from services.worker.memory.host_kv import STAGED_BLOCKS, HostKV
+from services.worker.memory.kv_cache import KVCache
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import MoveCost
 from shared.errors import StartupError
+from tests.support.attention_cases import attention_spec
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import engine_config, new_sequence
 from tests.support.runner_driver import Driver
@@ -30,6 +35,33 @@ def runner() -> ModelRunner:
 
 def ids(blocks: list[int]) -> np.ndarray:
     return np.array(blocks, dtype=np.int32)
+
+
+@pytest.mark.parametrize("count", [1, STAGED_BLOCKS - 1, STAGED_BLOCKS, 2 * STAGED_BLOCKS + 3])
+def test_blocks_are_gathered_and_sent_as_on_a_gpu(count: int) -> None:
+    """In both directions at once, from a thread each, to the bit and to no other block."""
+    num_blocks, random = 60, np.random.default_rng(count)
+    cache = KVCache(attention_spec((2, 1, 8), (None, None)), num_blocks, 4, torch.bfloat16, torch.device("cpu"))
+    for pool in cache.pools():
+        pool.copy_(torch.from_numpy(random.standard_normal(pool.shape)))
+    before = [pool.clone() for pool in cache.pools()]
+    host = HostKV(cache, num_blocks, staged=True)
+    assert host.is_beside
+    places = torch.from_numpy(random.permutation(num_blocks))
+    mine, other = places[:count], torch.from_numpy(random.permutation(num_blocks))[:count]
+    host.store(mine, other)
+    later, elsewhere = torch.arange(num_blocks), torch.from_numpy(random.permutation(num_blocks))
+    with ThreadPoolExecutor(2) as threads:
+        kept = [int(block) for block in range(num_blocks) if block not in other.tolist()]
+        stored = threads.submit(host.store, later[: len(kept)], torch.tensor(kept, dtype=torch.int64))
+        fetched = threads.submit(host.fetch, other, elsewhere[:count])
+        stored.result()
+        fetched.result()
+    untouched = elsewhere[count:]
+    for pool, was in zip(cache.pools(), before, strict=True):
+        assert torch.equal(pool[elsewhere[:count]], was[mine])
+        assert torch.equal(pool[untouched], was[untouched])
+    assert host.measure_copy_s() > 0
 
 
 def test_the_runner_says_how_much_host_memory_there_is(runner: ModelRunner) -> None:

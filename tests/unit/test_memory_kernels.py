@@ -215,10 +215,11 @@ def test_a_cache_over_given_pools_changes_its_size_in_place() -> None:
             cache.resize(count, [0, 1])
 
 
-def test_a_layer_without_blocks_is_left_alone_and_not_touched() -> None:
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_layer_without_blocks_is_left_alone_and_not_touched(staged: bool) -> None:
     """Its memory is not there: a copy of blocks leaves it out, a use of it is an error, not the end of the process."""
     memory, cache = dropped_memory(spec_of((4, 2, 24)), torch.float32)
-    host = HostKV(cache, 4)
+    host = HostKV(cache, 4, staged=staged)
     for layer in (1, 2):
         for pool, first in ((cache.keys[layer], 100), (cache.values[layer], 1000)):
             pool[:] = torch.arange(memory.num_blocks, dtype=torch.float32)[:, None, None, None] + first * layer

@@ -175,8 +175,13 @@ class ModelRunner:
         memory = HostMemory(num_blocks, self.info.bytes_per_block, self._host.measure_copy_s())
         self.info = replace(self.info, capacity=replace(self.info.capacity, host=memory))
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether `copy` may be called while a step runs, in each direction from a thread of its own."""
+        return self._host is not None and self._host.is_beside
+
     def copy(self, copy: HostCopy) -> None:
-        """Copy blocks between device and host; the steps after it see the result.
+        """Copy blocks between device and host. The steps before have run that wrote them; those after see the result.
 
         Raises:
             CopyFailedError: for whatever reason.

@@ -30,6 +30,7 @@ from services.worker.memory.budget import (
     estimated_reserve,
     next_context,
 )
+from services.worker.memory.host_kv import staged_bytes
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.measure import peak_bytes, release_free_memory
 from services.worker.memory.model_memory import ModelMemory
@@ -226,6 +227,8 @@ class RunnerOpener:
             angle_bytes *= 2  # those of a group, whose context is another, beside those that were recorded
         if settings.page_bytes is not None:
             measured += WAITING_ACTIVATIONS * settings.max_batch_tokens * spec.hidden_size * dtype.itemsize
+        if settings.host_memory_bytes and self._device.type == "cuda":
+            measured += staged_bytes(self._demand.bytes_per_block)
         if self._kernels.library is not None:
             measured += split_bytes(spec, context, torch.get_num_threads())
         return max(int(measured * RESERVE_MARGIN), MIN_RESERVE_BYTES) + angle_bytes

@@ -38,15 +38,21 @@ class Runner(Protocol):
         """Copy blocks between device and host, or raise `CopyFailedError`."""
         ...
 
+    @property
+    def copies_beside(self) -> bool:
+        """Whether `copy` may be called while a step runs, in each direction from a thread of its own."""
+        ...
+
     def close(self) -> None:
         """Give back memory."""
         ...
 
 
 class ThreadExecutor:
-    """An `Executor` of depth 1 over a runner: batches and copies run in the order in which they were submitted.
+    """An `Executor` of depth 1 over a runner: batches run in the order in which they were submitted.
 
-    So a copy delays the steps behind it by what it takes.
+    A copy begins when the steps submitted before it have run. Where the runner copies beside steps, those behind it go
+    on meanwhile, and copies to the host run beside those back; else a copy delays the steps behind it.
     May be created in any thread, is used on `loop`. Owns the runner and closes it.
     """
 
@@ -57,6 +63,7 @@ class ThreadExecutor:
         self._recent = RecentSteps()
         self._closed = False
         self._ended: asyncio.Future[None] = loop.create_future()
+        self._copiers = {to_host: _Copier(to_host) for to_host in (True, False)} if runner.copies_beside else {}
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
         self._thread.start()
 
@@ -95,7 +102,7 @@ class ThreadExecutor:
         if self._closed:
             future.set_exception(CopyFailedError(copy.copy_id, "the executor is closed"))
         else:
-            self._queue.put(lambda: self._copy(copy, future))
+            self._queue.put(lambda: self._begin_copy(copy, future))
         return future
 
     async def close(self) -> None:
@@ -110,6 +117,8 @@ class ThreadExecutor:
         """Body of the thread."""
         while (work := self._queue.get()) is not None:
             work()
+        for copier in self._copiers.values():
+            copier.close()
         self._runner.close()
         self._call(_succeed, self._ended, None)
 
@@ -124,6 +133,13 @@ class ThreadExecutor:
         else:
             self._recent.note(output.duration_s)
             self._call(_succeed, future, output)
+
+    def _begin_copy(self, copy: HostCopy, future: asyncio.Future[None]) -> None:
+        """Copy, or have it copied beside the steps to come."""
+        if self._copiers:
+            self._copiers[copy.to_host].put(lambda: self._copy(copy, future))
+        else:
+            self._copy(copy, future)
 
     def _copy(self, copy: HostCopy, future: asyncio.Future[None]) -> None:
         try:
@@ -141,6 +157,29 @@ class ThreadExecutor:
             self._loop.call_soon_threadsafe(settle, future, result)
         except RuntimeError:
             return  # the loop is closed: nobody is left to hear of it
+
+
+class _Copier:
+    """A thread that copies in one direction."""
+
+    def __init__(self, to_host: bool) -> None:  # noqa: FBT001  named where it is made
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        name = "copies to the host" if to_host else "copies to the device"
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, copy: Callable[[], None]) -> None:
+        """Have a copy made behind those before it."""
+        self._queue.put(copy)
+
+    def close(self) -> None:
+        """Return when all copies are made and the thread has ended."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (copy := self._queue.get()) is not None:
+            copy()
 
 
 def _succeed(future: asyncio.Future[T], result: T) -> None:

@@ -4,50 +4,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import torch
 
 from services.worker.memory.kv_cache import KVCache
 
+STAGED_BLOCKS: Final = 16
+"""Blocks that are gathered on a GPU before they are sent, in each direction."""
 _TRIAL_BLOCKS = 16
 
 
 class HostKV:
     """Blocks of host memory beside a cache, pinned where the cache lies on a GPU.
 
-    Memory of the CPU is taken when a block is first written; pinned memory at once.
+    Memory of the CPU is taken when a block is first written; pinned memory at once. On a GPU either direction has a
+    stream of its own, so that copies run beside steps and beside each other, each called from one thread; all layers of
+    a block lie together on the host, and a block is one transfer.
 
     Args:
         cache: whose blocks are copied here and back.
         num_blocks: of the same size as the cache's.
+        staged: as on a GPU, wherever the cache lies; None: if it lies on one.
     """
 
-    def __init__(self, cache: KVCache, num_blocks: int) -> None:
+    def __init__(self, cache: KVCache, num_blocks: int, *, staged: bool | None = None) -> None:
         self.num_blocks = num_blocks
         self._cache = cache
         self._device = cache.keys[0].device
         on_gpu = self._device.type == "cuda"
-        layers = range(len(cache.keys))
-        counts = 2 * [num_blocks if layer in cache.layers else 0 for layer in layers]
-        self._host = tuple(
-            torch.empty((count, *pool.shape[1:]), dtype=pool.dtype, pin_memory=on_gpu)
-            for count, pool in zip(counts, (*cache.keys, *cache.values), strict=True)
-        )
+        self.is_beside = on_gpu if staged is None else staged
+        """Copies run beside steps; whoever copies waits for the steps before that wrote the blocks."""
+        self._plain: tuple[torch.Tensor, ...] = ()
         """By layer, keys then values: [num_blocks, block_size, num_kv_heads, head_dim]"""
+        self._lanes: dict[bool, _Lane] = {}
+        """By whether they lead to the host."""
+        if not self.is_beside:
+            counts = 2 * [num_blocks if layer in cache.layers else 0 for layer in range(len(cache.keys))]
+            self._plain = tuple(
+                torch.empty((count, *pool.shape[1:]), dtype=pool.dtype)
+                for count, pool in zip(counts, (*cache.keys, *cache.values), strict=True)
+            )
+            return
+        pools = list(cache.pools())
+        shape = (num_blocks, len(pools), *pools[0].shape[1:])
+        host = torch.empty(shape, dtype=pools[0].dtype, pin_memory=on_gpu)
+        self._lanes = {to_host: _Lane(cache, host, self._device) for to_host in (True, False)}
 
     def store(self, device: torch.Tensor, host: torch.Tensor) -> None:
         """Copy device blocks [c] into host blocks [c], in all layers that have any; done when this returns."""
-        on_device = device.to(self._device)
+        if self.is_beside:
+            self._lanes[True].store(device, host)
+            return
         for pool, kept in self._pairs():
-            kept.index_copy_(0, host, pool.index_select(0, on_device).cpu())
+            kept.index_copy_(0, host, pool.index_select(0, device))
 
     def fetch(self, host: torch.Tensor, device: torch.Tensor) -> None:
         """Copy host blocks [c] into device blocks [c], in all layers that have any; done when this returns."""
-        on_device = device.to(self._device)
+        if self.is_beside:
+            self._lanes[False].fetch(host, device)
+            return
         for pool, kept in self._pairs():
-            pool.index_copy_(0, on_device, kept.index_select(0, host).to(self._device))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            pool.index_copy_(0, device, kept.index_select(0, host))
 
     def measure_copy_s(self) -> float:
         """Return the seconds that one block takes, one way, from a trial; the first blocks lose what they hold."""
@@ -61,6 +80,57 @@ class HostKV:
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Return the cache's pools as they are now, each with its blocks on the host."""
-        layers, half = self._cache.layers, len(self._host) // 2
-        host = (*(self._host[layer] for layer in layers), *(self._host[half + layer] for layer in layers))
+        layers, half = self._cache.layers, len(self._plain) // 2
+        host = (*(self._plain[layer] for layer in layers), *(self._plain[half + layer] for layer in layers))
         return zip(self._cache.pools(), host, strict=True)
+
+
+class _Lane:
+    """One direction between a device and its host: blocks are gathered on the device, then sent one by one.
+
+    Args:
+        cache: on the device.
+        host: [num_blocks, pools, block_size, num_kv_heads, head_dim], pinned if the device is a GPU.
+        device: of the cache.
+    """
+
+    def __init__(self, cache: KVCache, host: torch.Tensor, device: torch.device) -> None:
+        self._cache = cache
+        self._host = host
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._staged = torch.empty((STAGED_BLOCKS, *host.shape[1:]), dtype=host.dtype, device=device)
+
+    def store(self, device: torch.Tensor, host: torch.Tensor) -> None:
+        """See `HostKV.store`."""
+        with self._on_stream():
+            for on_device, on_host in zip(device.split(STAGED_BLOCKS), host.split(STAGED_BLOCKS), strict=True):
+                blocks, staged = on_device.to(self._device), self._staged[: len(on_device)]
+                for index, pool in enumerate(self._cache.pools()):
+                    staged[:, index].copy_(pool.index_select(0, blocks))
+                for place, block in enumerate(on_host.tolist()):
+                    self._host[block].copy_(staged[place], non_blocking=True)
+        self._wait()
+
+    def fetch(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """See `HostKV.fetch`."""
+        with self._on_stream():
+            for on_device, on_host in zip(device.split(STAGED_BLOCKS), host.split(STAGED_BLOCKS), strict=True):
+                blocks, staged = on_device.to(self._device), self._staged[: len(on_device)]
+                for place, block in enumerate(on_host.tolist()):
+                    staged[place].copy_(self._host[block], non_blocking=True)
+                for index, pool in enumerate(self._cache.pools()):
+                    pool.index_copy_(0, blocks, staged[:, index])
+        self._wait()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def staged_bytes(bytes_per_block: int) -> int:
+    """Return the memory of a GPU that copies between it and its host take, both directions together."""
+    return 2 * 2 * STAGED_BLOCKS * bytes_per_block  # what is gathered; a pool's blocks on their way there are less
