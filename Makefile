@@ -9,9 +9,10 @@ COMPOSE_CHECK := ../shared/tools/compose-check.sh
 
 # with a torch that has CUDA, which `make install` does not bring
 GPU_PYTHON ?= $(BIN)/python
+GPU_MODEL ?= /tmp/sluice-llama3-8b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-torch-kernels test-compose gpu-check mutation check format clean
+.PHONY: help install demo test test-faults test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,6 +65,13 @@ gpu-check: ## run every test that needs a GPU, and measure what pages cost there
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 	  || { echo "sluice: $(GPU_PYTHON) has no torch that sees a CUDA device. Give one: make gpu-check GPU_PYTHON=python3" >&2; exit 2; }
 	$(GPU_PYTHON) -m pytest -m gpu -p no:xdist -rs tests/gpu
+	$(GPU_PYTHON) -m benchmarks.remap --device cuda
+
+gpu-figures: ## what docs/results/gpu.md asks for, on a model of 8 G parameters that is made in GPU_MODEL; installs nothing
+	$(GPU_PYTHON) -m benchmarks.gpu_margin $(GPU_MODEL)
+	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --transformers
+	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --no-graphs
+	$(GPU_PYTHON) -m benchmarks.group_change --model $(GPU_MODEL) --device cuda --memory 36GiB --exchange-memory 4GiB --stages 2
 	$(GPU_PYTHON) -m benchmarks.remap --device cuda
 
 mutation: $(VENV)/.dev $(VENV)/.native ## make 200 small faults in the code, one at a time, and count those that tests notice

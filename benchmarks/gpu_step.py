@@ -1,13 +1,14 @@
 """How near decodes come to a device's memory bandwidth, and prompts to its matrix multiplication.
 
     python -m benchmarks.gpu_step --model FOLDER [--device cuda] [--dtype bfloat16] [--memory-gib 60] [--context 1024]
-                                  [--no-graphs]
+                                  [--no-graphs] [--transformers]
 
 Both roofs are measured first, by torch on the same device: a copy within its memory (bytes read and written per second)
 and a product of square matrices. A step of decodes reads all parameters but the embedding, and the KV of its contexts;
 a prompt multiplies each of its tokens with all parameters of the layers, and attends what is before it. Steps are run
 as the worker runs them, up to the tokens that come back; the median counts. Sizes that the memory does not hold are
-left out, and said so. On the CPU (`--device cpu`) it does the same, for trying it out.
+left out, and said so. With `--transformers` the same steps are run by transformers, with its attention by torch and KV
+that grows. On the CPU (`--device cpu`) it does the same, for trying it out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--no-graphs", action="store_true", help="start every kernel of a decode by itself")
+    parser.add_argument("--transformers", action="store_true", help="time transformers too, in the same run")
     parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
     parser.add_argument("--context", type=int, default=1024, help="tokens before each decoded one")
     parser.add_argument("--steps", type=int, default=30, help="of each kind")
@@ -106,7 +109,8 @@ def main() -> None:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
     print(f"\n{where}; torch {torch.__version__}; {runner.info.kernels}, {arguments.dtype}")
     print(f"Roofs: {bandwidth / 1e9:.0f} GB/s copied, {operations / 1e12:.2f} Tflop/s multiplied")
-    decodes, prompts = [], []
+    decodes: list[tuple[str, ...]] = []
+    prompts: list[tuple[str, ...]] = []
     for num_rows in DECODES:
         taken = step_s(runner, device, num_rows, 1, arguments.context, arguments.steps)
         if taken is None:
@@ -122,9 +126,48 @@ def main() -> None:
             continue
         rate = prompt_operations(runner, spec, num_tokens) / taken
         prompts.append((str(num_tokens), f"{taken * 1e3:.2f}", f"{num_tokens / taken:.0f}", f"{rate / operations:.0%}"))
-    header = ("ms per step", "tokens/s", "of the roof")
+    if arguments.transformers:
+        reference = Reference(arguments.model, device, dtype)
+        for rows, sizes, is_decode in ((decodes, DECODES, True), (prompts, PROMPTS, False)):
+            for index, size in enumerate(sizes):
+                num_rows, num_tokens, start = (size, 1, arguments.context) if is_decode else (1, size, 0)
+                taken = reference.step_s(num_rows, num_tokens, start, arguments.steps)
+                rows[index] = (*rows[index], "does not fit" if taken is None else f"{taken * 1e3:.2f}")
+    others = ("transformers, ms",) if arguments.transformers else ()
+    header = ("ms per step", "tokens/s", "of the roof", *others)
     print_table(f"Decodes, {arguments.context} tokens before each", ("rows", *header), decodes)
     print_table("Prompts", ("tokens", *header), prompts)
+
+
+class Reference:
+    """The same model in transformers."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self._model = model.to(device).eval()
+        self._device = device
+
+    def step_s(self, num_rows: int, num_tokens: int, start: int, num_steps: int) -> float | None:
+        """Return the median time of a step, as `step_s`; None: the memory does not hold it."""
+        try:
+            with torch.inference_mode():
+                cache = self._forward(num_rows, start, None).past_key_values if start else None
+
+                def step() -> None:
+                    nonlocal cache
+                    said = self._forward(num_rows, num_tokens, cache)
+                    cache = said.past_key_values if start else None
+                    said.logits.argmax(-1).cpu()
+
+                return seconds(self._device, step, num_steps)
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+    def _forward(self, num_rows: int, num_tokens: int, cache: Any) -> Any:
+        tokens = torch.full((num_rows, num_tokens), 5, device=self._device)
+        return self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def step_s(

@@ -2,10 +2,12 @@
 
     small        Llama, 25.7 M parameters: hidden 512, 8 layers, 8 heads, 4 KV heads, vocabulary 4096, tied
     qwen2-0.5b   the shape of Qwen2-0.5B, 494 M parameters: hidden 896, 24 layers, 14 heads, 2 KV heads, tied
+    llama3-8b    the shape of Llama 3 8B, 8.03 G parameters: hidden 4096, 32 layers, 32 heads, 8 KV heads, bfloat16
 
-The folder holds float32 weights, a byte-level tokenizer and a chat template.
+The folder holds float32 weights, unless it says otherwise, a byte-level tokenizer and a chat template. The last one is
+made on a GPU, if there is one, and takes 16 GB.
 
-    python -m benchmarks.peers_model small|qwen2-0.5b DIR
+    python -m benchmarks.peers_model small|qwen2-0.5b|llama3-8b DIR
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class ShapeLimits:
 
 
 LIMITS = {"small": ShapeLimits("2GiB", 2), "qwen2-0.5b": ShapeLimits("3500MiB", 1)}
+SHAPES = (*LIMITS, "llama3-8b")
 
 
 def make_checkpoint(shape: str, folder: Path) -> None:
@@ -42,17 +45,21 @@ def make_checkpoint(shape: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     import torch
-    from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
+    is_large = shape == "llama3-8b"
+    device = "cuda" if is_large and torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if is_large else torch.float32
     config = _config(shape)
-    model = (LlamaForCausalLM if shape == "small" else Qwen2ForCausalLM)(config).float()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     tokenizer = make_tokenizer()
-    with torch.no_grad():  # tied: no greedy answer ever has such a token
-        embeddings = model.get_input_embeddings().weight
-        embeddings[silent_ids(tokenizer.get_vocab())] = 0
-        embeddings[NUM_TOKENS:] = 0
+    with torch.no_grad():  # no greedy answer ever has such a token
+        head = model.get_output_embeddings().weight
+        head[silent_ids(tokenizer.get_vocab())] = 0
+        head[NUM_TOKENS:] = 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -84,6 +91,19 @@ def _config(shape: str) -> Any:
             head_dim=64,
             max_position_embeddings=2048,
             **ids,
+        )
+    if shape == "llama3-8b":
+        return LlamaConfig(
+            vocab_size=128_256,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+            max_position_embeddings=8192,
+            **{**ids, "tie_word_embeddings": False},
         )
     return Qwen2Config(
         vocab_size=151_936,
@@ -121,7 +141,7 @@ def make_tokenizer() -> Any:
 def main() -> None:
     """Make the checkpoint that the command line names."""
     parser = argparse.ArgumentParser(description="Make a random checkpoint for benchmarks.")
-    parser.add_argument("shape", choices=sorted(LIMITS))
+    parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     chosen = parser.parse_args()
     make_checkpoint(chosen.shape, chosen.folder)

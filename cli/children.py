@@ -94,6 +94,7 @@ class ClusterPlan:
         flags += [] if settings.kernels == "auto" else ["--kernels", settings.kernels]
         flags += ["--deterministic"] if settings.deterministic else []
         flags += [] if settings.prefix_caching else ["--no-prefix-caching"]
+        flags += [] if settings.graphs else ["--no-graphs"]
         return self._service(name, *flags)
 
     def _dispatcher(self) -> ChildSpec:

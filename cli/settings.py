@@ -38,6 +38,8 @@ class UpSettings(ServiceSettings):
     """Port of the API; 0 picks a free one."""
     prefix_caching: bool = True
     """Workers keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
+    graphs: bool = True
+    """Workers record steps of decodes as CUDA graphs, where FlashInfer computes attention."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     max_model_len: Annotated[int, Field(ge=0)] = 0
