@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from services.worker.engine.engine import Engine
+from services.worker.engine.events import StepEvents
+from services.worker.engine.gate import StepGate
+from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import EngineStats
 from services.worker.engine.types import CopyFailedError, HostCopy
+from services.worker.executor import model_runner
 from services.worker.executor.model_runner import ModelRunner
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.memory import host_kv
 from services.worker.memory.host_kv import STAGED_BLOCKS, HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.policy.registry import make_scheduler
@@ -140,3 +150,56 @@ def test_a_model_says_the_same_whether_its_kv_was_on_the_host_or_not() -> None:
     assert calm.num_preemptions == 0
     assert swapped == whole
     assert all(len(text) == 40 for text in whole.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a thread each way, each copy some steps late. What is on its way has no numbers meanwhile."""
+    random = np.random.default_rng(seed)
+
+    def delayed(copy: Callable[..., None], *, spoils: bool) -> Callable[..., None]:
+        def late(lane: host_kv._Lane, device_or_host: torch.Tensor, other: torch.Tensor) -> None:
+            if spoils:
+                for pool in lane._cache.pools():
+                    pool[other] = torch.nan
+            time.sleep(float(random.uniform(0, 0.02)))
+            copy(lane, device_or_host, other)
+
+        return late
+
+    monkeypatch.setattr(host_kv._Lane, "store", delayed(host_kv._Lane.store, spoils=False))
+    monkeypatch.setattr(host_kv._Lane, "fetch", delayed(host_kv._Lane.fetch, spoils=True))
+    monkeypatch.setattr(model_runner, "HostKV", partial(HostKV, staged=True))
+    said = []
+    for num_blocks in (12, 60):
+        runner = open_runner(CheckpointShape(), host_memory_bytes=MIB, deterministic=True)
+        assert runner.copies_beside
+        host = runner.capacity.host
+        assert host is not None
+        config = engine_config(
+            max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False
+        )
+        engine = Engine(config, make_scheduler("chunked"), num_blocks, (host, MoveCost(1e-6, token_s=1.0)))
+        texts: dict[int, list[int]] = {}
+
+        def say(events: StepEvents, texts: dict[int, list[int]] = texts) -> None:
+            for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
+                if token >= 0:
+                    texts.setdefault(stream, []).append(token)
+
+        executor = ThreadExecutor(runner, asyncio.get_running_loop())
+        loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate())
+        for name in range(6):
+            engine.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
+        task = asyncio.create_task(loop.run())
+        async with asyncio.timeout(60):
+            while sum(map(len, texts.values())) < 6 * 40 and not task.done():
+                await asyncio.sleep(0.002)
+        loop.close()
+        await task
+        await executor.close()
+        engine.check_invariants()
+        assert (engine.stats.num_swap_ins > 0) == (num_blocks == 12)
+        said.append(texts)
+    assert said[0] == said[1]
+    assert all(len(text) == 40 for text in said[0].values())

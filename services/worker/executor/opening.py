@@ -148,8 +148,10 @@ class RunnerOpener:
         """Whether steps of decodes of the whole model are recorded; see `step_graphs.py`."""
         return self._recorder is not None and self._kernels.flashinfer is not None and self._settings.layers is None
 
-    def record(self, cache: KVCache, max_model_len: int, progress: Callable[[float], None]) -> None:
-        """Record the steps of decodes over a cache that has no KV yet. Runners of all layers use them from now on.
+    def record(self, cache: KVCache, max_model_len: int, progress: Callable[[float], None]) -> int:
+        """Record the steps of decodes over a cache that has no KV yet; return how many graphs there are.
+
+        Runners of all layers use them from now on.
 
         Args:
             cache: of all layers.
@@ -159,6 +161,7 @@ class RunnerOpener:
         self._graphs = self._new_graphs(cache, max_model_len)
         with torch.inference_mode():
             self._graphs.record(progress)
+        return len(graph_sizes(self._settings.max_batch_rows))
 
     def _new_graphs(self, cache: KVCache, max_model_len: int, *, only_largest: bool = False) -> StepGraphs:
         assert self._recorder is not None

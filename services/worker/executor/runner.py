@@ -6,6 +6,7 @@ KV blocks → in deterministic mode, a proof on the model's own shapes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
         _log_context(settings, division.max_model_len, spec.max_positions)
         cache = memory.open_kv(division.num_blocks, reserve_bytes)
         if opener.records_graphs:
-            opener.record(cache, division.max_model_len, lambda done: progress(0.85 + 0.1 * done, "recording steps"))
+            _record(opener, cache, division.max_model_len, progress)
         runner = opener.open(cache, division.max_model_len, reserve_bytes, owns_memory=not lends_memory)
         if settings.host_memory_bytes:
             runner.open_host(_num_host_blocks(settings, demand))
@@ -170,6 +171,15 @@ def _recorder(settings: RunnerSettings, device: torch.device, kernels: Kernels) 
     if not settings.graphs or device.type != "cuda" or kernels.flashinfer is None:
         return None
     return CudaRecorder(device)
+
+
+def _record(opener: RunnerOpener, cache: KVCache, max_model_len: int, progress: Progress) -> None:
+    began_s = time.monotonic()
+    num_graphs = opener.record(
+        cache, max_model_len, lambda done: progress(_LOADED + 0.15 * done, "recording steps of decodes")
+    )
+    took_s = round(time.monotonic() - began_s, 3)
+    structlog.get_logger().info("steps recorded", num_graphs=num_graphs, took_s=took_s)
 
 
 def _log_loaded(info: ModelInfo) -> None:

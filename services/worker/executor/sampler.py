@@ -15,8 +15,8 @@ from shared.types import SamplingParams
 
 DRAW_ELEMENTS = 2**20
 """Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
-DRAW_ELEMENTS_CUDA = 2**24
-"""The same on a GPU, which has more to do at a time and no such caches."""
+DRAW_ELEMENTS_CUDA = 2**22
+"""The same on a GPU: each part is some twenty kernels, and sorting a part takes some fifty bytes for each logit."""
 
 
 class SamplingTable:
