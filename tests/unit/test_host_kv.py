@@ -152,23 +152,26 @@ def test_a_model_says_the_same_whether_its_kv_was_on_the_host_or_not() -> None:
     assert all(len(text) == 40 for text in whole.values())
 
 
+def delayed(copy: Callable[..., None], random: np.random.Generator, *, spoils: bool) -> Callable[..., None]:
+    """Return a copy that is late; what it is to write has no numbers until then, if it spoils."""
+
+    def late(lane: host_kv._Lane, device_or_host: torch.Tensor, other: torch.Tensor) -> None:
+        if spoils:
+            for pool in lane._cache.pools():
+                pool[other] = torch.nan
+        time.sleep(float(random.uniform(0, 0.02)))
+        copy(lane, device_or_host, other)
+
+    return late
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a thread each way, each copy some steps late. What is on its way has no numbers meanwhile."""
     random = np.random.default_rng(seed)
 
-    def delayed(copy: Callable[..., None], *, spoils: bool) -> Callable[..., None]:
-        def late(lane: host_kv._Lane, device_or_host: torch.Tensor, other: torch.Tensor) -> None:
-            if spoils:
-                for pool in lane._cache.pools():
-                    pool[other] = torch.nan
-            time.sleep(float(random.uniform(0, 0.02)))
-            copy(lane, device_or_host, other)
-
-        return late
-
-    monkeypatch.setattr(host_kv._Lane, "store", delayed(host_kv._Lane.store, spoils=False))
-    monkeypatch.setattr(host_kv._Lane, "fetch", delayed(host_kv._Lane.fetch, spoils=True))
+    monkeypatch.setattr(host_kv._Lane, "store", delayed(host_kv._Lane.store, random, spoils=False))
+    monkeypatch.setattr(host_kv._Lane, "fetch", delayed(host_kv._Lane.fetch, random, spoils=True))
     monkeypatch.setattr(model_runner, "HostKV", partial(HostKV, staged=True))
     said = []
     for num_blocks in (12, 60):
