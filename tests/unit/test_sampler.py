@@ -124,6 +124,29 @@ def test_many_rows_of_a_large_vocabulary_are_drawn_in_parts_without_a_difference
     assert Sampler().sample(logits, params, positions(7)).tolist() == whole.tolist()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_whose_filters_reach_far_are_drawn_once_more(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that computes beside the host nobody asks meanwhile whether the largest weights were enough."""
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, rng.uniform(0.1, 4, (12, 1)), (12, 300))).float()
+    logits[:, ::7] = logits[:, :1]  # ties
+    params = RowSampling(
+        rng.choice([0.0, 0.7, 1.0], 12),
+        rng.choice([1.0, 0.3, 0.95], 12),
+        rng.choice([0, 3, 400], 12),
+        rng.choice([0.0, 0.1], 12),
+        np.arange(12, dtype=np.int64),
+    )
+    logits[0] *= 0.01  # nearly alike: so many of them reach a share
+    params.temperature[0], params.top_p[0], params.top_k[0] = 1.0, 0.95, 0
+    monkeypatch.setattr("services.worker.executor.draw.CANDIDATES", 16)
+    expected = Sampler().sample(logits, params, positions(12))
+    monkeypatch.setattr("services.worker.executor.draw.BESIDE", ("cpu",))
+    asked = Sampler().begin(logits, params, positions(12)).columns
+    assert any(bool(column.any()) for column in asked if column.dtype == torch.bool)
+    assert Sampler().sample(logits, params, positions(12)).tolist() == expected.tolist()
+
+
 def test_a_vanishing_temperature_is_greedy_and_extreme_logits_are_no_nan() -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0], [5.0, 5.0 - 1e-3, -torch.inf]])
     assert Sampler().sample(logits, sampling(2, temperature=1e-300), positions(2)).tolist() == [0, 0]

@@ -22,6 +22,8 @@ CANDIDATES: Final = 1024
 """Largest weights of a row that are sorted first."""
 BLOCK: Final = 256
 """Neighbouring ids of a whole row that are reduced together: the row is searched block by block, then in the block."""
+BESIDE = ("cuda",)
+"""Devices that compute beside the host: to ask them something is to wait."""
 _SMALL_VOCABULARY: Final = 4096
 """Below, one CDF of the whole row costs less than blocks."""
 _FEW_LOGITS: Final = 2**16
@@ -87,18 +89,18 @@ def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
 
 
 def begin_draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `draw` does, without waiting for the device, and looking among the largest weights only.
+    """Return what `draw` does; without waiting for a device beside the host, so among the largest weights only.
 
     Returns:
         Ids [n], and of which rows [n] they are wrong: their filters reach further, and `draw` is to be asked.
     """
+    if not sampling.filtered.any():
+        tokens = draw_at(to_weights(logits, sampling.temperature), points)
+        return tokens, torch.zeros_like(tokens, dtype=torch.bool)
     columns = _columns(sampling, points, logits)
     weights = _to_weights(logits, columns.slope)
-    border, is_short = columns.min_p, None
-    if sampling.filtered.any():
-        found, is_short = _border(weights, sampling, columns, CANDIDATES)
-        weights = _drop_below(weights, border if found is None else border.maximum(found))
-    tokens = _draw_at(weights, columns.points)
+    border, is_short = _whole_border(weights, sampling, columns, waits=logits.device.type not in BESIDE)
+    tokens = _draw_at(_drop_below(weights, border), columns.points)
     return tokens, torch.zeros_like(tokens, dtype=torch.bool) if is_short is None else is_short
 
 
@@ -187,12 +189,28 @@ def _open_block(values: torch.Tensor, block: torch.Tensor, filler: float) -> tup
 def filter_weights(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
     """Set those weights [n, vocab_size] to 0, in place, that a filter takes away. The largest of each row is 1."""
     columns = _columns(sampling, np.zeros(len(weights)), weights)
-    border = columns.min_p
+    border, is_short = _whole_border(weights, sampling, columns, waits=True)
+    assert is_short is None, "the whole row was not enough"
+    return _drop_below(weights, border)
+
+
+def _whole_border(
+    weights: torch.Tensor, sampling: RowSampling, columns: _Columns, *, waits: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the smallest weight that all filters keep [n, 1], and of which rows [n] it is wrong, or None if of none.
+
+    Args:
+        weights: [n, vocab_size]
+        sampling: of the same rows.
+        columns: the same on the device.
+        waits: until it is known whether the largest weights are enough, and looks among all if they are not.
+    """
     found, is_short = _border(weights, sampling, columns, CANDIDATES)
-    if is_short is not None and is_short.any():
-        found, is_short = _border(weights, sampling, columns, weights.shape[1])
-        assert is_short is None, "the whole row was not enough"
-    return _drop_below(weights, border if found is None else border.maximum(found))
+    if waits and is_short is not None:
+        if is_short.any():
+            found, _ = _border(weights, sampling, columns, weights.shape[1])
+        is_short = None
+    return columns.min_p if found is None else columns.min_p.maximum(found), is_short
 
 
 def _border(

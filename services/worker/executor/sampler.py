@@ -100,6 +100,8 @@ class Sampler:
         if largest is None:
             is_asked = len(drawn) < len(logits)
             largest = first_largest(logits) if is_asked else logits.new_zeros(len(logits), dtype=torch.int64)
+        if not len(drawn):
+            return Choice(logits, sampling, np.zeros(0), [], (largest,))
         points = uniforms(sampling.seed, positions)
         parts = self._parts(drawn, sampling, max(_draw_elements(logits.device) // logits.shape[1], 1))
         begun = [begin_draw(_rows(logits, part), sampling.select(part), points[part]) for part in parts]
