@@ -141,7 +141,7 @@ def test_rows_whose_filters_reach_far_are_drawn_once_more(seed: int, monkeypatch
     params.temperature[0], params.top_p[0], params.top_k[0] = 1.0, 0.95, 0
     monkeypatch.setattr("services.worker.executor.draw.CANDIDATES", 16)
     expected = Sampler().sample(logits, params, positions(12))
-    monkeypatch.setattr("services.worker.executor.draw.BESIDE", ("cpu",))
+    monkeypatch.setattr("services.worker.executor.sampler.BESIDE", ("cpu",))
     asked = Sampler().begin(logits, params, positions(12)).columns
     assert any(bool(column.any()) for column in asked if column.dtype == torch.bool)
     assert Sampler().sample(logits, params, positions(12)).tolist() == expected.tolist()
@@ -176,7 +176,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 ) -> None:
     top_k = np.array([(k + row) % 15 for row in range(len(weights))])
     top_k[0] = max(k, 1)
-    kept = filter_weights(torch.tensor(weights), replace(sampling(len(weights)), top_k=top_k)).numpy()
+    kept = filter_weights(torch.tensor(weights), replace(sampling(len(weights)), top_k=top_k))[0].numpy()
     for row, of_row in enumerate(top_k):
         for index, weight in enumerate(weights[row]):
             stays = of_row == 0 or (weights[row] > weight).sum() < of_row
@@ -187,7 +187,7 @@ def test_top_k_keeps_exactly_those_that_fewer_than_k_surpass(
 def test_top_p_keeps_exactly_those_whose_betters_do_not_reach_p(
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]], p: float
 ) -> None:
-    kept = filter_weights(torch.tensor(weights), sampling(len(weights), top_p=p)).numpy()
+    kept = filter_weights(torch.tensor(weights), sampling(len(weights), top_p=p))[0].numpy()
     for row in range(len(weights)):
         for index, weight in enumerate(weights[row].astype(np.float64)):
             betters = weights[row][weights[row] > weight].astype(np.float64).sum()

@@ -11,7 +11,7 @@ before the window of a row's first query are not named to it at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ PLAN_BYTES = 8 * 2**20
 MAX_QUERY_TILE = 128
 CTAS_PER_PROCESSOR = 2
 """FlashInfer splits contexts until there is this much work for each multiprocessor."""
+Wrappers = dict[int | None, Any]
+"""FlashInfer's objects, by window of the layers that they compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +59,8 @@ class BlockLists:
 class FlashInferPlan:
     """A step's parts. What FlashInfer keeps of it lies in its wrappers, so only the newest plan is valid."""
 
-    num_decodes: int
-    """Rows of one token at the head of the batch."""
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Wrappers:
-    """FlashInfer's objects for the layers of one window."""
-
-    decodes: Any
-    others: Any
+    parts: tuple[tuple[Wrappers, slice], ...]
+    """What has planned consecutive tokens of the batch, and which these are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +88,17 @@ class _FixedBuffers:
 class FixedFlashInfer:
     """A `FixedDecodes`; see `FlashInferAttention.fixed`."""
 
-    def __init__(self, attention: FlashInferAttention, wrappers: Mapping[int | None, Any]) -> None:
+    def __init__(self, attention: FlashInferAttention, wrappers: Wrappers) -> None:
         self._attention = attention
         self._wrappers = wrappers
 
     def plan(self, rows: RaggedRows) -> None:
         """Prepare what all layers of a step share; see `FixedDecodes`."""
-        self._attention.plan_fixed(self._wrappers, rows)
+        self._plan = self._attention.plan_by(rows, ((self._wrappers, slice(None)),))
 
     def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output; see `Attention.attend`."""
-        return self._attention.attend_fixed(self._wrappers, layer, queries)
+        return self._attention.attend(self._plan, layer, queries)
 
 
 class FlashInferAttention:
@@ -126,7 +119,8 @@ class FlashInferAttention:
         self._device = cache.keys[0].device
         self._dtype = cache.keys[0].dtype
         self._workspace_bytes = workspace_bytes
-        self._wrappers: dict[int | None, _Wrappers] = {}
+        self._decodes: Wrappers = {}
+        self._others: Wrappers = {}
         self._fold_wrappers: dict[bool, Any] = {}
         """By whether they are causal."""
         self._workspace: torch.Tensor | None = None
@@ -136,16 +130,22 @@ class FlashInferAttention:
 
     def plan(self, rows: RaggedRows) -> FlashInferPlan:
         """Prepare what all layers of a step share; the plan before this one is void."""
-        if not self._wrappers:
-            self._open()
-        self._wait_for_copies()
+        self._open()
         num_decodes = leading_decodes(rows)
-        for window, wrappers in self._wrappers.items():
-            if num_decodes:
-                self._plan(wrappers.decodes, rows, slice(0, num_decodes), window)
-            if num_decodes < len(rows.num_tokens):
-                self._plan(wrappers.others, rows, slice(num_decodes, None), window)
-        self._newest = FlashInferPlan(num_decodes, int(rows.num_tokens.sum()))
+        return self.plan_by(rows, ((self._decodes, slice(0, num_decodes)), (self._others, slice(num_decodes, None))))
+
+    def plan_by(self, rows: RaggedRows, parts: Iterable[tuple[Wrappers, slice]]) -> FlashInferPlan:
+        """Plan consecutive rows by wrappers each; the plan before this one is void."""
+        self._wait_for_copies()
+        starts, planned = _starts(rows.num_tokens), []
+        for wrappers, span in parts:
+            first, end, _ = span.indices(len(rows.num_tokens))
+            if first < end:
+                for window, wrapper in wrappers.items():
+                    lists = block_lists(rows, span, window, self._cache.block_size)
+                    self._plan_lists(wrapper, lists, window, causal=True)
+                planned.append((wrappers, slice(int(starts[first]), int(starts[end]))))
+        self._newest = FlashInferPlan(tuple(planned))
         return self._newest
 
     def attend(self, plan: FlashInferPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
@@ -205,13 +205,12 @@ class FlashInferAttention:
             num_rows: of each step.
             max_blocks: of one row at most.
         """
-        if not self._wrappers:
-            self._open()
+        self._open()
         assert self._workspace is not None
         if self._fixed_buffers is None:
             windows = dict.fromkeys(self._spec.windows)
             self._fixed_buffers = {w: _FixedBuffers.taken(num_rows, max_blocks, self._device) for w in windows}
-        wrappers = {}
+        wrappers: Wrappers = {}
         for window, buffers in self._fixed_buffers.items():
             wrappers[window] = self._library.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace,
@@ -226,21 +225,6 @@ class FlashInferAttention:
             wrappers[window].reset_workspace_buffer(self._workspace, buffers.workspace)
         return FixedFlashInfer(self, wrappers)
 
-    def plan_fixed(self, wrappers: Mapping[int | None, Any], rows: RaggedRows) -> None:
-        """Plan a step for recorded calls; see `fixed`."""
-        self._wait_for_copies()
-        for window, wrapper in wrappers.items():
-            self._plan(wrapper, rows, slice(None), window)
-
-    def attend_fixed(self, wrappers: Mapping[int | None, Any], layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Return what `attend` does; see `fixed`."""
-        pools = (self._cache.keys[layer], self._cache.values[layer])
-        if queries.stride()[1:] != (self._spec.head_dim, 1):
-            queries = queries.contiguous()
-        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        wrappers[self._spec.windows[layer]].run(queries, pools, out=out)
-        return out.flatten(1)
-
     def _wait_for_copies(self) -> None:
         """Wait for what is under way: a wrapper copies from one pinned buffer without waiting."""
         if self._device.type == "cuda":
@@ -248,8 +232,7 @@ class FlashInferAttention:
 
     def _fold_wrapper(self, *, causal: bool) -> Any:
         """Return FlashInfer's object for folds of one kind, when nothing is copied to the device any more."""
-        if not self._wrappers:
-            self._open()
+        self._open()
         if causal not in self._fold_wrappers:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._fold_wrappers[causal] = wrapper(self._workspace, "NHD", backend="fa2")
@@ -260,36 +243,28 @@ class FlashInferAttention:
         self, plan: FlashInferPlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
     ) -> torch.Tensor:
         assert plan is self._newest, "attention of an old plan: a newer one took its place in the wrappers"
-        wrappers = self._wrappers[self._spec.windows[layer]]
         pools = (self._cache.keys[layer], self._cache.values[layer])
         if queries.stride()[1:] != (self._spec.head_dim, 1):
             queries = queries.contiguous()
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        decodes, others = slice(0, plan.num_decodes), slice(plan.num_decodes, plan.num_tokens)
-        for wrapper, span in ((wrappers.decodes, decodes), (wrappers.others, others)):
-            if span.start == span.stop:
-                continue
+        for wrappers, span in plan.parts:
             part = None if lse is None else lse[span]
+            wrapper = wrappers[self._spec.windows[layer]]
             wrapper.run(queries[span], pools, out=out[span], lse=part, return_lse=lse is not None)
         return out.flatten(1)
 
     def _open(self) -> None:
-        """Take the workspace. It may be shared by all wrappers: it holds nothing from one call to the next."""
-        workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self._device)
-        self._workspace = workspace
+        """Take the workspace, the first time. All wrappers may share it: it holds nothing from one call to the next."""
+        if self._workspace is not None:
+            return
+        self._workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
         for window in dict.fromkeys(self._spec.windows):
-            self._wrappers[window] = _Wrappers(
-                decodes=wrapper(workspace, "NHD", backend="fa2"),
-                others=wrapper(workspace, "NHD", backend="auto"),
-            )
-
-    def _plan(self, wrapper: Any, rows: RaggedRows, part: slice, window: int | None) -> None:
-        """Plan consecutive rows. FlashInfer reads these tensors on the host, and sends them to the device itself."""
-        lists = block_lists(rows, part, window, self._cache.block_size)
-        self._plan_lists(wrapper, lists, window, causal=True)
+            self._decodes[window] = wrapper(self._workspace, "NHD", backend="fa2")
+            self._others[window] = wrapper(self._workspace, "NHD", backend="auto")
 
     def _plan_lists(self, wrapper: Any, lists: BlockLists, window: int | None, *, causal: bool) -> None:
+        """Plan rows. FlashInfer reads these tensors on the host, and sends them to the device itself."""
         spec = self._spec
         wrapper.plan(
             torch.from_numpy(lists.query_starts),

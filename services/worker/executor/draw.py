@@ -22,8 +22,6 @@ CANDIDATES: Final = 1024
 """Largest weights of a row that are sorted first."""
 BLOCK: Final = 256
 """Neighbouring ids of a whole row that are reduced together: the row is searched block by block, then in the block."""
-BESIDE = ("cuda",)
-"""Devices that compute beside the host: to ask them something is to wait."""
 _SMALL_VOCABULARY: Final = 4096
 """Below, one CDF of the whole row costs less than blocks."""
 _FEW_LOGITS: Final = 2**16
@@ -57,22 +55,6 @@ class RowSampling:
         return RowSampling(*(getattr(self, column.name)[rows] for column in fields(self)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """What the device needs of some rows, each [n, 1]."""
-
-    slope: torch.Tensor
-    """What logits are multiplied with, float32; then 2 to the power of them."""
-    top_k: torch.Tensor
-    """float64, below vocab_size; 0 keeps all"""
-    top_p: torch.Tensor
-    """float64"""
-    min_p: torch.Tensor
-    """float32"""
-    points: torch.Tensor
-    """float64"""
-
-
 def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
     """Return one id per row, drawn from what the filters leave.
 
@@ -81,27 +63,28 @@ def draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> I64:
         sampling: of the same rows, none of them greedy.
         points: [n] in [0, 1), where the CDF is searched.
     """
-    weights = to_weights(logits, sampling.temperature)
-    if sampling.filtered.any():
-        weights = filter_weights(weights, sampling)
-    drawn: I64 = draw_at(weights, points).cpu().numpy()
+    drawn: I64 = begin_draw(logits, sampling, points, waits=True)[0].cpu().numpy()
     return drawn
 
 
-def begin_draw(logits: torch.Tensor, sampling: RowSampling, points: F64) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `draw` does; without waiting for a device beside the host, so among the largest weights only.
+def begin_draw(
+    logits: torch.Tensor, sampling: RowSampling, points: F64, *, waits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what `draw` does, on the device, which may not have computed it yet.
+
+    Args:
+        logits: see `draw`.
+        sampling: see `draw`.
+        points: see `draw`.
+        waits: see `filter_weights`.
 
     Returns:
-        Ids [n], and of which rows [n] they are wrong: their filters reach further, and `draw` is to be asked.
+        Ids [n], and of which rows [n] they are wrong, so that `draw` is to be asked; None: of none.
     """
-    if not sampling.filtered.any():
-        tokens = draw_at(to_weights(logits, sampling.temperature), points)
-        return tokens, torch.zeros_like(tokens, dtype=torch.bool)
-    columns = _columns(sampling, points, logits)
-    weights = _to_weights(logits, columns.slope)
-    border, is_short = _whole_border(weights, sampling, columns, waits=logits.device.type not in BESIDE)
-    tokens = _draw_at(_drop_below(weights, border), columns.points)
-    return tokens, torch.zeros_like(tokens, dtype=torch.bool) if is_short is None else is_short
+    weights, is_short = to_weights(logits, sampling.temperature), None
+    if sampling.filtered.any():
+        weights, is_short = filter_weights(weights, sampling, waits=waits)
+    return draw_at(weights, points), is_short
 
 
 def first_largest(logits: torch.Tensor) -> torch.Tensor:
@@ -123,33 +106,14 @@ def finite_largest(logits: torch.Tensor) -> torch.Tensor:
 
 def to_weights(logits: torch.Tensor, temperature: F64) -> torch.Tensor:
     """Return the weights [n, vocab_size] of logits of the same shape, the largest of each row 1."""
-    return _to_weights(logits, send(_slope(temperature), logits.device).to(logits.dtype).unsqueeze(1))
-
-
-def _to_weights(logits: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+    slope = _column(_LOG2_E / np.maximum(temperature, 1e-30), logits).to(logits.dtype)
     # the largest logit becomes 0 before it is scaled, so that no temperature can overflow; 2^x is cheaper than e^x
     return (logits - logits.amax(dim=-1, keepdim=True)).mul_(slope).exp2_()
 
 
-def _slope(temperature: F64) -> F64:
-    slope: F64 = _LOG2_E / np.maximum(temperature, 1e-30)
-    return slope
-
-
-def _columns(sampling: RowSampling, points: F64, logits: torch.Tensor) -> _Columns:
-    """Return the parameters of rows on the device of their logits [n, vocab_size]; sent in one piece."""
-    top_k = np.where(sampling.top_k < logits.shape[1], sampling.top_k, 0).astype(np.float64)
-    host = np.stack((_slope(sampling.temperature), top_k, sampling.top_p, sampling.min_p, points))
-    sent = send(host, logits.device).unsqueeze(2)
-    return _Columns(sent[0].to(logits.dtype), sent[1], sent[2], sent[3].to(logits.dtype), sent[4])
-
-
 def draw_at(weights: torch.Tensor, points: F64) -> torch.Tensor:
     """Return one id per row of `weights` [n, vocab_size], drawn at the points [n] in [0, 1) of the row's CDF."""
-    return _draw_at(weights, send(points, weights.device).unsqueeze(1))
-
-
-def _draw_at(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    share = _column(points, weights)
     if weights.shape[1] < _SMALL_VOCABULARY:
         return _search(weights, share).squeeze(1)
     blocks = _reduce_blocks(weights, torch.sum)
@@ -186,42 +150,36 @@ def _open_block(values: torch.Tensor, block: torch.Tensor, filler: float) -> tup
     return ids, values.gather(1, ids.clamp_max(vocab_size - 1)).masked_fill_(ids >= vocab_size, filler)
 
 
-def filter_weights(weights: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
-    """Set those weights [n, vocab_size] to 0, in place, that a filter takes away. The largest of each row is 1."""
-    columns = _columns(sampling, np.zeros(len(weights)), weights)
-    border, is_short = _whole_border(weights, sampling, columns, waits=True)
-    assert is_short is None, "the whole row was not enough"
-    return _drop_below(weights, border)
-
-
-def _whole_border(
-    weights: torch.Tensor, sampling: RowSampling, columns: _Columns, *, waits: bool
+def filter_weights(
+    weights: torch.Tensor, sampling: RowSampling, *, waits: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the smallest weight that all filters keep [n, 1], and of which rows [n] it is wrong, or None if of none.
+    """Set those weights to 0, in place, that a filter takes away.
 
     Args:
-        weights: [n, vocab_size]
+        weights: [n, vocab_size], the largest of each row 1.
         sampling: of the same rows.
-        columns: the same on the device.
-        waits: until it is known whether the largest weights are enough, and looks among all if they are not.
+        waits: for the device, which says whether the largest weights are enough, and looks among all if they are not.
+
+    Returns:
+        The weights, and of which rows [n] they are wrong, since the largest are not enough; None: of none.
     """
-    found, is_short = _border(weights, sampling, columns, CANDIDATES)
-    if waits and is_short is not None:
+    found, is_short = _border(weights, sampling, CANDIDATES)
+    if is_short is not None and waits:
         if is_short.any():
-            found, _ = _border(weights, sampling, columns, weights.shape[1])
+            found, _ = _border(weights, sampling, weights.shape[1])
         is_short = None
-    return columns.min_p if found is None else columns.min_p.maximum(found), is_short
+    border = _column(sampling.min_p, weights).to(weights.dtype)
+    return _drop_below(weights, border if found is None else border.maximum(found)), is_short
 
 
 def _border(
-    weights: torch.Tensor, sampling: RowSampling, columns: _Columns, count: int
+    weights: torch.Tensor, sampling: RowSampling, count: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the smallest weight that top-k and top-p keep. Looked for among some of the largest, enough for top-k.
 
     Args:
         weights: [n, vocab_size]
         sampling: of the same rows.
-        columns: the same on the device.
         count: of the largest weights.
 
     Returns:
@@ -229,15 +187,14 @@ def _border(
     """
     vocab_size = weights.shape[1]
     top_k = np.where(sampling.top_k < vocab_size, sampling.top_k, 0)
-    largest_k = int(top_k.max())
-    has_top_p = bool((sampling.top_p < 1).any())
+    largest_k, has_top_p = int(top_k.max()), bool((sampling.top_p < 1).any())
     if not largest_k and not has_top_p:
         return None, None
     largest = _largest(weights, count if largest_k <= count < vocab_size else vocab_size)
     if not has_top_p:
-        return _kth_largest(largest, columns.top_k), None
+        return _kth_largest(largest, _column(top_k, weights)), None
     total = None if top_k.all() else weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    border, is_short = _find_border(largest, total, columns.top_k, columns.top_p)
+    border, is_short = _find_border(largest, total, _column(top_k, weights), _column(sampling.top_p, weights))
     return border, is_short if largest.shape[1] < vocab_size else None
 
 
@@ -271,7 +228,7 @@ def _largest_on_device(weights: torch.Tensor, count: int) -> torch.Tensor:
 
 def _kth_largest(largest: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Return the smallest weight [n, 1] that top-k keeps, 0 where it keeps all; see `_find_border`."""
-    return torch.where(top_k > 0, largest.gather(1, (top_k - 1).clamp_min(0).long()), 0.0)
+    return torch.where(top_k > 0, largest.gather(1, (top_k - 1).clamp_min(0)), 0.0)
 
 
 def _find_border(
@@ -298,3 +255,8 @@ def _find_border(
     is_short = has_p & (may_tie | (~has_k & (of_kept < goal)))
     count = (cumulative - kept < goal).sum(dim=-1, keepdim=True).clamp_(1, kept.shape[1])
     return torch.where(has_p, kept.gather(1, count - 1), 0.0).maximum(border), is_short.squeeze(1)
+
+
+def _column(values: F64 | I64, like: torch.Tensor) -> torch.Tensor:
+    """Return [n] numbers as a column [n, 1] on the other tensor's device."""
+    return send(values, like.device).unsqueeze(1)

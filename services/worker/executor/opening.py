@@ -161,7 +161,7 @@ class RunnerOpener:
         self._graphs = self._new_graphs(cache, max_model_len)
         with torch.inference_mode():
             self._graphs.record(progress)
-        return len(graph_sizes(self._settings.max_batch_rows))
+        return len(self._graphs.sizes)
 
     def _new_graphs(self, cache: KVCache, max_model_len: int, *, only_largest: bool = False) -> StepGraphs:
         assert self._recorder is not None

@@ -19,6 +19,10 @@ DRAW_ELEMENTS_CUDA = 2**22
 """The same on a GPU: each part is some twenty kernels, and sorting a part takes some fifty bytes for each logit."""
 
 
+BESIDE = ("cuda",)
+"""Devices that compute beside the host: to ask them something is to wait."""
+
+
 class SamplingTable:
     """Sampling parameters by row of the engine's table."""
 
@@ -104,8 +108,12 @@ class Sampler:
             return Choice(logits, sampling, np.zeros(0), [], (largest,))
         points = uniforms(sampling.seed, positions)
         parts = self._parts(drawn, sampling, max(_draw_elements(logits.device) // logits.shape[1], 1))
-        begun = [begin_draw(_rows(logits, part), sampling.select(part), points[part]) for part in parts]
-        return Choice(logits, sampling, points, parts, (largest, *(column for part in begun for column in part)))
+        waits = logits.device.type not in BESIDE
+        columns = [largest]
+        for part in parts:
+            ids, is_short = begin_draw(_rows(logits, part), sampling.select(part), points[part], waits=waits)
+            columns += [ids, torch.zeros_like(ids) if is_short is None else is_short]
+        return Choice(logits, sampling, points, parts, tuple(columns))
 
     def _parts(self, drawn: I64, sampling: RowSampling, max_rows: int) -> list[I64]:
         """Split the drawn rows into those that keep every token and those that are filtered, `max_rows` at a time."""

@@ -11,6 +11,7 @@ some of whose keys lie elsewhere are computed without a graph.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -83,7 +84,7 @@ class StepGraphs:
         self.layers = layers
         self._fixed = fixed
         self._recorder = recorder
-        self._sizes = np.array(sizes, dtype=np.int64)
+        self.sizes = sizes
         self._inputs = InputBuffers(sizes[-1], layers.cache.block_size, layers.cache.keys[0].device)
         self._num_blocks = layers.cache.num_blocks
         self._addresses = _addresses(layers)
@@ -98,7 +99,7 @@ class StepGraphs:
             progress: called with the share that is done.
         """
         self._scores = self._take_scores()
-        for done, size in enumerate(self._sizes[::-1].tolist()):
+        for done, size in enumerate(self.sizes[::-1]):
             attention = self._fixed(size)
             zeros = np.zeros(size, dtype=np.int32)
             batch = Batch(0, zeros, zeros + 1, zeros, zeros, np.ones(size, dtype=np.bool_))
@@ -110,7 +111,7 @@ class StepGraphs:
                 self._keep(self.layers.scores(hidden, inputs))
 
             self._graphs[size] = _Graph(attention, self._recorder.record(compute))
-            progress((done + 1) / len(self._sizes))
+            progress((done + 1) / len(self.sizes))
 
     def fits(self, layers: DecodeLayers) -> bool:
         """Return whether these layers and their blocks are those that were recorded, in the same places."""
@@ -118,12 +119,12 @@ class StepGraphs:
 
     def has_for(self, batch: Batch) -> bool:
         """Return whether there is a graph for a batch."""
-        return len(batch.rows) <= self._sizes[-1] and len(batch.tokens) == len(batch.rows)
+        return len(batch.rows) <= self.sizes[-1] and len(batch.tokens) == len(batch.rows)
 
     def run(self, batch: Batch, tables: I32, sampled: I64) -> Scores:
         """Compute a step of decodes; see `ForwardPass.run`."""
         num_rows = len(batch.rows)
-        size = int(self._sizes[np.searchsorted(self._sizes, num_rows)])
+        size = self.sizes[bisect_left(self.sizes, num_rows)]
         graph = self._graphs[size]
         inputs = self._laid_out(filled_up(batch, size), tables)
         graph.attention.plan(inputs.rows)
@@ -136,7 +137,7 @@ class StepGraphs:
 
     def _take_scores(self) -> Scores:
         """Take memory for what every graph says: kept by each for itself, it would be several times as much."""
-        num_rows, device = int(self._sizes[-1]), self.layers.cache.keys[0].device
+        num_rows, device = self.sizes[-1], self.layers.cache.keys[0].device
         return Scores(
             finite=torch.zeros(num_rows, dtype=torch.bool, device=device),
             logits=torch.zeros((num_rows, self.layers.vocab_size), dtype=torch.float32, device=device),

@@ -63,7 +63,7 @@ class ThreadExecutor:
         self._recent = RecentSteps()
         self._closed = False
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._copiers = {to_host: _Copier(to_host) for to_host in (True, False)} if runner.copies_beside else {}
+        self._copiers = {True: _Copier("copies out"), False: _Copier("copies back")} if runner.copies_beside else {}
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
         self._thread.start()
 
@@ -162,9 +162,8 @@ class ThreadExecutor:
 class _Copier:
     """A thread that copies in one direction."""
 
-    def __init__(self, to_host: bool) -> None:  # noqa: FBT001  named where it is made
+    def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        name = "copies to the host" if to_host else "copies to the device"
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
