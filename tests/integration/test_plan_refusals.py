@@ -25,7 +25,7 @@ from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
-from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
 from shared.nats_bus import NatsBus
 from shared.nats_server import EmbeddedNats
 from shared.subjects import Subjects
@@ -51,6 +51,11 @@ class Room:
     bus: NatsBus
     subjects: Subjects
     events: list[Event] = field(default_factory=list)
+    num_viewed: int = 0
+    """Workers in the newest view."""
+
+    def on_view(self, message: Message) -> None:
+        self.num_viewed = len(decode_json(message.data, ClusterView).workers)
 
     def on_event(self, message: Message) -> None:
         self.events.append(decode_json(message.data, Event))
@@ -83,6 +88,7 @@ async def room(nats_url: str, cluster: str) -> AsyncIterator[Room]:
     try:
         here = Room(bus, Subjects(cluster))
         await bus.subscribe(f"sluice.{cluster}.event.>", here.on_event)
+        await bus.subscribe(here.subjects.view(), here.on_view)
         await bus.flush()
         yield here
     finally:
@@ -93,17 +99,22 @@ async def room(nats_url: str, cluster: str) -> AsyncIterator[Room]:
 async def planning(
     nats_url: str, cluster: str, reports: Sequence[WorkerReport], **settings: object
 ) -> AsyncIterator[Room]:
-    """A monitor and a planner that are told of these workers, again and again."""
+    """A monitor and a planner that are told of these workers, again and again.
+
+    The planner begins when all are in view: it tells once what it finds, and would judge by those that are there.
+    """
     buses = [await NatsBus.connect(nats_url, name=name) for name in ("monitor", "planner")]
     monitor = Monitor(MonitorSettings(instance_id="monitor", cluster=cluster), buses[0], _fail)
     fields = {"instance_id": "planner", "cluster": cluster, "system": SYSTEM, "tick_period_s": 0.1, **settings}
     planner = build_planner(PlannerSettings.model_validate(fields), buses[1], on_failure=_fail)
     await monitor.start()
     async with room(nats_url, cluster) as here:
-        await planner.start()
         telling = asyncio.create_task(_tell(here, reports))
         try:
             async with asyncio.timeout(LIMIT_S):
+                while here.num_viewed < len(reports):
+                    await asyncio.sleep(0.01)
+                await planner.start()
                 while planner.fresh_view is None or len(planner.fresh_view.workers) < len(reports):
                     await asyncio.sleep(0.01)
             yield here
