@@ -26,7 +26,7 @@ PROMPT = 64
 BLOCK_SIZE = 16
 
 
-def decoding_engine(scheduler: str, num_rows: int, num_steps: int) -> Engine:
+def decoding_engine(scheduler: str, num_rows: int, num_steps: int, *, overlaps: bool = False) -> Engine:
     """Return an engine whose sequences have all been prefilled and decode for at least `num_steps` more steps."""
     max_len = PROMPT + num_steps + 8
     config = EngineConfig(
@@ -37,6 +37,7 @@ def decoding_engine(scheduler: str, num_rows: int, num_steps: int) -> Engine:
         vocab_size=32_000,
         eos_token_ids=(2,),
         block_size=BLOCK_SIZE,
+        overlaps=overlaps,
     )
     engine = Engine(config, make_scheduler(scheduler), num_rows * (max_len // BLOCK_SIZE + 2))
     for i in range(num_rows):

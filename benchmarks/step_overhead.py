@@ -4,7 +4,9 @@ The worker's own step loop, thread executor and emitter run on a real NATS conne
 runner sleeps for STEP_MS, as a device that computes, with the interpreter's lock released. Three figures per size, and
 then the parts of the gap:
 
-- gap: from the end of one step on the device to the start of the next, which is what throughput loses;
+- gap: from the end of one step on the device to the start of the next, which is what throughput loses; also where a
+  step is launched before the one before it has ended (`--overlap` of a worker), which leaves nothing but a device's
+  own, here the wake-up of a thread that stands in for one;
 - CPU: of the event loop's thread per step, emitting included, which overlaps with the device;
 - hand-off: the same gap for an executor that is given the next batch without any engine: two wake-ups of a thread, so
   the part of the gap that is the machine's.
@@ -17,8 +19,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import threading
 import time
 from itertools import pairwise
+from queue import SimpleQueue
 
 import numpy as np
 import uvloop
@@ -31,6 +35,7 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch, BatchOutput, HostCopy, KvCapacity
+from services.worker.executor.launched import Done, Launched
 from services.worker.executor.thread import ThreadExecutor
 from shared.ids import DispatcherId, WorkerId
 from shared.nats_bus import NatsBus
@@ -40,22 +45,56 @@ WARM_UP = 200
 STEP_MS = 2.0
 
 
-class SleepingModel:
-    """A runner that takes STEP_MS and samples token 7 everywhere; notes when each step began and ended."""
+class SleepingStep:
+    """A step that another thread computes."""
 
-    def __init__(self) -> None:
+    is_done = False
+
+    def __init__(self, output: BatchOutput) -> None:
+        self.ended = threading.Event()
+        self._output = output
+
+    def end(self) -> BatchOutput:
+        self.ended.wait()
+        return self._output
+
+
+class SleepingModel:
+    """A runner that takes STEP_MS and samples token 7 everywhere; notes when each step began and ended.
+
+    Args:
+        overlaps: it computes beside whoever launches its steps.
+    """
+
+    def __init__(self, *, overlaps: bool = False) -> None:
         self.times: list[tuple[float, float]] = []
+        self.overlaps = overlaps
+        self._queue: SimpleQueue[SleepingStep | None] = SimpleQueue()
+        if overlaps:
+            threading.Thread(target=self._work, name="device", daemon=True).start()
 
     @property
     def capacity(self) -> KvCapacity:
         return KvCapacity(1, 16)
 
-    def run(self, batch: Batch) -> BatchOutput:
+    def launch(self, batch: Batch) -> Launched:
+        output = BatchOutput(batch.step_id, np.full(len(batch.rows), 7, dtype=np.int32), STEP_MS / 1e3)
+        if self.overlaps:
+            step = SleepingStep(output)
+            self._queue.put(step)
+            return step
+        self._compute()
+        return Done(output)
+
+    def _compute(self) -> None:
         began_s = time.perf_counter()
         time.sleep(STEP_MS / 1e3)
-        output = BatchOutput(batch.step_id, np.full(len(batch.rows), 7, dtype=np.int32), STEP_MS / 1e3)
         self.times.append((began_s, time.perf_counter()))
-        return output
+
+    def _work(self) -> None:
+        while (step := self._queue.get()) is not None:
+            self._compute()
+            step.ended.set()
 
     copies_beside = False
 
@@ -63,7 +102,7 @@ class SleepingModel:
         raise AssertionError("nobody swaps here")
 
     def close(self) -> None:
-        pass
+        self._queue.put(None)
 
     def gaps_s(self) -> list[float]:
         """Return the seconds between each step's end and the next one's start, without the first ones."""
@@ -123,15 +162,17 @@ async def hand_offs(num_steps: int) -> list[float]:
     return model.gaps_s()
 
 
-async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float], float, list[list[float]]]:
-    """Return the gaps between steps, the CPU seconds of this thread per step, and the parts of each gap."""
+async def measure(
+    url: str, num_rows: int, num_steps: int, *, overlaps: bool = False
+) -> tuple[list[float], float, list[list[float]]]:
+    """Return the gaps between steps, the CPU seconds of this thread per step, and the parts of gaps without overlap."""
     loop = asyncio.get_running_loop()
     total = num_steps + WARM_UP
-    engine: Engine = decoding_engine("chunked", num_rows, total + 10)
+    engine: Engine = decoding_engine("chunked", num_rows, total + 10, overlaps=overlaps)
     bus = await NatsBus.connect(url, name="worker")
     emitter = Emitter(WorkerId("bench"), Subjects(), bus)
     emitter.channel(DispatcherId("nobody"))
-    model = SleepingModel()
+    model = SleepingModel(overlaps=overlaps)
     executor = ThreadExecutor(model, loop)
     enough = asyncio.Event()
     cpu_before = 0.0
@@ -158,7 +199,7 @@ async def measure(url: str, num_rows: int, num_steps: int) -> tuple[list[float],
     emitting.cancel()
     await executor.close()
     await bus.close()
-    return model.gaps_s(), cpu_s, stamps.parts_s(model.times[:total])
+    return model.gaps_s(), cpu_s, [] if overlaps else stamps.parts_s(model.times[:total])
 
 
 async def main() -> None:
@@ -167,16 +208,18 @@ async def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 1024])
     parser.add_argument("--steps", type=int, default=1500)
     chosen = parser.parse_args()
-    table = [["no engine (hand-off)", percentiles(await hand_offs(chosen.steps), scale=1e6), ""]]
+    table = [["no engine (hand-off)", percentiles(await hand_offs(chosen.steps), scale=1e6), "", ""]]
     parts = []
     async with broker() as url:
         for num_rows in chosen.rows:
             gaps, cpu_s, steps = await measure(url, num_rows, chosen.steps)
-            table.append([str(num_rows), percentiles(gaps, scale=1e6), f"{1e6 * cpu_s:.0f}"])
+            ahead, _, _ = await measure(url, num_rows, chosen.steps, overlaps=True)
+            said = [percentiles(each, scale=1e6) for each in (gaps, ahead)]
+            table.append([str(num_rows), *said, f"{1e6 * cpu_s:.0f}"])
             parts.append([str(num_rows), *(f"{1e6 * median:.0f}" for median in np.median(steps, axis=0))])
     print_table(
         f"Between two steps of {STEP_MS:g} ms ({machine()})",
-        ["rows", "gap, µs (p50 / p99)", "CPU of the loop's thread per step, µs"],
+        ["rows", "gap, µs (p50 / p99)", "gap where steps overlap", "CPU of the loop's thread per step, µs"],
         table,
     )
     print_table(

@@ -40,6 +40,8 @@ class UpSettings(ServiceSettings):
     """Workers keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
     graphs: bool = True
     """Workers record steps of decodes as CUDA graphs, where FlashInfer computes attention."""
+    overlap: bool | None = None
+    """Workers launch steps of decodes before those before them have ended; empty: on a GPU."""
     deterministic: bool = False
     """The same text whatever else is in the batch; somewhat slower."""
     max_model_len: Annotated[int, Field(ge=0)] = 0

@@ -13,7 +13,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_queued_for_memory
-from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity
+from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity, overlaps
 from services.worker.groups.agent import PlanAgent
 from services.worker.groups.device import GroupDevice
 from services.worker.groups.role_changes import RoleChanges
@@ -236,7 +236,7 @@ def _facts(settings: WorkerSettings, executor: Executor, model: ModelFacts, devi
         kv_bytes=model.kv_bytes,
         reserve_bytes=model.reserve_bytes,
         memory_bytes=settings.memory,
-        token_s=model.token_s / executor.depth,
+        token_s=model.token_s / executor.num_lanes,
         num_layers=0 if device is None else len(device.facts.layer_bytes),
         stage_address="" if device is None else device.address,
         elastic=None if device is None else device.facts,
@@ -260,7 +260,8 @@ def _engine(
         eos_token_ids=model.eos_token_ids,
         block_size=capacity.block_size,
         prefix_caching=settings.prefix_caching,
-        num_lanes=executor.depth,
+        num_lanes=executor.num_lanes,
+        overlaps=overlaps(executor),
     )
     system = find_system(settings.system)
     work = Work(model.token_s, model.pair_s, model.read_s) if model.token_s else None

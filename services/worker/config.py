@@ -111,6 +111,9 @@ class WorkerSettings(ServiceSettings):
     """What computes the forward pass: `auto`, `native` (on the CPU), `flashinfer` (on CUDA) or `torch`."""
     graphs: bool = True
     """Record steps of decodes as CUDA graphs, where FlashInfer computes attention; takes some seconds at the start."""
+    overlap: bool | None = None
+    """Launch a step of decodes before the one before it has ended, so that the device need not wait for the host in
+    between; a request that comes meanwhile waits for one step more. Empty: on a GPU."""
     report_period_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Seconds between two reports to the monitor; a change is reported at once."""
     step_log_size: Annotated[int, Field(ge=0, le=65_536)] = 2048

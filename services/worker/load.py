@@ -95,7 +95,7 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
         pair_s=cost.a_s,
         read_s=cost.d_s,
     )
-    return Loaded(ModelledExecutor(cost, kv, host=host), facts)
+    return Loaded(ModelledExecutor(cost, kv, host=host, overlaps=bool(settings.overlap)), facts)
 
 
 def _swaps(settings: WorkerSettings) -> bool:
@@ -203,6 +203,7 @@ def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> Runner
         num_threads=settings.threads or None,
         kernels=settings.kernels.value,
         graphs=settings.graphs,
+        overlap=settings.overlap,
         page_bytes=page_bytes,
     )
 

@@ -44,6 +44,43 @@ def test_a_sequence_streams_one_token_per_step_and_ends_once(scheduler: str) -> 
     run(main())
 
 
+@pytest.mark.parametrize("num_blocks", [14, 64])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_where_steps_overlap_texts_are_the_same_and_two_batches_are_in_flight(scheduler: str, num_blocks: int) -> None:
+    """With little memory sequences give way: then nothing goes ahead. Whoever comes waits for two steps at most."""
+    most_in_flight: dict[bool, int] = {}
+
+    async def main(*, overlaps: bool) -> dict[int, tuple[list[int], list[FinishReason]]]:
+        config = engine_config(eos_token_ids=(1, 2), max_model_len=48, overlaps=overlaps)
+        async with live_engine(scheduler=scheduler, num_blocks=num_blocks, config=config) as live:
+            news = [new_sequence(name, num_prompt=3 + 4 * name % 9, max_tokens=20 + name) for name in range(7)]
+            for new in news:
+                live.add(new)
+                await asyncio.sleep(0.65)
+                most_in_flight[overlaps] = max(most_in_flight.get(overlaps, 0), live.loop.num_in_flight)
+            await live.until_idle()
+            live.engine.check_invariants()
+            assert live.engine.blocks.num_free == num_blocks
+            return {new.stream: (live.text(new), [finish for _, finish in live.ends(new)]) for new in news}
+
+    texts = run(main(overlaps=True))
+    assert texts == run(main(overlaps=False))
+    assert all(len(ends) == 1 for _, ends in texts.values())
+    assert most_in_flight == {True: 2, False: 1}
+
+
+def test_a_step_that_overlaps_ends_one_step_after_the_one_before() -> None:
+    async def main() -> None:
+        async with live_engine(config=engine_config(overlaps=True)) as live:
+            new = new_sequence(0, num_prompt=9, max_tokens=4)
+            live.add(new)
+            await live.until_idle()
+            assert [round(at_s, 6) for at_s, _ in live.said] == [0.1, 0.2, 0.3, 0.4]
+            assert live.text(new) == expected_text(live, new, 4)
+
+    run(main())
+
+
 def test_an_idle_loop_wakes_for_a_sequence_that_comes_later() -> None:
     async def main() -> None:
         async with live_engine() as live:

@@ -44,9 +44,10 @@ def chaotic_run(
     num_host_blocks: int = 0,
     num_stages: int = 1,
     num_lanes: int = 1,
+    overlaps: bool = False,
 ) -> tuple[Chaos, UnrulyScheduler]:
     random = np.random.default_rng([seed, depth, len(scheduler), prefix_caching, num_host_blocks])
-    unruly = UnrulyScheduler(short_turns(scheduler), random)
+    unruly = UnrulyScheduler(short_turns(scheduler), random, whims=0.05 if overlaps else 0.6)
     config = engine_config(
         max_batch_tokens=24,
         max_batch_rows=6,
@@ -55,6 +56,7 @@ def chaotic_run(
         eos_token_ids=(1, 2),
         prefix_caching=prefix_caching,
         num_lanes=num_lanes,
+        overlaps=overlaps,
     )
     num_blocks = int(random.integers(20, 40))
     engine = make_engine(unruly, num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks)
@@ -96,9 +98,22 @@ def test_texts_survive_any_order_of_operations_in_a_pipeline(
     live_through(chaos, unruly)
 
 
-def live_through(chaos: Chaos, unruly: UnrulyScheduler) -> None:
+OVERLAP_CASES = [(seed, num_host_blocks) for seed in range(6) for num_host_blocks in (0, 12)]
+
+
+@pytest.mark.parametrize(("seed", "num_host_blocks"), OVERLAP_CASES)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_texts_survive_any_order_of_operations_where_steps_overlap(
+    scheduler: str, seed: int, num_host_blocks: int
+) -> None:
+    """Few come, so that there are steps in which nobody waits."""
+    chaos, unruly = chaotic_run(scheduler, 2, seed, num_host_blocks=num_host_blocks, overlaps=True)
+    live_through(chaos, unruly, adds=4)
+
+
+def live_through(chaos: Chaos, unruly: UnrulyScheduler, adds: float = 20) -> None:
     """Do random operations, then let everything come to its end and judge it."""
-    chaos.run(400)
+    chaos.run(400, adds)
     unruly.is_calm = True
     chaos.calm_down()
     harness = chaos.harness
@@ -218,3 +233,18 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     assert (stats.num_swap_outs > 0) is (num_host_blocks > 0)
     assert stats.num_swap_ins == stats.num_swap_outs, "nobody ended on the host"
     assert stats.peak_used_blocks <= 24 < stats.peak_demanded_blocks
+
+
+def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -> None:
+    counts: Counter[str] = Counter()
+    for scheduler in SCHEDULERS:
+        for seed in range(3):
+            chaos, unruly = chaotic_run(scheduler, 2, seed, overlaps=True)
+            live_through(chaos, unruly, adds=4)
+            counts.update(chaos.counts)
+            harness = chaos.harness
+            counts.update(ahead=harness.num_ahead, surplus=harness.num_surplus, stale=harness.num_stale)
+    assert {"guilty", "bad luck", "cancel in flight", "limit in flight", "grow in flight"} <= set(counts)
+    assert counts["ahead"] > 200
+    assert counts["surplus"] > 5
+    assert counts["stale"] > 10

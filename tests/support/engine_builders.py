@@ -32,6 +32,7 @@ def engine_config(
     finished_kept: int = 32,
     prefix_caching: bool = True,
     num_lanes: int = 1,
+    overlaps: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         max_sequences=max_sequences,
@@ -44,6 +45,7 @@ def engine_config(
         finished_kept=finished_kept,
         prefix_caching=prefix_caching,
         num_lanes=num_lanes,
+        overlaps=overlaps,
     )
 
 

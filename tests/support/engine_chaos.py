@@ -21,13 +21,14 @@ GUILTY_SEED = 666
 class UnrulyScheduler:
     """Preempts and picks at random, in any order and in chunks of any size; rules by the book when told to be calm."""
 
-    def __init__(self, calm: Scheduler, random: np.random.Generator) -> None:
+    def __init__(self, calm: Scheduler, random: np.random.Generator, whims: float = 0.6) -> None:
         self._calm = calm
+        self._whims = whims
         self._random = random
         self.is_calm = False
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
-        if self.is_calm or self._random.random() < 0.4:
+        if self.is_calm or self._random.random() < 1 - self._whims:
             return self._calm.schedule(view)
         columns, random = view.columns, self._random
         victims = view.running[random.random(view.running.size) < random.choice([0.0, 0.1, 0.5])]
@@ -90,10 +91,10 @@ class Chaos:
         self.unbacked: I32 = np.zeros(0, dtype=np.int32)
         self.counts: dict[str, int] = {}
 
-    def run(self, num_operations: int) -> None:
+    def run(self, num_operations: int, adds: float = 20) -> None:
         operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
         operations += [self.grow, self.shrink, self.restore, self.pin]
-        weights = np.array([20, 30, 30, 4, 1, 3, 4, 3], dtype=float)
+        weights = np.array([adds, 30, 30, 4, 1, 3, 4, 3], dtype=float)
         if self.harness.engine.swapping is not None:
             operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
         else:
@@ -114,7 +115,8 @@ class Chaos:
             self.harness.engine.resume(channel)
         self.harness.engine.set_backed(self.unbacked, backed=True)
         while self.harness.engine.has_work:
-            self.harness.submit()
+            while self.harness.submit() is not None:
+                pass
             assert self.harness.flights or self.harness.host_copies or not self.harness.engine.has_work, (
                 "sequences are left, but no step runs"
             )

@@ -12,7 +12,8 @@ from services.worker.engine.assemble import known_tokens
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
-from services.worker.engine.types import I32, Batch, BatchFailedError, BatchOutput, HostCopy
+from services.worker.engine.table import Hold
+from services.worker.engine.types import I32, OWN_SAMPLE, Batch, BatchFailedError, BatchOutput, HostCopy
 from services.worker.executor.shadow_kv import TokenDraw, expected_outputs
 from services.worker.executor.stage_messages import StepDone
 from shared.types import FinishReason
@@ -57,6 +58,10 @@ class EngineHarness:
     """Chunks that were launched behind another one of the same prompt."""
     num_stale: int = 0
     """Chunks that came back after the one before had failed."""
+    num_ahead: int = 0
+    """Decodes that were launched before the token was known that they begin with."""
+    num_surplus: int = 0
+    """Of these, those of rows that turned out to have ended."""
     host_copies: list[HostCopy] = field(default_factory=list)
     """Under way, in the order in which they began."""
 
@@ -92,6 +97,7 @@ class EngineHarness:
             self.host_copies.append(copy)
         if batch is not None:
             self.num_extended += sum(int(np.isin(batch.rows, other.rows).sum()) for other in self.flights)
+            self.num_ahead += int((batch.tokens == OWN_SAMPLE).sum())
             self.flights.append(batch)
             self.kv.submit(batch)
             moved = int((self.engine.blocks.refcount[batch.copies.source] == 0).sum())
@@ -104,6 +110,7 @@ class EngineHarness:
         """Answer the oldest batch in flight: run it, or let it fail."""
         batch = self.flights.popleft()
         self.num_stale += int((self.engine.table.num_computed[batch.rows] != batch.start).sum())
+        self.num_surplus += int(((self.engine.table.hold[batch.rows] & Hold.ENDED) != 0).sum())
         self.now_s += STEP_S
         said = self.kv.finish(batch, cause)
         if isinstance(said, StepDone):

@@ -86,7 +86,7 @@ async def live_engine(
     kv = ShadowKv(num_blocks, config.block_size, draw, num_host_blocks=num_host_blocks, verify_ratio=1.0)
     engine.blocks.on_lost = kv.poison
     host = HostMemory(num_host_blocks, 1024, block_copy_s) if num_host_blocks else None
-    executor = ModelledExecutor(FLAT_COST, kv, host=host, failure=failure)
+    executor = ModelledExecutor(FLAT_COST, kv, host=host, failure=failure, overlaps=config.overlaps)
     said: list[tuple[float, StepEvents]] = []
     now = asyncio.get_running_loop().time
 

@@ -6,11 +6,25 @@ It refuses what the real one refuses or reads wrongly, so that a test on it is o
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import torch
 
 _WRAPPERS: list[BatchPrefillWithPagedKVCacheWrapper] = []
+
+
+_SENT: deque[tuple[torch.Tensor, int]] = deque(maxlen=2)
+"""Host memory from which the device may still read the newest plans, and what is in it."""
+
+
+def _send_plan(source: torch.Tensor) -> None:
+    """Stand in for the copy of a plan to the device, which nobody waits for."""
+    for under_way, number in _SENT:
+        assert int(under_way[:8].view(torch.int64)) == number, "a plan was written over before the device had read it"
+    number = _SENT[-1][1] + 1 if _SENT else 1
+    source[:8].view(torch.int64).fill_(number)
+    _SENT.append((source, number))
 
 
 @torch.library.custom_op("sluice_tests::flashinfer_run", mutates_args={"out"})
@@ -44,6 +58,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         if use_cuda_graph:
             assert all(buffer is not None and buffer.dtype == torch.int32 for buffer in buffers)
         self._buffers = buffers
+        self._pin_memory_int_workspace_buffer = torch.zeros(8, dtype=torch.uint8)
         self._max_total_num_rows: int | None = None
         self._handle = len(_WRAPPERS)
         _WRAPPERS.append(self)
@@ -89,6 +104,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert q_data_type in (torch.float16, torch.bfloat16)
         assert kv_data_type in (None, q_data_type)
         self._plan = {name: value for name, value in locals().items() if name != "self"}
+        _send_plan(self._pin_memory_int_workspace_buffer)
         if self._use_cuda_graph:
             self._fill_buffers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
 

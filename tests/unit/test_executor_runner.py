@@ -181,7 +181,7 @@ def test_logits_that_are_not_finite_fail_the_step_and_name_their_rows(
     assert failure.value.rows == (4, 2)
 
 
-WRONG = {"token": {"tokens": [384]}, "negative token": {"tokens": [-1]}, "position": {"start": [512]}}
+WRONG = {"token": {"tokens": [384]}, "negative token": {"tokens": [-2]}, "position": {"start": [512]}}
 WRONG |= {"negative position": {"start": [-1]}, "block": {"block_id": [100_000]}, "negative block": {"block_id": [-1]}}
 
 

@@ -17,6 +17,7 @@ from services.worker.engine.types import (
     HostCopy,
     KvCapacity,
 )
+from services.worker.executor.launched import Done, Launched
 from services.worker.executor.thread import ThreadExecutor
 from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
@@ -30,23 +31,31 @@ class FakeRunner:
 
     capacity = KvCapacity(7, 16)
 
-    def __init__(self, failures: dict[int, Exception] | None = None, *, copies_beside: bool = False) -> None:
+    def __init__(
+        self, failures: dict[int, Exception] | None = None, *, copies_beside: bool = False, overlaps: bool = False
+    ) -> None:
         self.copies_beside = copies_beside
+        self.overlaps = overlaps
         self.to_go_on = {True: threading.Event(), False: threading.Event()}
         self.steps: list[int] = []
         self.threads: set[int] = set()
         self.closed = 0
         self.gate = threading.Event()
         self.gate.set()
+        self.device = threading.Semaphore(0)
+        self.ended: list[int] = []
+        self.done_at_once: set[int] = set()
+        self.late_failures: dict[int, Exception] = {}
         self._failures = failures or {}
 
-    def run(self, batch: Batch) -> BatchOutput:
+    def launch(self, batch: Batch) -> Launched:
         assert self.gate.wait(10)
         self.steps.append(batch.step_id)
         self.threads.add(threading.get_ident())
         if batch.step_id in self._failures:
             raise self._failures[batch.step_id]
-        return BatchOutput(batch.step_id, batch.tokens, 0.001)
+        done = Done(BatchOutput(batch.step_id, batch.tokens, 0.001))
+        return Late(self, done) if self.overlaps and batch.step_id not in self.done_at_once else done
 
     def copy(self, copy: HostCopy) -> None:
         assert self.gate.wait(10)
@@ -58,6 +67,24 @@ class FakeRunner:
 
     def close(self) -> None:
         self.closed += 1
+
+
+class Late:
+    """A step that a device computes when it is allowed to."""
+
+    is_done = False
+
+    def __init__(self, runner: FakeRunner, done: Done) -> None:
+        self._runner = runner
+        self._done = done
+
+    def end(self) -> BatchOutput:
+        assert self._runner.device.acquire(timeout=10)
+        step_id = self._done.output.step_id
+        self._runner.ended.append(step_id)
+        if step_id in self._runner.late_failures:
+            raise self._runner.late_failures[step_id]
+        return self._done.output
 
 
 def make_batch(step_id: int) -> Batch:
@@ -79,6 +106,71 @@ async def test_batches_run_in_order_in_one_other_thread() -> None:
     assert len(runner.threads) == 1
     assert (executor.depth, executor.capacity) == (1, KvCapacity(7, 16))
     await executor.close()
+
+
+async def launched(runner: FakeRunner, count: int) -> None:
+    async with asyncio.timeout(10):
+        while len(runner.steps) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_where_steps_overlap_one_is_launched_before_the_one_before_it_has_ended() -> None:
+    runner = FakeRunner(overlaps=True)
+    executor: Executor = make(runner)
+    assert (executor.depth, executor.num_lanes) == (2, 1)
+    first, second = executor.submit(make_batch(1)), executor.submit(make_batch(2))
+    await launched(runner, 2)
+    assert not first.done()
+    runner.device.release()
+    assert (await first).step_id == 1
+    third = executor.submit(make_batch(3))
+    await launched(runner, 3)
+    assert not second.done()
+    runner.device.release(2)
+    assert [(await future).step_id for future in (second, third)] == [2, 3]
+    assert (runner.steps, runner.ended) == ([1, 2, 3], [1, 2, 3])
+    assert len(runner.threads) == 1
+    await executor.close()
+
+
+async def test_a_step_that_is_done_when_it_is_launched_waits_for_nobody() -> None:
+    runner = FakeRunner(overlaps=True)
+    runner.done_at_once = {2}
+    executor = make(runner)
+    first, second = executor.submit(make_batch(1)), executor.submit(make_batch(2))
+    assert (await second).step_id == 2
+    assert not first.done()
+    runner.device.release()
+    await first
+    await executor.close()
+
+
+async def test_a_step_fails_when_it_is_launched_or_when_it_ends_and_the_others_go_on() -> None:
+    runner = FakeRunner({2: BatchFailedError(2, "at once"), 3: ValueError("odd")}, overlaps=True)
+    runner.late_failures = {1: BatchFailedError(1, "late", rows=(4,)), 5: RuntimeError("device lost")}
+    executor = make(runner)
+    futures = [executor.submit(make_batch(step)) for step in range(1, 7)]
+    runner.device.release(6)
+    said = await asyncio.gather(*futures, return_exceptions=True)
+    causes = [error.cause if isinstance(error, BatchFailedError) else None for error in said]
+    assert causes == ["late", "at once", "ValueError: odd", None, "RuntimeError: device lost", None]
+    assert isinstance(said[0], BatchFailedError)
+    assert said[0].rows == (4,)
+    await executor.close()
+
+
+async def test_closing_waits_for_the_steps_that_a_device_computes() -> None:
+    runner = FakeRunner(overlaps=True)
+    executor = make(runner)
+    steps = [executor.submit(make_batch(step)) for step in (1, 2)]
+    closing = asyncio.create_task(executor.close())
+    await launched(runner, 2)
+    await asyncio.sleep(0.05)
+    assert (closing.done(), runner.closed) == (False, 0)
+    runner.device.release(2)
+    await closing
+    assert (closing.done(), runner.closed) == (True, 1)
+    assert [(await step).step_id for step in steps] == [1, 2]
 
 
 def make_copy(copy_id: int, *, to_host: bool = True) -> HostCopy:

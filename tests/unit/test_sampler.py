@@ -141,7 +141,7 @@ def test_rows_whose_filters_reach_far_are_drawn_once_more(seed: int, monkeypatch
     params.temperature[0], params.top_p[0], params.top_k[0] = 1.0, 0.95, 0
     monkeypatch.setattr("services.worker.executor.draw.CANDIDATES", 16)
     expected = Sampler().sample(logits, params, positions(12))
-    monkeypatch.setattr("services.worker.executor.sampler.BESIDE", ("cpu",))
+    monkeypatch.setattr("services.worker.memory.host_link.BESIDE", ("cpu",))
     asked = Sampler().begin(logits, params, positions(12)).columns
     assert any(bool(column.any()) for column in asked if column.dtype == torch.bool)
     assert Sampler().sample(logits, params, positions(12)).tolist() == expected.tolist()

@@ -21,11 +21,13 @@ from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
 from services.worker.executor.step_graphs import MAX_ROWS, filled_up, graph_sizes
+from services.worker.memory import host_link
 from shared.layers import LayerRange
 from shared.types import SamplingParams
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.live_groups import stated_peak
+from tests.support.overlap import driven_texts
 from tests.support.replay import ReplayRecorder
 from tests.support.runner_driver import Driven, Driver
 from tests.support.runners import MIB, runner_settings
@@ -148,6 +150,25 @@ def test_rows_that_are_not_sampled_from_are_left_out_of_the_logits(recorder: Rep
         assert tokens[0] == -1
         assert (tokens[1:] >= 0).all()
     assert recorder.num_starts == 1
+
+
+def test_recorded_steps_take_their_tokens_from_those_before_that_have_not_ended(
+    recorder: ReplayRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows and drawn ones, in another order with every step; the rows that fill a graph up have no token."""
+    texts = []
+    for is_ahead in (False, True):
+        monkeypatch.setattr(host_link, "BESIDE", ("cpu",) if is_ahead else ())
+        driver = Driver(open_runner(max_rows=16))
+        for row, prompt in enumerate(random_prompts(3, 5)):
+            driver.add(prompt, SamplingParams(max_tokens=9, temperature=0.7 * (row % 2), seed=row))
+        for sequence in driver.sequences:
+            driver.step([(sequence, len(sequence.tokens))])
+        num_starts = recorder.num_starts
+        texts.append(driven_texts(driver, 6, seed=2, is_ahead=is_ahead))
+        assert recorder.num_starts == num_starts + 6
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts[0]}) == 5
 
 
 def test_layers_that_were_dropped_and_came_back_are_computed_by_the_same_graphs(recorder: ReplayRecorder) -> None:

@@ -23,6 +23,7 @@ from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
 from services.worker.attention.torch_paged import first_keys
 from services.worker.engine.types import I32
+from services.worker.memory.host_link import Turns, send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 
@@ -34,9 +35,13 @@ RECOMMENDED_WORKSPACE_BYTES = 128 * 2**20
 """FlashInfer's own advice."""
 PLAN_BYTES = 8 * 2**20
 """Of what a wrapper keeps of a plan on the device, as FlashInfer takes by itself."""
+PLANS_UNDER_WAY = 4
+"""For each window: those of a step's decodes and other rows, while the device may still read the last step's."""
 MAX_QUERY_TILE = 128
 CTAS_PER_PROCESSOR = 2
 """FlashInfer splits contexts until there is this much work for each multiprocessor."""
+_PLAN_SOURCE = "_pin_memory_int_workspace_buffer"
+"""Where a wrapper of FlashInfer 0.7 keeps the host memory from which it sends a plan."""
 Wrappers = dict[int | None, Any]
 """FlashInfer's objects, by window of the layers that they compute."""
 
@@ -125,6 +130,8 @@ class FlashInferAttention:
         """By whether they are causal."""
         self._workspace: torch.Tensor | None = None
         self._newest: FlashInferPlan | None = None
+        self._sources: Turns[torch.Tensor] | None = None
+        """From which plans are sent: FlashInfer has one piece of host memory for each wrapper, and does not wait."""
         self._fixed_buffers: dict[int | None, _FixedBuffers] | None = None
         """By window."""
 
@@ -136,7 +143,6 @@ class FlashInferAttention:
 
     def plan_by(self, rows: RaggedRows, parts: Iterable[tuple[Wrappers, slice]]) -> FlashInferPlan:
         """Plan consecutive rows by wrappers each; the plan before this one is void."""
-        self._wait_for_copies()
         starts, planned = _starts(rows.num_tokens), []
         for wrappers, span in parts:
             first, end, _ = span.indices(len(rows.num_tokens))
@@ -225,18 +231,12 @@ class FlashInferAttention:
             wrappers[window].reset_workspace_buffer(self._workspace, buffers.workspace)
         return FixedFlashInfer(self, wrappers)
 
-    def _wait_for_copies(self) -> None:
-        """Wait for what is under way: a wrapper copies from one pinned buffer without waiting."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
     def _fold_wrapper(self, *, causal: bool) -> Any:
-        """Return FlashInfer's object for folds of one kind, when nothing is copied to the device any more."""
+        """Return FlashInfer's object for folds of one kind."""
         self._open()
         if causal not in self._fold_wrappers:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._fold_wrappers[causal] = wrapper(self._workspace, "NHD", backend="fa2")
-        self._wait_for_copies()
         return self._fold_wrappers[causal]
 
     def _attend(
@@ -259,18 +259,40 @@ class FlashInferAttention:
             return
         self._workspace = torch.zeros(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
-        for window in dict.fromkeys(self._spec.windows):
+        windows = dict.fromkeys(self._spec.windows)
+        on_gpu = self._device.type == "cuda"
+        self._sources = Turns(
+            [
+                torch.zeros(PLAN_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+                for _ in range(PLANS_UNDER_WAY * len(windows))
+            ],
+            self._device,
+        )
+        for window in windows:
             self._decodes[window] = wrapper(self._workspace, "NHD", backend="fa2")
             self._others[window] = wrapper(self._workspace, "NHD", backend="auto")
 
     def _plan_lists(self, wrapper: Any, lists: BlockLists, window: int | None, *, causal: bool) -> None:
-        """Plan rows. FlashInfer reads these tensors on the host, and sends them to the device itself."""
-        spec = self._spec
+        """Plan rows, without waiting for the device.
+
+        FlashInfer reads all lists on the host but the blocks, and sends them to the device itself; blocks that lie on
+        the host it would wait for.
+        """
+        assert self._sources is not None
+        spec, pinned = self._spec, self._device.type == "cuda"
+        starts, block_starts, last = (
+            tensor.pin_memory() if pinned else tensor
+            for tensor in map(torch.from_numpy, (lists.query_starts, lists.block_starts, lists.last_block_tokens))
+        )
+        if hasattr(wrapper, _PLAN_SOURCE):
+            setattr(wrapper, _PLAN_SOURCE, self._sources.take())
+        elif pinned:  # another version of FlashInfer
+            torch.cuda.current_stream(self._device).synchronize()
         wrapper.plan(
-            torch.from_numpy(lists.query_starts),
-            torch.from_numpy(lists.block_starts),
-            torch.from_numpy(lists.blocks),
-            torch.from_numpy(lists.last_block_tokens),
+            starts,
+            block_starts,
+            send(lists.blocks, self._device),
+            last,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
@@ -281,6 +303,7 @@ class FlashInferAttention:
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
         )
+        self._sources.sent()
 
 
 def unsupported(spec: ModelSpec, dtype: torch.dtype) -> str | None:

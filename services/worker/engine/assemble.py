@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from services.worker.engine.table import SequenceTable
 from services.worker.engine.token_log import TokenLog
-from services.worker.engine.types import EMPTY_I32, I32, RowInit
+from services.worker.engine.types import EMPTY_I32, I32, OWN_SAMPLE, RowInit
 
 Rows = NDArray[np.intp]
 _ONE = np.array(1, dtype=np.int32)  # without a dimension: an operation with it takes half as long as with a scalar
@@ -23,7 +23,7 @@ def decodes_first(rows: Rows, num_tokens: I32, remaining: I32) -> tuple[Rows, I3
 
 
 def input_tokens(table: SequenceTable, log: TokenLog, rows: Rows, start: I32, num_tokens: I32) -> I32:
-    """Return the input ids of a batch, row after row.
+    """Return the input ids of a batch, row after row; -1 for one that a batch in flight samples.
 
     Args:
         table: the sequence table.
@@ -33,6 +33,9 @@ def input_tokens(table: SequenceTable, log: TokenLog, rows: Rows, start: I32, nu
         num_tokens: [n] tokens that each computes.
     """
     last = table.last_token[rows]
+    unknown = start >= table.num_known[rows]
+    if np.count_nonzero(unknown):
+        last[unknown] = OWN_SAMPLE
     chunks = (table.num_known[rows] - start > _ONE).nonzero()[0]
     if not chunks.size:
         return last

@@ -36,7 +36,9 @@ class EngineConfig:
     block_size: int
     """Token slots of one KV block."""
     num_lanes: int = 1
-    """Batches that may be in flight at once: 1, or the stages of the executor's pipeline."""
+    """Batches that may be in flight at once, with other sequences each: 1, or the stages of the executor's pipeline."""
+    overlaps: bool = False
+    """Behind the one batch in flight, decodes may be made whose first token it samples; with one lane."""
     finished_kept: int = 256
     """Ended sequences whose outputs are kept for replays; the oldest is forgotten first."""
     prefix_caching: bool = True
@@ -45,6 +47,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_rows", "vocab_size", "block_size", "num_lanes"):
             assert getattr(self, name) >= 1, f"{name} must be at least 1"
+        assert self.num_lanes == 1 or not self.overlaps, "only one lane overlaps with itself"
         assert self.max_model_len >= 2, "a model's context holds at least a prompt token and an output token"
         assert self.finished_kept >= 0, "finished_kept must not be negative"
         assert all(0 <= token < self.vocab_size for token in self.eos_token_ids), "EOS ids lie in the vocabulary"

@@ -3,8 +3,8 @@
 One step is `next_batch` (the scheduler chooses, blocks are given, a batch is made) and, once the executor has run it,
 `absorb` (or `roll_back` if it failed). Batches come back in the order in which they were made. A row that is in a batch
 in flight is never touched by anybody else: a cancel only marks it. With several lanes the next chunk of its prompt may
-be in the next batch (`flights.py`). Copies to host memory and back run beside the steps: `take_copies` hands them out,
-`copied` takes in their end.
+be in the next batch (`flights.py`); where steps overlap, its next decode may be (`going_ahead.py`). Copies to host
+memory and back run beside the steps: `take_copies` hands them out, `copied` takes in their end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from services.worker.engine.compaction import with_moves
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.flights import Flights
+from services.worker.engine.going_ahead import rows_ahead
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.remote_kv import RemoteSpan
@@ -127,7 +128,8 @@ class Engine:
     def rows_of(self, channel: int) -> list[int]:
         """Return the rows of a channel."""
         table = self.table
-        return np.flatnonzero((table.status != Status.FREE) & (table.channel == channel)).tolist()
+        here = (table.status != Status.FREE) & ((table.hold & Hold.ENDED) == 0)
+        return np.flatnonzero(here & (table.channel == channel)).tolist()
 
     def pause(self, channel: int) -> None:
         """Let no sequence of a channel run until `resume`; for rows in a step or copy, repeat it when they are back.
@@ -165,6 +167,9 @@ class Engine:
             self.residents.expire(now_s)
         if self.retry:
             return self._launch_again(self.retry.pop())
+        if self.config.overlaps and self.flights:
+            ahead = rows_ahead(self.table, self.flights, self.limits, self.blocks.num_free)
+            return None if ahead is None else self._launch(ahead, np.ones(ahead.size, dtype=np.int32))
         view = view_of(self, now_s)
         if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
             return None
@@ -198,7 +203,7 @@ class Engine:
         if np.count_nonzero(wanted) < wanted.size:
             rows, tokens = rows[wanted], tokens[wanted]
         events = self._deliver(rows, tokens, now_s, extras) if rows.size else NO_EVENTS
-        ends = self.residents.end_cancelled(flight.rows)
+        ends = self._end_landed(flight.rows)
         return StepEvents.concatenate([events, ends]) if len(ends) else events
 
     def roll_back(self, batch: Batch, error: BatchFailedError, now_s: float) -> StepEvents:
@@ -214,7 +219,7 @@ class Engine:
         self.flights.fail(flight.rows)
         going_on = ((self.table.hold[flight.rows] & Hold.CANCELLED) == 0) & sound
         group = RetryGroup(flight.rows, batch.num_tokens).select(going_on)
-        events = self.residents.end_cancelled(flight.rows)
+        events = self._end_landed(flight.rows)
         if not group.rows.size or error.is_lost:
             return events
         self.table.hold[group.rows] |= Hold.RETRY
@@ -288,19 +293,22 @@ class Engine:
         kept: KeptKv = NOTHING_KEPT,
         coming: KeptKv = NOTHING_KEPT,
         spans: Sequence[RemoteSpan] = (),
+        *,
+        overlaps: bool = False,
     ) -> None:
         """Go on with another executor, which knows no row, after `leave_executor`; no step was made in between.
 
         Args:
             num_blocks: that it has.
-            num_lanes: batches in flight at most.
+            num_lanes: batches in flight at most, with other sequences each.
             kept: which of the blocks hold what; the others are empty.
             coming: which of the empty ones are being filled, and with what: sequences wait for theirs until it has
                 `arrived`, or `expect_no_more`.
             spans: what of it the executor can attend where it lies, so that sequences need not wait for it.
+            overlaps: see `EngineConfig`.
         """
         self._room.furnish(num_blocks, kept, coming, spans)
-        self.config = replace(self.config, num_lanes=num_lanes)
+        self.config = replace(self.config, num_lanes=num_lanes, overlaps=overlaps)
         self.limits = _limits(self.config)
 
     def release(self, rows: Sequence[int], moved_to: str) -> None:
@@ -420,7 +428,7 @@ class Engine:
             num_tokens=num_tokens,
             start=start,
             tokens=input_tokens(table, self.log, rows, start, num_tokens),
-            sample=end == table.num_known[rows],
+            sample=end >= table.num_known[rows],
             table_delta=delta,
             copies=copies,
             admits=admits,
@@ -439,7 +447,16 @@ class Engine:
         if batch.copies.source.size:
             self.blocks.unpin(("copies", batch.step_id))
         self.totals.num_steps += 1
+        if self.residents.num_ended or self.residents.num_cancelled:
+            sound &= ~self.residents.are_waited_for(flight.rows)
+            self.flights.fail(flight.rows[~sound])
         return flight, sound
+
+    def _end_landed(self, rows: Rows) -> StepEvents:
+        """Let rows of a landed batch go that were only waited for: those that have ended, or were cancelled."""
+        if self.residents.num_ended:
+            self.residents.forget_ended(rows)
+        return self.residents.end_cancelled(rows)
 
     def _deliver(self, rows: Rows, tokens: I32, now_s: float, extras: tuple[RowExtra, ...] = ()) -> StepEvents:
         table = self.table

@@ -4,11 +4,11 @@
     row 7      [0, 300) ──► [300, 600) ► [600, 700)         stages work first in, first out: what a chunk reads has
     row 9      decode       ·            ·                  been written when its stage comes to it
 
-A row is *extensible* while all that it has in flight leaves some of its known tokens to compute: what a step samples
-has to be back before the next one can begin, chunks have not. If a chunk fails, those behind it have computed with
-garbage: they are *stale*. One that is sound begins where the row's KV ends at the moment when it lands; a stale one
-does not, and changes nothing. Behind what is tried again nothing is launched, so whoever is given up is in no other
-batch.
+A row is *extensible* while all that it has in flight leaves some of its known tokens to compute. Where steps overlap, a
+decode may also go ahead of the token that it begins with (`going_ahead.py`). If a chunk fails, those behind it have
+computed with garbage: they are *stale*. One that is sound begins where the row's KV ends at the moment when it lands; a
+stale one does not, and changes nothing. Behind what is tried again nothing is launched, so whoever is given up is in no
+other batch.
 """
 
 from __future__ import annotations
@@ -75,6 +75,16 @@ class Flights:
         extensible: I32 = rows[self._end[rows] < table.num_known[rows]]
         return extensible
 
+    def are_sampled(self, rows: Rows, num_known: I32) -> Bool:
+        """Return [n] whether the newest batch of each row in flight samples its first token that is not known.
+
+        Args:
+            rows: [n]
+            num_known: [n] tokens of each row.
+        """
+        sampled: Bool = self._goes_ahead[rows] & (self._end[rows] == num_known)
+        return sampled
+
     def begins(self, rows: Rows) -> I32:
         """Return where the next chunk of each row begins, in flight or not."""
         begins: I32 = self._table.num_computed[rows]
@@ -124,7 +134,7 @@ class Flights:
         """Check who is in flight and where it begins; raises AssertionError naming the law that is broken."""
         table = self._table
         count = np.zeros(table.num_rows, dtype=np.int64)
-        due = table.num_computed.copy()
+        due, known = table.num_computed.copy(), table.num_known.copy()
         for flight in self._queue:
             rows, start = flight.rows, flight.batch.start
             assert np.unique(rows).size == rows.size, "a row is at most once in a batch"
@@ -133,7 +143,9 @@ class Flights:
             assert (start[~sound] > due[rows[~sound]]).all(), "a stale chunk lies behind what is missing"
             assert not self._goes_ahead[rows[~sound]].any(), "nothing goes ahead of what is missing"
             due[rows[sound]] = flight.end[sound]
-            assert (flight.end <= table.num_known[rows]).all(), "only what is known is computed"
+            begun, end = rows[sound], flight.end[sound]
+            assert (end <= known[begun]).all(), "only what is known, or is sampled by a batch before, is computed"
+            known[begun[end == known[begun]]] += 1
         assert (count == self._num_flights).all(), "the batches in flight are counted by row"
         marked = (table.hold & Hold.IN_FLIGHT) != 0
         assert (marked == (count > 0)).all(), "the bit IN_FLIGHT and the batches in flight differ"

@@ -28,7 +28,8 @@ def check_engine(engine: Engine) -> None:
         engine.swapping.check_invariants()
     chunks = -(-table.num_output[live] // CHUNK)
     assert engine.log.num_used_chunks == int(chunks.sum()), "chunks of the token log are lost or doubled"
-    assert sorted(engine.row_of.values()) == live.tolist(), "each live row has one name, and each name one live row"
+    named = live[(table.hold[live] & Hold.ENDED) == 0]
+    assert sorted(engine.row_of.values()) == named.tolist(), "each live row has one name, and each name one live row"
     assert all(table.sequence(row).key == key for key, row in engine.row_of.items()), "a row has another's name"
 
 
@@ -62,9 +63,13 @@ def _check_holds(engine: Engine) -> None:
     table = engine.table
     engine.flights.check_invariants()
     in_flight = engine.flights.rows.tolist()
-    assert engine.limits.num_lanes > 1 or len(in_flight) == sum(flight.rows.size for flight in engine.flights), (
+    goes_ahead = engine.limits.num_lanes > 1 or engine.config.overlaps
+    assert goes_ahead or len(in_flight) == sum(flight.rows.size for flight in engine.flights), (
         "with one lane a row is in at most one batch in flight"
     )
+    ended = np.flatnonzero(table.hold & Hold.ENDED)
+    assert set(ended.tolist()) <= set(in_flight), "a row that has ended is forgotten once no batch holds it"
+    assert engine.residents.num_ended == ended.size, "rows that have ended are counted"
     cancelled = np.flatnonzero(table.hold & Hold.CANCELLED)
     assert set(cancelled.tolist()) <= set(in_flight), "a cancelled row outside a batch has ended"
     retried = np.flatnonzero(table.hold & Hold.RETRY).tolist()

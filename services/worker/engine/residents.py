@@ -16,11 +16,12 @@ from services.worker.engine.sharing import Sharing
 from services.worker.engine.stops import StopRules
 from services.worker.engine.table import Hold, SequenceTable
 from services.worker.engine.token_log import TokenLog
-from services.worker.engine.types import I32
+from services.worker.engine.types import I32, Bool
 from shared.ids import RequestId
 from shared.types import FinishReason
 
 Rows = NDArray[np.intp]
+_CANCELLED_IN_FLIGHT = Hold.CANCELLED | Hold.IN_FLIGHT
 
 
 class Residents:
@@ -35,6 +36,8 @@ class Residents:
         """Nobody expires before."""
         self.num_cancelled = 0
         """Rows in flight that end when their last batch comes back."""
+        self.num_ended = 0
+        """Rows in flight that have ended, and are forgotten when their last batch comes back."""
         self.on_end: Callable[[int], None] = lambda row: None
         """Called with each row that ends, just before it is free."""
         self._config = config
@@ -149,6 +152,19 @@ class Residents:
         self.num_cancelled -= len(cancelled)
         return self.end(cancelled, FinishReason.CANCELLED)
 
+    def are_waited_for(self, rows: Rows) -> Bool:
+        """Return [n] which rows of a landed batch do not advance: they have ended, or end with a later one."""
+        hold = self._table.hold[rows]
+        waited_for: Bool = ((hold & Hold.ENDED) != 0) | ((hold & _CANCELLED_IN_FLIGHT) == _CANCELLED_IN_FLIGHT)
+        return waited_for
+
+    def forget_ended(self, rows: Rows) -> None:
+        """Forget those rows of a landed batch that have ended already and are in no other one."""
+        ended = rows[(self._table.hold[rows] & (Hold.ENDED | Hold.IN_FLIGHT)) == Hold.ENDED].tolist()
+        self.num_ended -= len(ended)
+        for row in ended:
+            self._free(row, is_sound=True)
+
     def end(self, rows: Sequence[int], finish: FinishReason) -> StepEvents:
         """Forget rows that end without a token and say so."""
         if not rows:
@@ -181,14 +197,26 @@ class Residents:
         )
 
     def forget(self, row: int, finish: FinishReason) -> None:
-        """Free everything that a row holds and keep its outputs for replays."""
+        """Free everything that a row holds and keep its outputs for replays.
+
+        Of a row that is in a batch which went ahead, only the name goes at once: that batch still writes its blocks.
+        """
         table = self._table
         key, num_output = table.sequence(row).key, int(table.num_output[row])
         self._finished.add(key, self._log.read(row, 0, num_output), finish)
         del self.row_of[key]
         if self._newest.get(key[0]) == row:
             del self._newest[key[0]]
-        self._sharing.release(row, is_sound=finish is not FinishReason.ERROR)
+        if table.hold[row] & Hold.IN_FLIGHT:
+            table.hold[row] |= Hold.ENDED
+            table.expires_s[row] = np.inf
+            self.num_ended += 1
+        else:
+            self._free(row, is_sound=finish is not FinishReason.ERROR)
+
+    def _free(self, row: int, *, is_sound: bool) -> None:
+        table, num_output = self._table, int(self._table.num_output[row])
+        self._sharing.release(row, is_sound=is_sound)
         self._sharing.forget(row)
         self._log.clear(row, num_output)
         self.stops.clear(row)

@@ -37,6 +37,7 @@ class Hold:
     FORK: Final = np.uint8(16)  # waits for the prompt of the sequence that it forks
     PAUSED: Final = np.uint8(32)  # its dispatcher has not been heard for too long
     SWAPPING: Final = np.uint8(64)  # its KV is being copied to host memory, or back
+    ENDED: Final = np.uint8(128)  # has ended and said so; a batch that went ahead still writes its KV
 
 
 class SequenceTable:

@@ -27,6 +27,8 @@ Bool = NDArray[np.bool_]
 
 SPLIT_KEYS: Final = 256
 """Positions of a split of the context, counted from 0: what one side attends by itself (`attention/remote.py`)."""
+OWN_SAMPLE: Final = -1
+"""Stands for the token that the row's batch before samples, which is not back."""
 EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
 EMPTY_I32.flags.writeable = False
 
@@ -86,7 +88,7 @@ class Batch:
     start: I32
     """[n] position of the first token; KV of positions [0, start) exists."""
     tokens: I32
-    """[sum(num_tokens)] input ids, row after row."""
+    """[sum(num_tokens)] input ids, row after row; `OWN_SAMPLE` in a decode that goes ahead of the batch before it."""
     sample: Bool
     """[n] False for a chunk that does not end the row's known tokens: nothing is sampled from it."""
     table_delta: TableDelta = NO_TABLE_DELTA
@@ -219,7 +221,12 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """How many batches may be in flight: 1, or the number of pipeline stages."""
+        """How many batches may be in flight: one for each lane, and one more where steps overlap."""
+        ...
+
+    @property
+    def num_lanes(self) -> int:
+        """Batches in flight with other rows each: 1, or the number of pipeline stages."""
         ...
 
     @property
@@ -244,3 +251,8 @@ class Executor(Protocol):
     async def close(self) -> None:
         """Finish what is queued and release threads and memory. Idempotent."""
         ...
+
+
+def overlaps(executor: Executor) -> bool:
+    """Return whether a step may be submitted behind the one that samples its first tokens."""
+    return executor.depth > executor.num_lanes

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import F64, I64, Bool
-from services.worker.executor.fetch import send
+from services.worker.memory.host_link import send
 
 CANDIDATES: Final = 1024
 """Largest weights of a row that are sorted first."""

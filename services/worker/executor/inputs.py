@@ -9,6 +9,8 @@ import torch
 
 from services.worker.attention.base import RaggedRows
 from services.worker.engine.types import I32, I64, Batch, TableDelta
+from services.worker.executor.own_samples import OwnSamples
+from services.worker.memory.host_link import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +52,24 @@ class InputBuffers:
     Args:
         max_tokens: of one batch.
         block_size: token slots of a block.
+        samples: the rows' newest ones, which stand for tokens below 0; may be left out where there are none.
     """
 
-    def __init__(self, max_tokens: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_tokens: int, block_size: int, device: torch.device, samples: OwnSamples | None = None
+    ) -> None:
         on_gpu = device.type == "cuda"
         self._block_size = block_size
-        self._columns = torch.zeros((5, max_tokens), dtype=torch.int64, pin_memory=on_gpu)
-        """[5, max_tokens]: tokens, positions, slots; indices of last tokens, and of those that are sampled from"""
-        self._host: I64 = self._columns.numpy()
+        self._samples = samples
+        columns = [torch.zeros((5, max_tokens), dtype=torch.int64, pin_memory=on_gpu) for _ in range(1 + on_gpu)]
+        self._columns = Turns(columns, device)
+        """[5, max_tokens] each: tokens, positions, slots; indices of last tokens, and of those that are sampled from.
+        The device may still read those of the step before."""
         self._device = device
-        self._on_device = torch.zeros_like(self._columns, device=device) if on_gpu else self._columns
+        self._on_device = torch.zeros_like(columns[0], device=device) if on_gpu else columns[0]
 
     def fill(self, batch: Batch, tables: I32, sampled: I64) -> StepInputs:
-        """Lay out a batch. Valid until the next call, before which the device must have read it.
+        """Lay out a batch. Valid until the next call; the device computes with it in the order of the calls.
 
         Args:
             batch: of at most `max_tokens` tokens.
@@ -73,7 +80,9 @@ class InputBuffers:
         longest = int((batch.start + batch.num_tokens).max())
         num_blocks = -(-longest // self._block_size)
         rows = RaggedRows(batch.num_tokens, batch.start, tables[batch.rows, :num_blocks])
-        tokens, positions, slots = self._host[:3, :num_tokens]
+        columns = self._columns.take()
+        host: I64 = columns.numpy()
+        tokens, positions, slots = host[:3, :num_tokens]
         tokens[:] = batch.tokens
         row = np.arange(len(batch.rows))
         if num_tokens == len(row):  # decodes only
@@ -85,11 +94,15 @@ class InputBuffers:
         slots[:] = (rows.tables[row, block] - block) * self._block_size
         slots += positions
         num_rows, num_sampled = len(batch.rows), len(sampled)
-        last = self._host[3, :num_rows]
+        last = host[3, :num_rows]
         np.cumsum(batch.num_tokens, out=last)
         last -= 1
-        self._host[4, :num_sampled] = last[sampled]
+        host[4, :num_sampled] = last[sampled]
         sent = self._on_device[:, :num_tokens]
         if self._device.type == "cuda":
-            sent.copy_(self._columns[:, :num_tokens], non_blocking=True)
+            sent.copy_(columns[:, :num_tokens], non_blocking=True)
+            self._columns.sent()
+        if np.count_nonzero(batch.tokens < 0):
+            assert self._samples is not None, "a token is not known, and nobody knows the samples"
+            self._samples.look_up(sent[0])
         return StepInputs(sent[0], sent[1], sent[2], sent[3, :num_rows], sent[4, :num_sampled], rows)

@@ -22,6 +22,7 @@ from services.worker.attention.native_paged import MAX_GROUP, NativePagedAttenti
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
+from services.worker.executor.own_samples import OwnSamples
 from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForward
 from services.worker.executor.step_graphs import Recorder, StepGraphs
 from services.worker.memory.kv_cache import KVCache
@@ -62,6 +63,7 @@ class Kernels:
         *,
         max_tokens: int,
         deterministic: bool,
+        samples: OwnSamples | None = None,
         graphs: StepGraphs | None = None,
     ) -> ForwardPass:
         """Return the forward pass over a cache, for batches of at most `max_tokens` tokens.
@@ -73,6 +75,7 @@ class Kernels:
             cache: of these layers.
             max_tokens: of one batch.
             deterministic: results do not depend on the batch.
+            samples: of the rows, for tokens that only the device has.
             graphs: used if they were recorded of the same layers in the same places.
         """
         if self.library is not None and self.whole:
@@ -80,9 +83,9 @@ class Kernels:
         layers = DecodeLayers(spec, weights, rope, cache, deterministic=deterministic)
         attention = self._attention(spec, cache, deterministic=deterministic)
         record = graphs if graphs is not None and graphs.fits(layers) else None
-        return TorchForward(layers, attention, max_tokens=max_tokens, record=record)
+        return TorchForward(layers, attention, max_tokens=max_tokens, samples=samples, record=record)
 
-    def graphs(
+    def graphs(  # noqa: PLR0913  what is recorded, and how
         self,
         spec: ModelSpec,
         weights: ModelWeights,
@@ -91,13 +94,14 @@ class Kernels:
         recorder: Recorder,
         *,
         sizes: tuple[int, ...],
+        samples: OwnSamples | None = None,
     ) -> StepGraphs:
         """Return graphs of steps of so many decodes, not recorded yet; see `StepGraphs`. Needs FlashInfer."""
         assert self.flashinfer is not None, "only FlashInfer's attention can be recorded"
         attention = _flashinfer_attention(self.flashinfer, spec, cache)
         max_blocks = -(-rope.num_positions // cache.block_size)
         layers = DecodeLayers(spec, weights, rope, cache, deterministic=False)
-        return StepGraphs(layers, lambda size: attention.fixed(size, max_blocks), recorder, sizes)
+        return StepGraphs(layers, lambda size: attention.fixed(size, max_blocks), recorder, sizes, samples)
 
     def host_attention(self, spec: ModelSpec, cache: KVCache) -> Attention[Any]:
         """Return an attention over keys and values that lie in main memory, whatever the device is."""

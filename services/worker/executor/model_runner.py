@@ -21,25 +21,22 @@ from services.worker.engine.types import (
     Batch,
     BatchFailedError,
     BatchOutput,
-    Bool,
     CopyFailedError,
     HostCopy,
     HostMemory,
     KvCapacity,
     RemoteLostError,
 )
-from services.worker.executor.fetch import fetch
+from services.worker.executor.choosing import Chooser
 from services.worker.executor.inputs import BlockTables
-from services.worker.executor.logit_rules import LogitRules, has_rules
-from services.worker.executor.logprobs import LogprobTable
-from services.worker.executor.sampler import Sampler, SamplingTable
-from services.worker.executor.step import ForwardPass, Scores
+from services.worker.executor.launched import Done, Launched
+from services.worker.executor.own_samples import OwnSamples
+from services.worker.executor.step import ForwardPass
 from services.worker.memory.host_kv import HostKV
+from services.worker.memory.host_link import send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory
 from shared.layers import LayerRange
-from shared.stream_extras import TokenLogprob
-from shared.types import SamplingParams
 
 T = TypeVar("T")
 
@@ -76,6 +73,8 @@ class RunnerSettings:
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
     graphs: bool = True
     """Steps of decodes are recorded as CUDA graphs, where that is possible; takes seconds at the start."""
+    overlap: bool | None = None
+    """A step is launched before the one before it has ended; None: where the device computes beside the host."""
     layers: LayerRange | None = None
     """Of a stage of a pipeline: only their parameters and KV are held; None: the whole model."""
     page_bytes: int | None = None
@@ -116,6 +115,24 @@ class ModelInfo:
         return self.layers.end == self.num_layers
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A step that the device computes; see `Launched`."""
+
+    step_id: int
+    output: Callable[[], BatchOutput]
+    is_done: bool = False
+
+    def end(self) -> BatchOutput:
+        """Wait for the step; see `Launched`."""
+        try:
+            return self.output()
+        except BatchFailedError:
+            raise
+        except Exception as error:  # what the device found only now
+            raise BatchFailedError(self.step_id, f"{type(error).__name__}: {error}") from error
+
+
 class ModelRunner:
     """A model or a stage of it on one device, and what it knows of the engine's rows.
 
@@ -123,10 +140,13 @@ class ModelRunner:
         forward: the model over its cache.
         memory: in which both lie.
         max_rows: rows of the engine's table.
+        deterministic: results do not depend on the batch.
+        samples: of the same rows.
+        overlaps: its steps are to be launched before those before them have ended.
         owns_memory: the memory is closed with the runner; else somebody has lent it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
         info: ModelInfo,
         forward: ForwardPass,
@@ -134,9 +154,14 @@ class ModelRunner:
         *,
         max_rows: int,
         deterministic: bool,
+        samples: OwnSamples,
+        overlaps: bool = False,
         owns_memory: bool = True,
     ) -> None:
         self.info = info
+        self._samples = samples
+        self._overlaps = overlaps
+        self._ended_s = 0.0
         self._forward: ForwardPass | None = forward
         self.memory = memory
         self._owns_memory = owns_memory
@@ -144,11 +169,7 @@ class ModelRunner:
         self._is_sound = True
         self._device = forward.cache.keys[0].device
         self._tables = BlockTables(max_rows, -(-info.max_model_len // info.capacity.block_size))
-        self._is_plain: Bool = np.zeros(max_rows, dtype=np.bool_)
-        self._sampling = SamplingTable(max_rows)
-        self._sampler = Sampler(row_by_row=deterministic)
-        self._rules = LogitRules(max_rows, info.eos_token_ids, info.vocab_size)
-        self._logprobs = LogprobTable(max_rows, row_by_row=deterministic)
+        self._chooser = Chooser(max_rows, info.eos_token_ids, info.vocab_size, row_by_row=deterministic)
 
     @property
     def capacity(self) -> KvCapacity:
@@ -209,17 +230,29 @@ class ModelRunner:
         Raises:
             BatchFailedError: the step did not finish, for whatever reason.
         """
-        began = time.perf_counter()
-        tokens, logprobs = self._applied(batch, lambda: self._step(batch, hidden))
-        return BatchOutput(batch.step_id, tokens, time.perf_counter() - began, logprobs)
+        return self.launch(batch, hidden).end()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its steps are to be launched before those before them have ended."""
+        return self._overlaps
+
+    def launch(self, batch: Batch, hidden: torch.Tensor | None = None) -> Launched:
+        """Begin one step; else as `run`. Decodes may begin with `OWN_SAMPLE`.
+
+        Where the device computes beside the host, this returns while it does, unless the host has to look at the
+        logits: for rows with rules or log-probabilities, or with filters that may reach far.
+        """
+        began_s = time.perf_counter()
+        return self._applied(batch, lambda known: self._begin(known, hidden, began_s))
 
     def advance(self, batch: Batch, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Compute one step up to the last layer here; return its hidden states. Else as `run`."""
-        return self._applied(batch, lambda: self._open().advance(batch, self._tables.entries, hidden))
+        return self._applied(batch, lambda known: self._open().advance(known, self._tables.entries, hidden))
 
     def skip(self, batch: Batch) -> None:
         """Only apply what a batch says of rows, tables and copies: its step has failed elsewhere. Else as `run`."""
-        self._applied(batch, lambda: None)
+        self._applied(batch, lambda _: None)
 
     def try_step(self, batch: Batch) -> None:
         """Compute one step for its cost alone; where the first layers are elsewhere, from made-up hidden states."""
@@ -259,12 +292,13 @@ class ModelRunner:
         if self._owns_memory:
             self.memory.close()
 
-    def _applied(self, batch: Batch, compute: Callable[[], T]) -> T:
-        """Apply a batch and return what is computed then."""
+    def _applied(self, batch: Batch, compute: Callable[[Batch], T]) -> T:
+        """Apply a batch and return what is computed then, of the batch with the tokens that it begins with."""
         try:
             with torch.inference_mode():
-                self._apply(batch)
-                return compute()
+                known = self._samples.fill_in(batch)
+                self._apply(known or _without_rows(batch))
+                return compute(_that_is_known(batch, known))
         except (BatchFailedError, RemoteLostError):
             raise
         except Exception as error:  # whatever torch raises is the batch's failure: the engine finds the guilty row
@@ -275,61 +309,49 @@ class ModelRunner:
         return self._forward
 
     def _apply(self, batch: Batch) -> None:
-        """Take in what the batch says of rows and blocks. Of a dropped row only its rules take memory.
+        """Take in what the batch says of rows and blocks.
 
         The engine says it once. If it cannot be taken in, later steps would compute with blocks that were never copied
         or with the rules of others, so all of them fail, and the engine gives the executor up.
         """
         assert self._is_sound, "an earlier step's rows and blocks were taken in by half; the worker must start anew"
         self._is_sound = False
-        for admitted in batch.admits:
-            self._is_plain[admitted.row] = _is_plain(admitted.sampling)
-            self._sampling.put(admitted.row, admitted.sampling)
-            self._logprobs.put(admitted)
-        self._rules.take_in(batch)
+        self._chooser.take_in(batch)
         if len(batch.table_delta.row):
             self._tables.apply(batch.table_delta)
         if len(batch.copies.source):
-            source, target = (self._to_device(blocks) for blocks in (batch.copies.source, batch.copies.target))
-            self._open().cache.copy_blocks(source, target)
+            source, target = (blocks.astype(np.int64) for blocks in (batch.copies.source, batch.copies.target))
+            self._open().cache.copy_blocks(send(source, self._device), send(target, self._device))
         self._is_sound = True
 
-    def _step(self, batch: Batch, hidden: torch.Tensor | None) -> tuple[I32, dict[int, TokenLogprob] | None]:
+    def _begin(self, batch: Batch, hidden: torch.Tensor | None, began_s: float) -> Launched:
         sampled: I64 = batch.sample.nonzero()[0]
         scores = self._open().run(batch, self._tables.entries, sampled, hidden)
         rows = batch.rows[sampled]
         position = (batch.start + batch.num_tokens)[sampled].astype(np.int64)
-        chosen, logprobs = self._choose(batch, scores, rows, position)
-        tokens = np.full(len(batch.rows), -1, dtype=np.int32)
-        tokens[sampled] = chosen
-        return tokens, {int(sampled[i]): said for i, said in logprobs.items()} or None
+        choosing = self._chooser.begin(scores, rows, position)
 
-    def _choose(self, batch: Batch, scores: Scores, rows: I32, position: I64) -> tuple[I64, dict[int, TokenLogprob]]:
-        """Return the next token of each row [k] and, by place in `rows`, the log-probabilities that are asked for.
-
-        Waits for the device once, unless rows have rules or ask for log-probabilities, or filters that reach far.
-
-        Args:
-            batch: of the step.
-            scores: of the rows; may be changed.
-            rows: [k]
-            position: [k] of the token that is chosen.
-        """
-        if self._is_plain[rows].all():
-            finite, largest = fetch(scores.finite, scores.largest)
+        def end() -> tuple[I64, BatchOutput]:
+            finite, largest, *columns = choosing.fetching.end()
             self._check(batch, rows, finite, largest)
-            return largest, {}
-        logits = scores.logits
-        known = None if self._rules.concern(rows) else scores.largest
-        put_back = self._rules.apply(logits, rows, position)
-        choice = self._sampler.begin(logits, self._sampling.take(rows), position, known)
-        finite, largest, *columns = fetch(scores.finite, scores.largest, *choice.columns)
-        self._check(batch, rows, finite, largest)
-        chosen = choice.end(*columns)
-        if not self._logprobs.asking(rows).any():
-            return chosen, {}
-        put_back()
-        return chosen, self._logprobs.of_tokens(logits, rows, chosen)
+            chosen, said = choosing.end(largest, *columns)
+            tokens = np.full(len(batch.rows), -1, dtype=np.int32)
+            tokens[sampled] = chosen
+            logprobs = {int(sampled[i]): each for i, each in said.items()} or None
+            return chosen, BatchOutput(batch.step_id, tokens, self._took_s(began_s), logprobs)
+
+        if choosing.on_device is not None:
+            self._samples.put_on_device(rows, position, choosing.on_device)
+            return _Running(batch.step_id, lambda: end()[1])
+        chosen, output = end()
+        self._samples.put(rows, position, chosen)
+        return Done(output)
+
+    def _took_s(self, began_s: float) -> float:
+        """Return how long a step took that ends now: since it began, or since the one before it ended."""
+        now_s = time.perf_counter()
+        took_s, self._ended_s = now_s - max(began_s, self._ended_s), now_s
+        return took_s
 
     def _check(self, batch: Batch, rows: I32, finite: I64, largest: I64) -> None:
         """Name the rows whose hidden states or logits are not numbers: sampled from, they would be nonsense."""
@@ -338,10 +360,14 @@ class ModelRunner:
                 guilty = tuple(int(row) for row in checked[~is_finite])
                 raise BatchFailedError(batch.step_id, "the model's numbers are not finite", guilty)
 
-    def _to_device(self, values: I32 | I64) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+def _that_is_known(batch: Batch, known: Batch | None) -> Batch:
+    if known is None:
+        raise BatchFailedError(batch.step_id, "it begins with tokens of a step that has failed")
+    return known
 
 
-def _is_plain(sampling: SamplingParams) -> bool:
-    """Return whether the next token is always the largest logit, and nothing else is wanted."""
-    return sampling.temperature == 0 and sampling.logprobs is None and not has_rules(sampling)
+def _without_rows(batch: Batch) -> Batch:
+    """Return what a batch says beside its rows."""
+    none: I32 = np.zeros(0, dtype=np.int32)
+    return replace(batch, rows=none, num_tokens=none, start=none, tokens=none, sample=np.zeros(0, dtype=np.bool_))

@@ -47,6 +47,7 @@ class ModelledExecutor:
         *,
         host: HostMemory | None = None,
         failure: FailureInjector | None = None,
+        overlaps: bool = False,
     ) -> None:
         """Begin idle.
 
@@ -55,12 +56,14 @@ class ModelledExecutor:
             kv: the modelled memory, of the device and of the host.
             host: how large the blocks of the host's memory are, and how fast the link is.
             failure: makes steps fail; None lets all succeed.
+            overlaps: a step may be submitted before the one before it has ended, and begin with `OWN_SAMPLE`.
         """
         assert host is None or host.num_blocks == kv.num_host_blocks, "the modelled host memory has another size"
         self._cost = cost
         self._kv = kv
         self._host = host
         self._failure = failure
+        self._overlaps = overlaps
         self._recent = RecentSteps()
         self._copying: dict[Future[None], None] = {}
         self._link_free_s = {True: 0.0, False: 0.0}
@@ -75,7 +78,12 @@ class ModelledExecutor:
 
     @property
     def depth(self) -> int:
-        """One batch in flight."""
+        """One batch in flight, and another one behind it where steps overlap."""
+        return 1 + self._overlaps
+
+    @property
+    def num_lanes(self) -> int:
+        """One."""
         return 1
 
     @property

@@ -19,6 +19,7 @@ from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, Ro
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.logit_rules import MAX_EDITS
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
+from services.worker.executor.own_samples import OwnSamples
 from services.worker.executor.sampler import DRAW_ELEMENTS
 from services.worker.executor.step_graphs import Recorder, StepGraphs, graph_sizes
 from services.worker.memory.budget import (
@@ -31,6 +32,7 @@ from services.worker.memory.budget import (
     next_context,
 )
 from services.worker.memory.host_kv import staged_bytes
+from services.worker.memory.host_link import is_beside
 from services.worker.memory.kv_cache import KVCache, bytes_per_block
 from services.worker.memory.measure import peak_bytes, release_free_memory
 from services.worker.memory.model_memory import ModelMemory
@@ -80,7 +82,12 @@ class RunnerOpener:
         self._recorder = recorder
         self._rope: RopeTable | None = None
         self._graphs: StepGraphs | None = None
+        self._samples = OwnSamples(self._max_rows, spec.vocab_size, memory.device)
         self._dry_step_s = 0.0
+
+    @property
+    def _max_rows(self) -> int:
+        return max(self._settings.max_rows, self._settings.max_batch_rows)
 
     @property
     def spec(self) -> ModelSpec:
@@ -132,14 +139,17 @@ class RunnerOpener:
             cache,
             max_tokens=settings.max_batch_tokens,
             deterministic=settings.deterministic,
+            samples=self._samples,
             graphs=self._graphs,
         )
         return ModelRunner(
             info,
             forward,
             self._memory,
-            max_rows=max(settings.max_rows, settings.max_batch_rows),
+            max_rows=self._max_rows,
             deterministic=settings.deterministic,
+            samples=self._samples,
+            overlaps=is_beside(self._device) if settings.overlap is None else settings.overlap,
             owns_memory=owns_memory,
         )
 
@@ -170,7 +180,7 @@ class RunnerOpener:
         weights = self._weights.of_stage(spec, LayerRange(0, spec.num_layers))
         rope = self._rope_for(max_model_len, dtype)
         chosen = sizes[-1:] if only_largest else sizes
-        return self._kernels.graphs(spec, weights, rope, cache, self._recorder, sizes=chosen)
+        return self._kernels.graphs(spec, weights, rope, cache, self._recorder, sizes=chosen, samples=self._samples)
 
     def divide(self, context: int) -> tuple[int, Division]:
         """Return the reserve and the division of the budget for the longest context that fits, `context` at most."""

@@ -116,6 +116,11 @@ class PipelineExecutor:
     @property
     def depth(self) -> int:
         """One batch in flight per stage."""
+        return self.num_lanes
+
+    @property
+    def num_lanes(self) -> int:
+        """One per stage."""
         return self._stages.num_stages
 
     @property

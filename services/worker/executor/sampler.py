@@ -9,18 +9,14 @@ import torch
 
 from services.worker.engine.types import F64, I32, I64
 from services.worker.executor.draw import RowSampling, begin_draw, draw, first_largest
-from services.worker.executor.fetch import fetch, send
 from services.worker.executor.random import uniforms
+from services.worker.memory.host_link import fetch, is_beside, send
 from shared.types import SamplingParams
 
 DRAW_ELEMENTS = 2**20
 """Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
 DRAW_ELEMENTS_CUDA = 2**22
 """The same on a GPU: each part is some twenty kernels, and sorting a part takes some fifty bytes for each logit."""
-
-
-BESIDE = ("cuda",)
-"""Devices that compute beside the host: to ask them something is to wait."""
 
 
 class SamplingTable:
@@ -55,6 +51,7 @@ class Choice:
 
     Attributes:
         columns: on the device, whose numbers `end` wants.
+        is_final: what `columns` says is right for every row.
     """
 
     _logits: torch.Tensor
@@ -62,6 +59,17 @@ class Choice:
     _points: F64
     _parts: list[I64]
     columns: tuple[torch.Tensor, ...]
+    is_final: bool
+
+    def on_device(self) -> torch.Tensor | None:
+        """Return the chosen ids [n] where they will be; None: some may have to be drawn again, by `end`."""
+        if not self.is_final:
+            return None
+        largest, *drawn = self.columns
+        tokens = largest.clone()
+        for part, ids in zip(self._parts, drawn[::2], strict=True):
+            tokens.index_copy_(0, send(part, tokens.device), ids)
+        return tokens
 
     def end(self, largest: I64, *drawn: I64) -> I64:
         """Return the chosen ids [n], from the fetched columns. Rows whose filters reach far are drawn once more."""
@@ -105,15 +113,16 @@ class Sampler:
             is_asked = len(drawn) < len(logits)
             largest = first_largest(logits) if is_asked else logits.new_zeros(len(logits), dtype=torch.int64)
         if not len(drawn):
-            return Choice(logits, sampling, np.zeros(0), [], (largest,))
+            return Choice(logits, sampling, np.zeros(0), [], (largest,), is_final=True)
         points = uniforms(sampling.seed, positions)
         parts = self._parts(drawn, sampling, max(_draw_elements(logits.device) // logits.shape[1], 1))
-        waits = logits.device.type not in BESIDE
-        columns = [largest]
+        waits = not is_beside(logits.device)
+        columns, is_final = [largest], True
         for part in parts:
             ids, is_short = begin_draw(_rows(logits, part), sampling.select(part), points[part], waits=waits)
             columns += [ids, torch.zeros_like(ids) if is_short is None else is_short]
-        return Choice(logits, sampling, points, parts, tuple(columns))
+            is_final &= is_short is None
+        return Choice(logits, sampling, points, parts, tuple(columns), is_final)
 
     def _parts(self, drawn: I64, sampling: RowSampling, max_rows: int) -> list[I64]:
         """Split the drawn rows into those that keep every token and those that are filtered, `max_rows` at a time."""

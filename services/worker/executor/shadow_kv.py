@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32, Batch, HostCopy, TableDelta
+from services.worker.engine.types import I32, OWN_SAMPLE, Batch, HostCopy, TableDelta
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 
@@ -145,6 +145,8 @@ class ShadowKv:
         self._sum_length: I32 = np.full(1, _UNKNOWN, dtype=np.int32)  # tokens that the running sum covers
         self._sum: U64 = np.zeros(1, dtype=np.uint64)
         self._seed: U64 = np.zeros(1, dtype=np.uint64)
+        self._sample: I32 = np.zeros(1, dtype=np.int32)
+        """The newest one of each row."""
         self._known: NDArray[np.bool_] = np.zeros(1, dtype=np.bool_)
         self._elsewhere: dict[int, tuple[ShadowKv, int]] = {}
         """Blocks whose contents still lie in another memory, and where there."""
@@ -266,7 +268,7 @@ class ShadowKv:
         """Write the KV of a step's tokens, and return what these layers add to the word of each row, [n]."""
         rows = batch.rows.astype(np.intp)
         assert np.count_nonzero(self._known[rows]) == rows.size, "a batch names a row that the executor does not know"
-        values = self._write(rows, batch, batch.tokens)
+        values = self._write(rows, batch, self._known_tokens(batch))
         in_order = self._sum_length[rows] == batch.start
         if values.size != rows.size:
             values = np.add.reduceat(values, np.cumsum(batch.num_tokens) - batch.num_tokens)
@@ -277,6 +279,15 @@ class ShadowKv:
         self._sum[rows] = words
         self._sum_length[rows] = end
         return words if self._weight is None else words * self._weight
+
+    def _known_tokens(self, batch: Batch) -> I32:
+        """Return a step's tokens, with the rows' newest samples where these are meant."""
+        ahead = np.flatnonzero(batch.tokens == OWN_SAMPLE)
+        if not ahead.size:
+            return batch.tokens
+        tokens = batch.tokens.copy()
+        tokens[ahead] = self._sample[batch.rows[ahead]]  # decodes come first, one token each
+        return tokens
 
     def _to_verify(self, in_order: NDArray[np.bool_]) -> list[int]:
         """Return the places in a step whose sums are to be taken anew: those out of order, and some at random."""
@@ -296,6 +307,7 @@ class ShadowKv:
     def sample(self, batch: Batch, words: U64) -> I32:
         """Return what is sampled from the whole words of a step's rows, [n], -1 where nothing is."""
         tokens = self._draw.draw(words, self._seed[batch.rows.astype(np.intp)])
+        self._sample[batch.rows] = tokens
         tokens[~batch.sample] = -1
         return tokens
 
@@ -351,6 +363,7 @@ class ShadowKv:
         self._sum_length = np.concatenate([self._sum_length, np.full(more, _UNKNOWN, dtype=np.int32)])
         self._sum = np.concatenate([self._sum, np.zeros(more, dtype=np.uint64)])
         self._seed = np.concatenate([self._seed, np.zeros(more, dtype=np.uint64)])
+        self._sample = np.concatenate([self._sample, np.zeros(more, dtype=np.int32)])
         self._known = np.concatenate([self._known, np.zeros(more, dtype=np.bool_)])
 
 

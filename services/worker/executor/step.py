@@ -14,6 +14,7 @@ from services.worker.attention.remote import RemoteKeys, RemoteRows, attended_of
 from services.worker.engine.types import I32, I64, Batch
 from services.worker.executor.draw import finite_largest
 from services.worker.executor.inputs import InputBuffers, StepInputs
+from services.worker.executor.own_samples import OwnSamples
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Angles, Decoder
 from services.worker.models.rope import RopeTable
@@ -55,7 +56,8 @@ class ForwardPass(Protocol):
         """Compute a step from the first layer here to the head, and store its keys and values. Only the last stage can.
 
         Args:
-            batch: tokens and where they stand; its rows are rows of `tables`.
+            batch: tokens and where they stand; its rows are rows of `tables`. A token below 0 stands for a row's own
+                sample that only the device has (`OwnSamples`).
             tables: [max_rows, max_blocks] block tables of all rows, contiguous.
             sampled: [k] places in the batch of the rows whose next token is wanted, ascending.
             hidden: [t, hidden_size] in the model's dtype, behind the layer before the first one here; None: from the
@@ -163,11 +165,18 @@ class TorchForward:
         layers: of the model.
         attention: over the same cache.
         max_tokens: of one batch.
+        samples: of the rows.
         record: of steps of the same layers, if there is one.
     """
 
     def __init__(
-        self, layers: DecodeLayers, attention: Attention[Any], *, max_tokens: int, record: StepRecord | None = None
+        self,
+        layers: DecodeLayers,
+        attention: Attention[Any],
+        *,
+        max_tokens: int,
+        samples: OwnSamples | None = None,
+        record: StepRecord | None = None,
     ) -> None:
         self.cache = layers.cache
         self.remote: RemoteKeys | None = None
@@ -175,7 +184,7 @@ class TorchForward:
         self._layers = layers
         self._attention = attention
         self._record = record
-        self._inputs = InputBuffers(max_tokens, self.cache.block_size, self.cache.keys[0].device)
+        self._inputs = InputBuffers(max_tokens, self.cache.block_size, self.cache.keys[0].device, samples)
 
     def run(self, batch: Batch, tables: I32, sampled: I64, hidden: torch.Tensor | None = None) -> Scores:
         """Compute a step up to the logits; see `ForwardPass`."""

@@ -21,9 +21,10 @@ import torch
 
 from services.worker.attention.base import FixedDecodes
 from services.worker.engine.types import I32, I64, Batch
-from services.worker.executor.fetch import send
 from services.worker.executor.inputs import InputBuffers, StepInputs
+from services.worker.executor.own_samples import OwnSamples
 from services.worker.executor.step import DecodeLayers, Scores
+from services.worker.memory.host_link import send
 
 MAX_ROWS = 512
 """Of the largest graph: of more rows, the device computes longer than the host takes to start its kernels."""
@@ -76,16 +77,22 @@ class StepGraphs:
         fixed: returns attention for so many rows.
         recorder: of the cache's device.
         sizes: numbers of rows, ascending.
+        samples: of the rows.
     """
 
     def __init__(
-        self, layers: DecodeLayers, fixed: Callable[[int], FixedDecodes], recorder: Recorder, sizes: tuple[int, ...]
+        self,
+        layers: DecodeLayers,
+        fixed: Callable[[int], FixedDecodes],
+        recorder: Recorder,
+        sizes: tuple[int, ...],
+        samples: OwnSamples | None = None,
     ) -> None:
         self.layers = layers
         self._fixed = fixed
         self._recorder = recorder
         self.sizes = sizes
-        self._inputs = InputBuffers(sizes[-1], layers.cache.block_size, layers.cache.keys[0].device)
+        self._inputs = InputBuffers(sizes[-1], layers.cache.block_size, layers.cache.keys[0].device, samples)
         self._num_blocks = layers.cache.num_blocks
         self._addresses = _addresses(layers)
         self._graphs: dict[int, _Graph] = {}

@@ -16,6 +16,7 @@ from services.worker.engine.types import (
     HostCopy,
     KvCapacity,
 )
+from services.worker.executor.launched import Launched
 from services.worker.executor.recent_steps import RecentSteps
 
 T = TypeVar("T")
@@ -30,8 +31,13 @@ class Runner(Protocol):
         """KV memory."""
         ...
 
-    def run(self, batch: Batch) -> BatchOutput:
-        """Compute one step, or raise `BatchFailedError`."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is to be launched before the one before it has ended; it may hold `OWN_SAMPLE` then."""
+        ...
+
+    def launch(self, batch: Batch) -> Launched:
+        """Begin one step, or raise `BatchFailedError`; always called from the same thread."""
         ...
 
     def copy(self, copy: HostCopy) -> None:
@@ -49,7 +55,10 @@ class Runner(Protocol):
 
 
 class ThreadExecutor:
-    """An `Executor` of depth 1 over a runner: batches run in the order in which they were submitted.
+    """An `Executor` of one lane over a runner: batches run in the order in which they were submitted.
+
+    Where steps overlap, one thread launches them and another waits for those that are not done by then, so that a step
+    is laid out while the device computes the one before.
 
     A copy begins when the steps submitted before it have run. Where the runner copies beside steps, those behind it go
     on meanwhile, and copies to the host run beside those back; else a copy delays the steps behind it.
@@ -63,13 +72,19 @@ class ThreadExecutor:
         self._recent = RecentSteps()
         self._closed = False
         self._ended: asyncio.Future[None] = loop.create_future()
-        self._copiers = {True: _Copier("copies out"), False: _Copier("copies back")} if runner.copies_beside else {}
+        self._copiers = {True: _Thread("copies out"), False: _Thread("copies back")} if runner.copies_beside else {}
+        self._lander = _Thread("step ends") if runner.overlaps else None
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
         self._thread.start()
 
     @property
     def depth(self) -> int:
-        """How many batches may be in flight."""
+        """One batch, and another one behind it where steps overlap."""
+        return 1 if self._lander is None else 2
+
+    @property
+    def num_lanes(self) -> int:
+        """One."""
         return 1
 
     @property
@@ -117,22 +132,39 @@ class ThreadExecutor:
         """Body of the thread."""
         while (work := self._queue.get()) is not None:
             work()
-        for copier in self._copiers.values():
-            copier.close()
+        for beside in (*self._copiers.values(), *([] if self._lander is None else [self._lander])):
+            beside.close()
         self._runner.close()
         self._call(_succeed, self._ended, None)
 
     def _run(self, batch: Batch, future: asyncio.Future[BatchOutput]) -> None:
+        launched = self._tried(batch, future, lambda: self._runner.launch(batch))
+        if launched is None:
+            return
+        if self._lander is None or launched.is_done:
+            self._land(batch, launched, future)
+        else:
+            self._lander.put(lambda: self._land(batch, launched, future))
+
+    def _land(self, batch: Batch, launched: Launched, future: asyncio.Future[BatchOutput]) -> None:
+        output = self._tried(batch, future, launched.end)
+        if output is not None:
+            self._call(self._succeed_step, future, output)
+
+    def _succeed_step(self, future: asyncio.Future[BatchOutput], output: BatchOutput) -> None:
+        self._recent.note(output.duration_s)
+        _succeed(future, output)
+
+    def _tried(self, batch: Batch, future: asyncio.Future[BatchOutput], act: Callable[[], T]) -> T | None:
+        """Return what `act` does; None: it has failed, and the future knows."""
         try:
-            output = self._runner.run(batch)
+            return act()
         except BatchFailedError as error:
             self._call(_fail, future, error)
         except Exception as error:  # the thread's supervisor: whatever went wrong fails this batch
             cause = f"{type(error).__name__}: {error}"
             self._call(_fail, future, BatchFailedError(batch.step_id, cause))
-        else:
-            self._recent.note(output.duration_s)
-            self._call(_succeed, future, output)
+        return None
 
     def _begin_copy(self, copy: HostCopy, future: asyncio.Future[None]) -> None:
         """Copy, or have it copied beside the steps to come."""
@@ -159,26 +191,26 @@ class ThreadExecutor:
             return  # the loop is closed: nobody is left to hear of it
 
 
-class _Copier:
-    """A thread that copies in one direction."""
+class _Thread:
+    """A thread that does one thing after the other."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, copy: Callable[[], None]) -> None:
-        """Have a copy made behind those before it."""
-        self._queue.put(copy)
+    def put(self, work: Callable[[], None]) -> None:
+        """Have something done behind what is queued."""
+        self._queue.put(work)
 
     def close(self) -> None:
-        """Return when all copies are made and the thread has ended."""
+        """Return when everything is done and the thread has ended."""
         self._queue.put(None)
         self._thread.join()
 
     def _work(self) -> None:
-        while (copy := self._queue.get()) is not None:
-            copy()
+        while (work := self._queue.get()) is not None:
+            work()
 
 
 def _succeed(future: asyncio.Future[T], result: T) -> None:

@@ -23,6 +23,7 @@ from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.sequence import SequenceKey
 from services.worker.engine.stats import count_awaiting_kv
+from services.worker.engine.types import overlaps
 from services.worker.groups.arrivals import ArrivingKv
 from services.worker.groups.block_limit import BlockLimit
 from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace
@@ -315,9 +316,13 @@ class RoleChanges:
         self._executor.switch(executor)
         self._limit.forget()
         if arrivals is None:
-            self._engine.enter_executor(executor.capacity.num_blocks, executor.depth, led.kept)
+            self._engine.enter_executor(
+                executor.capacity.num_blocks, executor.num_lanes, led.kept, overlaps=overlaps(executor)
+            )
         else:
-            self._engine.enter_executor(arrivals.num_blocks, executor.depth, led.kept, arrivals.coming, arrivals.spans)
+            self._engine.enter_executor(
+                arrivals.num_blocks, executor.num_lanes, led.kept, arrivals.coming, arrivals.spans
+            )
             stages = () if place is None else place.stages
             self._arriving.begin(arrivals, tuple(stages[source].worker_id for source in arrivals.sources))
         self._loop.mended()

@@ -23,6 +23,11 @@ class RoleExecutor:
         return self._current.depth
 
     @property
+    def num_lanes(self) -> int:
+        """Of these with other rows each, now."""
+        return self._current.num_lanes
+
+    @property
     def capacity(self) -> KvCapacity:
         """Memory now."""
         return self._current.capacity

@@ -1,0 +1,160 @@
+"""What it brings to launch a step of decodes before the one before it has ended: tokens per second of a worker's loop.
+
+    python -m benchmarks.overlap --model FOLDER [--device cuda] [--dtype bfloat16] [--memory-gib 60]
+                                 [--rows 1 16 64 256]
+
+The worker's own engine, step loop and executor on one loaded model, without a broker. All sequences decode, half of
+them greedily and half drawn; with overlap and without by turns, the median of the rounds and of their ratios counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import uvloop
+
+from benchmarks.harness import machine, print_table
+from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.engine.gate import StepGate
+from services.worker.engine.loop import StepLoop
+from services.worker.engine.types import Batch
+from services.worker.executor.launched import Launched
+from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.runner import load_runner
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.policy.registry import make_scheduler
+from shared.ids import RequestId, StreamId
+from shared.types import SamplingParams
+
+PROMPT = 32
+
+
+def engine_of(runner: ModelRunner, num_rows: int, num_tokens: int, *, overlaps: bool) -> Engine:
+    """Return an engine with so many sequences that wait; each says `num_tokens` tokens."""
+    info, capacity = runner.info, runner.capacity
+    config = EngineConfig(
+        max_sequences=num_rows,
+        max_batch_tokens=2048,
+        max_batch_rows=num_rows,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        block_size=capacity.block_size,
+        prefix_caching=False,
+        overlaps=overlaps,
+    )
+    engine = Engine(config, make_scheduler("chunked"), capacity.num_blocks)
+    random = np.random.default_rng(0)
+    for row in range(num_rows):
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.8 * (row % 2), seed=row)
+        prompt = random.integers(0, info.vocab_size, PROMPT).astype(np.uint32)
+        new = NewSequence(RequestId(f"r{row}"), StreamId(row), 1, 0, prompt, sampling, 0.0, 1e12)
+        assert not isinstance(engine.add(new), AddRefusal), "the memory does not hold one sequence"
+    return engine
+
+
+async def tokens_per_s(executor: ThreadExecutor, engine: Engine) -> float:
+    """Return what the loop reaches once all prompts are computed."""
+    loop = asyncio.get_running_loop()
+    totals, began, ended = engine.totals, asyncio.Event(), asyncio.Event()
+
+    def look() -> None:
+        if not engine.stats.num_waiting and not (engine.table.num_output[engine.table.running.view] == 0).any():
+            began.set()
+        if not engine.has_work:
+            ended.set()
+
+    steps = StepLoop(engine, executor, lambda _: None, loop.time, StepGate(), on_step=lambda *_: look())
+    running = asyncio.create_task(steps.run())
+    await began.wait()
+    first, began_s = totals.num_generated_tokens, time.perf_counter()
+    await ended.wait()
+    taken_s = time.perf_counter() - began_s
+    steps.close()
+    await running
+    return (totals.num_generated_tokens - first) / taken_s
+
+
+async def measure(arguments: argparse.Namespace) -> list[list[str]]:
+    """Return the rows of the table."""
+    settings = RunnerSettings(
+        arguments.model,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        memory_bytes=int(arguments.memory_gib * 2**30),
+        max_batch_rows=max(arguments.rows),
+        max_rows=max(arguments.rows),
+        kernels=arguments.kernels,
+        graphs=not arguments.no_graphs,
+        overlap=True,
+    )
+    runner = load_runner(settings, lambda _done, what: print(f"# {what}", flush=True))
+    table = []
+    for num_rows in arguments.rows:
+        rates: list[tuple[float, float]] = []
+        for _ in range(arguments.rounds + 1):  # the first one warms up
+            pair = []
+            for overlaps in (False, True):
+                # the rows of the one before are known no more: batches of another engine admit theirs anew
+                executor = ThreadExecutor(Lent(runner), asyncio.get_running_loop())
+                pair.append(
+                    await tokens_per_s(executor, engine_of(runner, num_rows, arguments.tokens, overlaps=overlaps))
+                )
+                await executor.close()
+            rates.append((pair[0], pair[1]))
+        apart, ahead = (median(column) for column in zip(*rates[1:], strict=True))
+        ratio = median(second / first for first, second in rates[1:])
+        table.append([str(num_rows), f"{apart:.0f}", f"{ahead:.0f}", f"{ratio:.3f}"])
+    runner.close()
+    return table
+
+
+class Lent:
+    """A runner that does not close when its executor does."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.capacity = runner.capacity
+        self.copies_beside = runner.copies_beside
+        self.overlaps = runner.overlaps
+        self.launch: Callable[[Batch], Launched] = runner.launch
+        self.copy = runner.copy
+
+    def close(self) -> None:
+        """Stay open."""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--no-graphs", action="store_true", help="start every kernel of a decode by itself")
+    parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--tokens", type=int, default=200, help="of each sequence")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device here; --device cpu tries the benchmark out")
+    table = uvloop.run(measure(arguments))
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
+    print_table(
+        f"Tokens per second of decodes ({where}, {arguments.dtype})",
+        ["rows", "one step after the other", "steps overlap", "ratio (median of rounds)"],
+        table,
+    )
+
+
+if __name__ == "__main__":
+    main()

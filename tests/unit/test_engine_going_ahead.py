@@ -1,0 +1,196 @@
+"""Decodes behind a batch in flight that samples what they begin with: who goes ahead, who does not, who has ended."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from services.worker.engine.config import AddRefusal
+from services.worker.engine.table import Hold
+from services.worker.engine.types import OWN_SAMPLE
+from shared.types import FinishReason
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_harness import EngineHarness, Story
+
+
+def harness_of(
+    *, scheduler: str = "chunked", num_blocks: int = 64, eos_token_ids: tuple[int, ...] = (), overlaps: bool = True
+) -> EngineHarness:
+    config = engine_config(eos_token_ids=eos_token_ids, overlaps=overlaps)
+    return EngineHarness(make_engine(scheduler, num_blocks=num_blocks, config=config), depth=2)
+
+
+def stop_of(harness: EngineHarness, name: int, count: int) -> int:
+    """Return a token that the sequence says for the first time as its `count`-th."""
+    text, _ = harness.undisturbed(new_sequence(name, max_tokens=40))
+    assert text[count - 1] not in text[: count - 1]
+    return text[count - 1]
+
+
+def story(harness: EngineHarness, name: int) -> Story:
+    return harness.stories[1000 + name]
+
+
+def test_a_decode_goes_ahead_of_the_prompt_that_samples_its_token_and_then_of_every_step() -> None:
+    harness = harness_of()
+    harness.add(new_sequence(0, num_prompt=5, max_tokens=9))
+    first, second = harness.submit(), harness.submit()
+    assert first is not None
+    assert second is not None
+    assert (second.start.tolist(), second.tokens.tolist(), second.sample.tolist()) == ([5], [OWN_SAMPLE], [True])
+    assert harness.submit() is None, "nobody knows what comes behind two steps that are not back"
+    num_steps = 2
+    while harness.flights:
+        harness.land()
+        num_steps += harness.submit() is not None
+    harness.judge()
+    assert (num_steps, harness.num_ahead) == (9, 8)
+    assert story(harness, 0).finish is FinishReason.LENGTH
+    harness.check_empty()
+
+
+def test_who_ends_by_length_with_the_step_under_way_does_not_go_ahead() -> None:
+    harness = harness_of()
+    for name, max_tokens in ((0, 2), (1, 4)):
+        harness.add(new_sequence(name, max_tokens=max_tokens))
+    batches = [harness.submit(), harness.submit()]
+    assert [len(batch.rows) for batch in batches if batch is not None] == [2, 2]
+    harness.land()
+    third = harness.submit()
+    assert third is not None
+    assert third.rows.tolist() == [1], "the other one has two tokens then"
+    harness.drain()
+    harness.judge()
+    assert harness.num_surplus == 0
+
+
+def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step_behind_is_back() -> None:
+    plain = harness_of()
+    harness = harness_of()
+    new = new_sequence(0, max_tokens=40, stop_token_ids=(stop_of(plain, 0, 3),))
+    harness.add(new)
+    harness.add(new_sequence(1, max_tokens=6))
+    engine = harness.engine
+    for _ in range(3):
+        while harness.submit() is not None:
+            pass
+        harness.land()
+    row = story(harness, 0).row
+    assert story(harness, 0).finish is FinishReason.STOP
+    assert engine.table.hold[row] & Hold.ENDED
+    assert engine.table.held_blocks[row] > 0
+    assert not engine.cancel(new.request_id, 1), "it is not here any more"
+    assert engine.rows_of(0) == [story(harness, 1).row]
+    assert engine.add(new) is AddRefusal.DUPLICATE
+    replayed = engine.replay(new.request_id, 1, 0)
+    assert replayed is not None
+    assert (replayed[0].tolist(), replayed[1]) == (story(harness, 0).text, FinishReason.STOP)
+    behind = harness.submit()
+    assert behind is None or row not in behind.rows
+    harness.land()
+    assert engine.table.held_blocks[row] == 0
+    assert row not in np.flatnonzero(engine.table.status)
+    harness.drain()
+    harness.judge()
+    assert harness.num_surplus == 1
+    assert len(story(harness, 0).text) == 3
+
+
+def test_all_may_end_while_a_step_behind_them_is_under_way() -> None:
+    plain = harness_of()
+    harness = harness_of(eos_token_ids=(stop_of(plain, 0, 2),))
+    harness.add(new_sequence(0, max_tokens=40))
+    harness.drain()
+    harness.judge()
+    assert (harness.num_surplus, story(harness, 0).finish) == (1, FinishReason.STOP)
+
+
+@pytest.mark.parametrize("case", ["somebody waits", "a prompt goes on", "memory is short", "a step has failed"])
+def test_nobody_goes_ahead_where_there_is_something_to_decide(case: str) -> None:
+    num_blocks = 7 if case == "memory is short" else 64
+    harness = harness_of(num_blocks=num_blocks, scheduler="fcfs" if case == "somebody waits" else "chunked")
+    num_prompt = 60 if case == "a prompt goes on" else 5
+    harness.add(new_sequence(0, num_prompt=num_prompt, max_tokens=9))
+    if case == "memory is short":
+        harness.add(new_sequence(1, num_prompt=5, max_tokens=3))
+    assert harness.submit() is not None
+    if case == "somebody waits":
+        harness.add(new_sequence(1, max_tokens=3))
+    if case == "a step has failed":
+        harness.land("bad luck")
+        assert harness.submit() is not None, "it is tried again"
+    assert harness.submit() is None
+    harness.drain()
+    harness.judge()
+
+
+def test_a_step_behind_one_that_failed_changes_nothing() -> None:
+    harness = harness_of()
+    for name in range(3):
+        harness.add(new_sequence(name, max_tokens=8))
+    harness.submit()
+    assert harness.submit() is not None
+    harness.land("bad luck")
+    assert harness.num_ahead == 3
+    again = harness.submit()
+    assert again is not None
+    assert (again.tokens >= 0).all()
+    harness.land()
+    assert harness.num_stale == 3
+    assert not any(each.text for each in harness.stories.values())
+    harness.drain()
+    harness.judge()
+
+
+def test_who_is_cancelled_ends_when_the_last_of_its_steps_is_back() -> None:
+    harness = harness_of()
+    new = new_sequence(0, max_tokens=9)
+    harness.add(new)
+    harness.submit()
+    harness.submit()
+    assert harness.engine.cancel(new.request_id, 1)
+    harness.land()
+    assert story(harness, 0).finish is FinishReason.NONE
+    assert harness.submit() is None
+    harness.land()
+    assert (story(harness, 0).finish, story(harness, 0).text) == (FinishReason.CANCELLED, [])
+    harness.check_empty()
+
+
+def test_a_row_that_has_ended_is_not_counted_as_running_for_anybody_new() -> None:
+    """Its row and blocks are given to others only when the step behind it is back."""
+    plain = harness_of()
+    harness = harness_of(num_blocks=12)
+    harness.add(new_sequence(0, max_tokens=30, stop_token_ids=(stop_of(plain, 0, 2),)))
+    for _ in range(2):
+        while harness.submit() is not None:
+            pass
+        harness.land()
+    assert story(harness, 0).finish is FinishReason.STOP
+    harness.add(new_sequence(1, num_prompt=30, max_tokens=10))
+    assert harness.submit() is None
+    harness.drain()
+    harness.judge()
+
+
+def test_without_overlap_nothing_goes_ahead() -> None:
+    harness = harness_of(overlaps=False)
+    harness.add(new_sequence(0, max_tokens=9))
+    harness.submit()
+    assert harness.submit() is None
+    harness.drain()
+    assert harness.num_ahead == 0
+
+
+def test_the_executor_may_change_between_one_that_overlaps_and_one_that_does_not() -> None:
+    harness = harness_of()
+    harness.add(new_sequence(0, max_tokens=9))
+    for _ in range(2):
+        harness.submit()
+        harness.land()
+    harness.engine.leave_executor(harness.now_s)
+    harness.engine.enter_executor(64, 2)
+    assert not harness.engine.config.overlaps
+    harness.engine.leave_executor(harness.now_s)
+    harness.engine.enter_executor(64, 1, overlaps=True)
+    assert harness.engine.config.overlaps
