@@ -34,8 +34,9 @@ BY_ITSELF: Final = {
     "SLUICE_PLANNER_RESTORE_RATIO": "0.95",
     "SLUICE_PLANNER_RESTORE_HOLD_S": "0.1",
     "SLUICE_PLANNER_COOLDOWN_S": "3600",
+    "SLUICE_WORKER_OVERLAP": "true",
 }
-"""Dropped by hand only, and restored by the planner as soon as it can be."""
+"""Dropped by hand only, and restored by the planner as soon as it can be; steps overlap in between."""
 FLAGS: Final = {"worker": (*SYSTEM, "--memory", "28MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
 ANSWER_S: Final = 30.0
 VIEW_S: Final = 1.5

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import Batch, BatchOutput
+from services.worker.engine.types import Batch
+from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from shared import wire
 from shared.messages import base
@@ -36,7 +37,7 @@ def _die() -> None:
 
 
 def _poison(when: str) -> None:
-    add, run = Engine.add, ModelRunner.run
+    add, launch = Engine.add, ModelRunner.launch
 
     def poisoned_add(self: Engine, new: Any) -> Any:
         outcome = add(self, new)
@@ -44,30 +45,30 @@ def _poison(when: str) -> None:
             _die()
         return outcome
 
-    def poisoned_run(self: ModelRunner, batch: Batch, hidden: Any = None) -> BatchOutput:
+    def poisoned_launch(self: ModelRunner, batch: Batch, hidden: Any = None) -> Launched:
         chunks = np.split(batch.tokens, np.cumsum(batch.num_tokens)[:-1])
         parts = [(chunk.tolist(), start) for chunk, start in zip(chunks, batch.start.tolist(), strict=True)]
         # the step's budget may cut the prompt: two tokens of it in their place are enough
         if any(len(part) > 1 and part == POISON[start : start + len(part)] for part, start in parts):
             time.sleep(STEP_S)
             _die()
-        return run(self, batch, hidden)
+        return launch(self, batch, hidden)
 
     if when == "at-accept":
         Engine.add = poisoned_add  # type: ignore[method-assign]
     else:
-        ModelRunner.run = poisoned_run  # type: ignore[method-assign]
+        ModelRunner.launch = poisoned_launch  # type: ignore[method-assign]
 
 
 def _stuck() -> None:
-    run, file = ModelRunner.run, Path(os.environ["STUCK_FILE"])
+    launch, file = ModelRunner.launch, Path(os.environ["STUCK_FILE"])
 
-    def stuck_run(self: ModelRunner, batch: Batch, hidden: Any = None) -> BatchOutput:
+    def stuck_launch(self: ModelRunner, batch: Batch, hidden: Any = None) -> Launched:
         while file.exists():
             time.sleep(LOOK_S)
-        return run(self, batch, hidden)
+        return launch(self, batch, hidden)
 
-    ModelRunner.run = stuck_run  # type: ignore[method-assign]
+    ModelRunner.launch = stuck_launch  # type: ignore[method-assign]
 
 
 def _other_major() -> None:

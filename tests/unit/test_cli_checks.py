@@ -266,6 +266,22 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     assert flag(specs["dispatcher"], "--port") == "8123"
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"graphs": False, "overlap": True}, ["--no-graphs", "--overlap"]),
+        ({"overlap": False}, ["--no-overlap"]),
+    ],
+)
+def test_workers_are_told_of_graphs_and_overlap_only_what_was_chosen(
+    changes: dict[str, bool], expected: list[str], tmp_path: Path
+) -> None:
+    plan = ClusterPlan(settings(**changes), Model(tmp_path, "m"), BrokerAccess("nats://x"), 80)
+    worker = next(spec.argv for spec in plan.specs() if spec.name == "worker-0")
+    assert [each for each in worker if "graphs" in each or "overlap" in each] == expected
+
+
 def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: Path) -> None:
     key = "k" * 20
     chosen = settings(host="0.0.0.0", api_key=key, api_keys_file="keys.toml", allow_no_key=True)

@@ -124,6 +124,26 @@ def test_nobody_goes_ahead_where_there_is_something_to_decide(case: str) -> None
     harness.judge()
 
 
+def test_nobody_goes_ahead_of_who_has_given_way_and_could_run() -> None:
+    harness = harness_of()
+    harness.add(new_sequence(0, max_tokens=9))
+    harness.add(new_sequence(1, max_tokens=9, channel=1))
+    harness.step()
+    harness.engine.pause(1)
+    harness.settle()
+    batches = [harness.submit(), harness.submit()]
+    assert [batch.rows.tolist() for batch in batches if batch is not None] == 2 * [[story(harness, 0).row]]
+    harness.engine.resume(1)
+    harness.land()
+    assert harness.submit() is None
+    harness.land()
+    both = harness.submit()
+    assert both is not None
+    assert len(both.rows) == 2
+    harness.drain()
+    harness.judge()
+
+
 def test_a_step_behind_one_that_failed_changes_nothing() -> None:
     harness = harness_of()
     for name in range(3):
@@ -155,6 +175,25 @@ def test_who_is_cancelled_ends_when_the_last_of_its_steps_is_back() -> None:
     harness.land()
     assert (story(harness, 0).finish, story(harness, 0).text) == (FinishReason.CANCELLED, [])
     harness.check_empty()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "ended"])
+def test_the_others_go_ahead_of_a_row_that_is_waited_for(how: str) -> None:
+    plain, harness = harness_of(), harness_of()
+    stop = stop_of(plain, 0, 1) if how == "ended" else 10_000
+    new = new_sequence(0, max_tokens=30, stop_token_ids=(stop,))
+    harness.add(new)
+    harness.add(new_sequence(1, max_tokens=30))
+    harness.submit()
+    harness.submit()
+    if how == "cancelled":
+        harness.engine.cancel(new.request_id, 1)
+    harness.land()
+    third = harness.submit()
+    assert third is not None
+    assert (third.rows.tolist(), third.tokens.tolist()) == ([story(harness, 1).row], [OWN_SAMPLE])
+    harness.drain()
+    harness.judge()
 
 
 def test_a_row_that_has_ended_is_not_counted_as_running_for_anybody_new() -> None:

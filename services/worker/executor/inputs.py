@@ -61,10 +61,10 @@ class InputBuffers:
         on_gpu = device.type == "cuda"
         self._block_size = block_size
         self._samples = samples
-        columns = [torch.zeros((5, max_tokens), dtype=torch.int64, pin_memory=on_gpu) for _ in range(1 + on_gpu)]
+        columns = [torch.zeros(5 * max_tokens, dtype=torch.int64, pin_memory=on_gpu) for _ in range(1 + on_gpu)]
         self._columns = Turns(columns, device)
-        """[5, max_tokens] each: tokens, positions, slots; indices of last tokens, and of those that are sampled from.
-        The device may still read those of the step before."""
+        """Of t tokens, [5, t] of each: tokens, positions, slots; indices of last tokens, and of those that are sampled
+        from. One behind the other, so that one copy sends them; the device may still read the last step's."""
         self._device = device
         self._on_device = torch.zeros_like(columns[0], device=device) if on_gpu else columns[0]
 
@@ -80,9 +80,9 @@ class InputBuffers:
         longest = int((batch.start + batch.num_tokens).max())
         num_blocks = -(-longest // self._block_size)
         rows = RaggedRows(batch.num_tokens, batch.start, tables[batch.rows, :num_blocks])
-        columns = self._columns.take()
+        columns, sent = (each[: 5 * num_tokens].view(5, -1) for each in (self._columns.take(), self._on_device))
         host: I64 = columns.numpy()
-        tokens, positions, slots = host[:3, :num_tokens]
+        tokens, positions, slots = host[:3]
         tokens[:] = batch.tokens
         row = np.arange(len(batch.rows))
         if num_tokens == len(row):  # decodes only
@@ -98,9 +98,8 @@ class InputBuffers:
         np.cumsum(batch.num_tokens, out=last)
         last -= 1
         host[4, :num_sampled] = last[sampled]
-        sent = self._on_device[:, :num_tokens]
         if self._device.type == "cuda":
-            sent.copy_(columns[:, :num_tokens], non_blocking=True)
+            sent.copy_(columns, non_blocking=True)
             self._columns.sent()
         if np.count_nonzero(batch.tokens < 0):
             assert self._samples is not None, "a token is not known, and nobody knows the samples"
