@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import machine, print_table
+from benchmarks.harness import print_table
+from benchmarks.on_device import model_parser, name_of, parse, settings_of
 from benchmarks.step_profile import make_batch
-from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_model
 from services.worker.memory.measure import release_free_memory
 from services.worker.models.spec import ModelSpec
@@ -78,36 +79,18 @@ def prompt_operations(runner: ModelRunner, spec: ModelSpec, num_tokens: int) -> 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--no-graphs", action="store_true", help="start every kernel of a decode by itself")
+    parser = model_parser(__doc__)
     parser.add_argument("--transformers", action="store_true", help="time transformers too, in the same run")
-    parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
     parser.add_argument("--context", type=int, default=1024, help="tokens before each decoded one")
     parser.add_argument("--steps", type=int, default=30, help="of each kind")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; --device cpu tries the benchmark out")
+    arguments, device = parse(parser)
     dtype = getattr(torch, arguments.dtype)
     bandwidth = copy_roof(device, arguments.steps)
     operations = product_roof(device, dtype, arguments.steps)
-    settings = RunnerSettings(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        memory_bytes=int(arguments.memory_gib * 2**30),
-        max_batch_rows=max(DECODES),
-        max_batch_tokens=max(PROMPTS),
-        kernels=arguments.kernels,
-        graphs=not arguments.no_graphs,
-    )
+    settings = settings_of(arguments, max_batch_rows=max(DECODES), max_batch_tokens=max(PROMPTS))
     loaded = load_model(settings, lambda _done, what: print(f"# {what}", flush=True))
     runner, spec = loaded.runner, loaded.opener.spec
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
+    where = name_of(device)
     print(f"\n{where}; torch {torch.__version__}; {runner.info.kernels}, {arguments.dtype}")
     print(f"Roofs: {bandwidth / 1e9:.0f} GB/s copied, {operations / 1e12:.2f} Tflop/s multiplied")
     decodes: list[tuple[str, ...]] = []

@@ -13,21 +13,20 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
 import uvloop
 
-from benchmarks.harness import machine, print_table
+from benchmarks.harness import print_table
+from benchmarks.on_device import model_parser, name_of, parse, settings_of
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch
 from services.worker.executor.launched import Launched
-from services.worker.executor.model_runner import ModelRunner, RunnerSettings
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.policy.registry import make_scheduler
@@ -85,17 +84,8 @@ async def tokens_per_s(executor: ThreadExecutor, engine: Engine) -> float:
 
 async def measure(arguments: argparse.Namespace) -> list[list[str]]:
     """Return the rows of the table."""
-    settings = RunnerSettings(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        memory_bytes=int(arguments.memory_gib * 2**30),
-        max_batch_rows=max(arguments.rows),
-        max_rows=max(arguments.rows),
-        kernels=arguments.kernels,
-        graphs=not arguments.no_graphs,
-        overlap=True,
-    )
+    max_rows = max(arguments.rows)
+    settings = settings_of(arguments, max_batch_rows=max_rows, max_rows=max_rows, overlap=True)
     runner = load_runner(settings, lambda _done, what: print(f"# {what}", flush=True))
     table = []
     for num_rows in arguments.rows:
@@ -133,24 +123,14 @@ class Lent:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint in Hugging Face format")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--kernels", default="auto")
-    parser.add_argument("--no-graphs", action="store_true", help="start every kernel of a decode by itself")
-    parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
+    parser = model_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, default=200, help="of each sequence")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device here; --device cpu tries the benchmark out")
+    arguments, device = parse(parser)
     table = uvloop.run(measure(arguments))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()
     print_table(
-        f"Tokens per second of decodes ({where}, {arguments.dtype})",
+        f"Tokens per second of decodes ({name_of(device)}, {arguments.dtype})",
         ["rows", "one step after the other", "steps overlap", "ratio (median of rounds)"],
         table,
     )
