@@ -82,8 +82,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         window_left: int = -1,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
+        seq_lens: torch.Tensor,
     ) -> None:
-        for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len):
+        for tensor in (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, seq_lens):
             assert tensor.dtype == torch.int32
             assert tensor.device.type == "cpu", "the host would wait for the device to read them back"
             assert tensor.dim() == 1
@@ -97,6 +98,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert (paged_kv_indptr.diff() > 0).all()
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         assert ((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all()
+        assert torch.equal(seq_lens, (paged_kv_indptr.diff() - 1) * page_size + paged_kv_last_page_len)
         assert num_qo_heads % num_kv_heads == 0
         assert head_dim_qk in (64, 128, 256)
         assert causal or window_left == -1, "calls without a causal mask have been reported to miss windows"

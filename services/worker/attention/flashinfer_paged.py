@@ -275,18 +275,18 @@ class FlashInferAttention:
     def _plan_lists(self, wrapper: Any, lists: BlockLists, window: int | None, *, causal: bool) -> None:
         """Plan rows, without waiting for the device.
 
-        FlashInfer reads all lists on the host but the blocks, and sends them to the device itself; blocks that lie on
-        the host it would wait for.
+        FlashInfer reads the lists on the host, all but the blocks, and sends them to the device itself. It would wait
+        for blocks that lie on the host, and for lists that are not pinned.
         """
         assert self._sources is not None
-        spec, pinned = self._spec, self._device.type == "cuda"
-        starts, block_starts, last = (
-            tensor.pin_memory() if pinned else tensor
-            for tensor in map(torch.from_numpy, (lists.query_starts, lists.block_starts, lists.last_block_tokens))
-        )
+        spec, on_gpu = self._spec, self._device.type == "cuda"
+        num_keys = (np.diff(lists.block_starts) - 1) * self._cache.block_size + lists.last_block_tokens
+        read_there = (lists.query_starts, lists.block_starts, lists.last_block_tokens, num_keys)
+        packed = torch.from_numpy(np.concatenate(read_there, dtype=np.int32))
+        starts, block_starts, last, keys = (packed.pin_memory() if on_gpu else packed).split(list(map(len, read_there)))
         if hasattr(wrapper, _PLAN_SOURCE):
             setattr(wrapper, _PLAN_SOURCE, self._sources.take())
-        elif pinned:  # another version of FlashInfer
+        elif on_gpu:  # another version of FlashInfer
             torch.cuda.current_stream(self._device).synchronize()
         wrapper.plan(
             starts,
@@ -302,6 +302,7 @@ class FlashInferAttention:
             window_left=-1 if window is None else window - 1,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
+            seq_lens=keys,
         )
         self._sources.sent()
 
