@@ -96,6 +96,21 @@ def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step
     assert len(story(harness, 0).text) == 3
 
 
+def test_the_time_of_a_sequence_that_has_ended_is_not_over_once_more() -> None:
+    plain, harness = harness_of(), harness_of()
+    harness.add(new_sequence(0, max_tokens=30, stop_token_ids=(stop_of(plain, 0, 1),), expires_s=50.0))
+    harness.add(new_sequence(1, max_tokens=30))
+    harness.submit()
+    harness.submit()
+    harness.land()
+    assert story(harness, 0).finish is FinishReason.STOP
+    harness.now_s = 60.0
+    assert harness.submit() is not None
+    harness.drain()
+    harness.judge()
+    assert harness.engine.residents.num_cancelled == 0
+
+
 def test_all_may_end_while_a_step_behind_them_is_under_way() -> None:
     plain = harness_of()
     harness = harness_of(eos_token_ids=(stop_of(plain, 0, 2),))

@@ -17,7 +17,7 @@ from services.worker.engine.types import OWN_SAMPLE, BatchFailedError, BatchOutp
 from services.worker.executor.launched import Launched
 from services.worker.memory import host_link
 from shared.types import FinishReason, SamplingParams
-from tests.support.overlap import KINDS, SHAPE, answers, driven_texts, requests
+from tests.support.overlap import KINDS, SHAPE, answers, driven_texts, requests, sampling_of
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, open_runner
 
@@ -101,7 +101,7 @@ def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_
 ) -> None:
     driver = decoding(kernels, 3)
     for pool in driver.runner.cache.pools():
-        pool[driver.sequences[1].blocks[0]] = float("nan")
+        pool[driver.sequences[2].blocks[0]] = float("nan")
     batch = driver.batch([(sequence, 1) for sequence in driver.sequences])
     ahead = replace(batch, step_id=9, start=batch.start + 1, tokens=np.full(3, OWN_SAMPLE, dtype=np.int32))
     runner, failed = driver.runner, list[BatchFailedError]()
@@ -113,4 +113,22 @@ def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_
         with pytest.raises(BatchFailedError) as error:
             step()
         failed.append(error.value)
-    assert failed[0].rows == (driver.sequences[1].row,)
+    assert failed[0].rows == (driver.sequences[2].row,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "needs_host"),
+    [("greedy", False), ("drawn", False), ("filtered", True), ("bias", True), ("counted", True), ("logprobs", True)],
+)
+def test_a_step_whose_tokens_the_host_chooses_ends_where_it_is_launched(
+    monkeypatch: pytest.MonkeyPatch, kind: str, *, needs_host: bool
+) -> None:
+    """What it looks at is overwritten by the next step. Filters may look further than at the largest weights."""
+    monkeypatch.setattr(host_link, "BESIDE", ("cpu",))
+    monkeypatch.setattr("services.worker.executor.draw.CANDIDATES", 16)
+    driver = Driver(open_runner(SHAPE, kernels="torch"))
+    driver.add([3, 4, 5])
+    driver.add([3, 5, 7], SamplingParams(max_tokens=9).model_copy(update=sampling_of(kind, 1)))
+    launched = driver.runner.launch(driver.batch([(sequence, 3) for sequence in driver.sequences]))
+    assert launched.is_done == needs_host
+    assert (launched.end().tokens >= 0).all()

@@ -208,5 +208,8 @@ class Scheduler(Protocol):
         that is admitted begins behind what `view.blocks.cached` finds. If any running row fits, or can be made to by
         preemption, `rows` is not empty, unless copies are under way or begin that will make room, or, with several
         lanes, batches are in flight.
+
+        Where steps overlap it is not asked while all who run decode, nobody waits who could run, and blocks suffice:
+        then all go on (`engine/going_ahead.py`).
         """
         ...
