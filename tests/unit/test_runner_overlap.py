@@ -6,15 +6,21 @@ host late.
 
 from __future__ import annotations
 
+import gc
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from services.worker.engine.types import OWN_SAMPLE, BatchFailedError, BatchOutput
+from services.worker.executor.choosing import Chooser
 from services.worker.executor.launched import Launched
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory import host_link
 from shared.types import FinishReason, SamplingParams
 from tests.support.overlap import KINDS, SHAPE, answers, driven_texts, requests, sampling_of
@@ -57,11 +63,11 @@ async def test_answers_are_those_of_steps_one_after_the_other(kernels: str, kind
         assert all(bool(logprobs) == (name % len(kinds) == 5) for name, (_, _, logprobs) in enumerate(said.values()))
 
 
-def decoding(kernels: str, num_rows: int) -> Driver:
+def decoding(kernels: str, num_rows: int, **changes: Any) -> Driver:
     """Return a driver of a runner whose rows have one token each to compute, every other one greedily."""
     driver = Driver(open_runner(SHAPE, deterministic=True, kernels=kernels))
     for row in range(num_rows):
-        driver.add([3 + row, 5, 7], SamplingParams(max_tokens=9, temperature=0.9 * (row % 2), seed=row))
+        driver.add([3 + row, 5, 7], SamplingParams(max_tokens=9, temperature=0.9 * (row % 2), seed=row, **changes))
     driver.step([(sequence, 3) for sequence in driver.sequences])
     return driver
 
@@ -78,22 +84,27 @@ def test_a_step_takes_its_tokens_from_the_one_before_in_any_order_of_rows(kernel
     assert len({tuple(text) for text in ahead}) == 6
 
 
+@pytest.mark.parametrize("changes", [{}, {"repetition_penalty": 1.8, "frequency_penalty": 1.0}])
 def test_a_step_that_begins_with_what_a_failed_one_was_to_sample_fails_and_what_it_says_of_rows_counts(
-    kernels: str,
+    monkeypatch: pytest.MonkeyPatch, kernels: str, changes: dict[str, Any]
 ) -> None:
-    texts = driven_texts(decoding(kernels, 3), 2, seed=0, is_ahead=False)
-    driver = decoding(kernels, 3)
+    """A token that was never sampled is not counted by penalties either."""
+    texts = driven_texts(decoding(kernels, 3, **changes), 4, seed=0, is_ahead=False)
+    driver = decoding(kernels, 3, **changes)
     work = [(sequence, 1) for sequence in driver.sequences]
     batch = driver.batch(work)
-    unknown = replace(batch, tokens=np.full(3, 384, dtype=np.int32))
     runner = driver.runner
-    with pytest.raises(BatchFailedError):
-        runner.run(unknown)
+    with monkeypatch.context() as broken:
+        broken.setattr(Chooser, "begin", lambda *_: 1 / 0)
+        with pytest.raises(BatchFailedError, match="ZeroDivisionError"):
+            runner.run(batch)
     ahead = replace(batch, step_id=9, start=batch.start + 1, tokens=np.full(3, OWN_SAMPLE, dtype=np.int32))
     with pytest.raises(BatchFailedError, match="a step that has failed"):
         runner.launch(ahead).end()
     assert runner.run(batch).tokens.tolist() == [text[0] for text in texts]
-    assert runner.launch(replace(ahead, step_id=10)).end().tokens.tolist() == [text[1] for text in texts]
+    for index in range(1, 4):
+        again = replace(ahead, step_id=9 + index, start=batch.start + index)
+        assert runner.launch(again).end().tokens.tolist() == [text[index] for text in texts]
 
 
 def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_reads_no_row_that_is_none(
@@ -116,6 +127,21 @@ def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_
     assert failed[0].rows == (driver.sequences[2].row,)
 
 
+def kept_by(thing: object) -> list[torch.Tensor]:
+    """Return the tensors that something refers to, through closures and own objects."""
+    seen, found, left = set[int](), list[torch.Tensor](), [thing]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, type | types.ModuleType | ModelRunner | Chooser):
+            continue
+        seen.add(id(each))
+        found += [each] if isinstance(each, torch.Tensor) else []
+        left += [cell.cell_contents for cell in each.__closure__ or ()] if isinstance(each, types.FunctionType) else []
+        if not isinstance(each, types.FunctionType):
+            left += gc.get_referents(each)
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "needs_host"),
     [("greedy", False), ("drawn", False), ("filtered", True), ("bias", True), ("counted", True), ("logprobs", True)],
@@ -131,4 +157,8 @@ def test_a_step_whose_tokens_the_host_chooses_ends_where_it_is_launched(
     driver.add([3, 5, 7], SamplingParams(max_tokens=9).model_copy(update=sampling_of(kind, 1)))
     launched = driver.runner.launch(driver.batch([(sequence, 3) for sequence in driver.sequences]))
     assert launched.is_done == needs_host
+    if not needs_host:
+        gc.collect()
+        logits = [each for each in kept_by(launched) if each.numel() >= SHAPE.vocab_size]
+        assert not logits, "the next step finds less memory than was measured"
     assert (launched.end().tokens >= 0).all()

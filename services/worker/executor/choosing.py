@@ -28,7 +28,8 @@ class Choosing:
     Attributes:
         fetching: of the scores' `finite` and `largest`, and of a choice's columns.
         on_device: the ids [k] where they will be, if the host is not needed to choose; else None.
-        end: returns the ids [k] and their log-probabilities, from the fetched columns behind `finite`.
+        end: returns the ids [k] and their log-probabilities, from the fetched columns behind `finite`; where the host
+            is not needed, it keeps nothing large on the device.
     """
 
     fetching: Fetching
@@ -78,16 +79,16 @@ class Chooser:
         known = None if has_any_rules else scores.largest
         choice = self._sampler.begin(logits, self._sampling.take(rows), position, known)
         fetching = Fetching(scores.finite, scores.largest, *choice.columns)
-        is_asked = bool(self._logprobs.asking(rows).any())
+        if not self._logprobs.asking(rows).any():
+            on_device = choice.on_device() if beside and not has_any_rules else None
+            return Choosing(fetching, on_device, lambda _, *columns: (choice.end(*columns), {}))
 
         def end(_: I64, *columns: I64) -> tuple[I64, Said]:
             chosen = choice.end(*columns)
-            if not is_asked:
-                return chosen, {}
             put_back()
             return chosen, self._logprobs.of_tokens(logits, rows, chosen)
 
-        return Choosing(fetching, choice.on_device() if beside and not (has_any_rules or is_asked) else None, end)
+        return Choosing(fetching, None, end)
 
 
 def _is_plain(sampling: SamplingParams) -> bool:

@@ -54,7 +54,7 @@ class Choice:
         is_final: what `columns` says is right for every row.
     """
 
-    _logits: torch.Tensor
+    _logits: torch.Tensor | None
     _sampling: RowSampling
     _points: F64
     _parts: list[I64]
@@ -77,6 +77,7 @@ class Choice:
         for part, ids, is_short in zip(self._parts, drawn[::2], drawn[1::2], strict=True):
             tokens[part] = ids
             if is_short.any():
+                assert self._logits is not None, "what is final is not drawn again"
                 again = part[is_short.astype(np.bool_)]
                 tokens[again] = draw(_rows(self._logits, again), self._sampling.select(again), self._points[again])
         return tokens
@@ -113,7 +114,7 @@ class Sampler:
             is_asked = len(drawn) < len(logits)
             largest = first_largest(logits) if is_asked else logits.new_zeros(len(logits), dtype=torch.int64)
         if not len(drawn):
-            return Choice(logits, sampling, np.zeros(0), [], (largest,), is_final=True)
+            return Choice(None, sampling, np.zeros(0), [], (largest,), is_final=True)
         points = uniforms(sampling.seed, positions)
         parts = self._parts(drawn, sampling, max(_draw_elements(logits.device) // logits.shape[1], 1))
         waits = not is_beside(logits.device)
@@ -122,7 +123,8 @@ class Sampler:
             ids, is_short = begin_draw(_rows(logits, part), sampling.select(part), points[part], waits=waits)
             columns += [ids, torch.zeros_like(ids) if is_short is None else is_short]
             is_final &= is_short is None
-        return Choice(logits, sampling, points, parts, tuple(columns), is_final)
+        kept = None if is_final else logits  # by whoever has yet to end the choice
+        return Choice(kept, sampling, points, parts, tuple(columns), is_final)
 
     def _parts(self, drawn: I64, sampling: RowSampling, max_rows: int) -> list[I64]:
         """Split the drawn rows into those that keep every token and those that are filtered, `max_rows` at a time."""
