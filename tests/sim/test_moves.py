@@ -194,9 +194,9 @@ def test_a_group_that_parts_says_what_went_between_its_workers(monkeypatch: pyte
     """Nothing was copied ahead, so of every block that goes along half of the layers does."""
     enter, num_kept = Engine.enter_executor, list[int]()
 
-    def note(self: Engine, num_blocks: int, depth: int, kept: KeptKv = NOTHING_KEPT, *rest: Any) -> None:
+    def note(self: Engine, num_blocks: int, lanes: int, kept: KeptKv = NOTHING_KEPT, *rest: Any, **more: Any) -> None:
         num_kept.append(len(kept))
-        enter(self, num_blocks, depth, kept, *rest)
+        enter(self, num_blocks, lanes, kept, *rest, **more)
 
     async def main(room: Room) -> None:
         watch = Watch(room)
