@@ -107,6 +107,18 @@ def test_a_step_that_begins_with_what_a_failed_one_was_to_sample_fails_and_what_
         assert runner.launch(again).end().tokens.tolist() == [text[index] for text in texts]
 
 
+def test_what_a_row_said_for_another_sequence_is_forgotten(kernels: str) -> None:
+    driver = decoding(kernels, 2)
+    old = driver.sequences[0]
+    driver.drop(old)
+    new = driver.add([9, 9, 9, 9], row=old.row)
+    batch = driver.batch([(new, 2)])
+    driver.runner.run(batch)
+    ahead = replace(batch, start=batch.start + 3, num_tokens=batch.num_tokens - 1, admits=(), drops=batch.rows[:0])
+    with pytest.raises(BatchFailedError, match="a step that has failed"):
+        driver.runner.launch(replace(ahead, tokens=np.full(1, OWN_SAMPLE, dtype=np.int32))).end()
+
+
 def test_numbers_that_are_none_are_found_when_the_step_ends_and_the_step_behind_reads_no_row_that_is_none(
     kernels: str,
 ) -> None:

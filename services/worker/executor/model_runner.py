@@ -316,6 +316,8 @@ class ModelRunner:
         """
         assert self._is_sound, "an earlier step's rows and blocks were taken in by half; the worker must start anew"
         self._is_sound = False
+        for admitted in batch.admits:
+            self._samples.admit(admitted.row)
         self._chooser.take_in(batch)
         if len(batch.table_delta.row):
             self._tables.apply(batch.table_delta)

@@ -36,6 +36,10 @@ class OwnSamples:
         self.on_device = torch.zeros(max_rows, dtype=torch.int64, device=device) if is_beside(device) else None
         """[max_rows] int64"""
 
+    def admit(self, row: int) -> None:
+        """Forget what another sequence said in a row."""
+        self._position[row] = -1
+
     def put(self, rows: I32, positions: I64, tokens: I64) -> None:
         """Take note of samples [n] of rows [n] for positions [n], which the host knows."""
         self._position[rows], self._token[rows], self._is_here[rows] = positions, tokens, True
