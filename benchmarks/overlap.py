@@ -85,7 +85,7 @@ async def tokens_per_s(executor: ThreadExecutor, engine: Engine) -> float:
 async def measure(arguments: argparse.Namespace) -> list[list[str]]:
     """Return the rows of the table."""
     max_rows = max(arguments.rows)
-    settings = settings_of(arguments, max_batch_rows=max_rows, max_rows=max_rows, overlap=True)
+    settings = settings_of(arguments, max_batch_rows=max_rows, max_rows=max_rows)
     runner = load_runner(settings, lambda _done, what: print(f"# {what}", flush=True))
     table = []
     for num_rows in arguments.rows:
@@ -94,7 +94,7 @@ async def measure(arguments: argparse.Namespace) -> list[list[str]]:
             pair = []
             for overlaps in (False, True):
                 # the rows of the one before are known no more: batches of another engine admit theirs anew
-                executor = ThreadExecutor(Lent(runner), asyncio.get_running_loop())
+                executor = ThreadExecutor(Lent(runner, overlaps=overlaps), asyncio.get_running_loop())
                 pair.append(
                     await tokens_per_s(executor, engine_of(runner, num_rows, arguments.tokens, overlaps=overlaps))
                 )
@@ -110,10 +110,10 @@ async def measure(arguments: argparse.Namespace) -> list[list[str]]:
 class Lent:
     """A runner that does not close when its executor does."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, *, overlaps: bool) -> None:
         self.capacity = runner.capacity
         self.copies_beside = runner.copies_beside
-        self.overlaps = runner.overlaps
+        self.overlaps = overlaps
         self.launch: Callable[[Batch], Launched] = runner.launch
         self.copy = runner.copy
 

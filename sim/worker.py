@@ -81,6 +81,8 @@ class SimWorkerParams:
     cluster: str = "default"
     failure: FailureInjector | None = None
     """Makes steps fail."""
+    overlaps: bool = False
+    """A device that holds the whole model is given steps before those before them have ended."""
     incarnation: int = 0
     """Of the process: another number after each restart."""
     orphan_s: float = 60.0
@@ -206,14 +208,14 @@ class SimWorker:
     def _take_device(self, kv: ShadowKv) -> ModelledExecutor:
         """Compute with the whole model over this memory."""
         self.kv = kv
-        self.device = StickyExecutor(self.params.cost, kv, failure=self.params.failure)
+        self.device = StickyExecutor(self.params.cost, kv, failure=self.params.failure, overlaps=self.params.overlaps)
         return self.device
 
     def _open_device(self) -> Executor:
         params, host = self.params, self.params.host_memory()
         num_host_blocks = 0 if host is None else host.num_blocks
         self.kv = ShadowKv(params.num_blocks, params.block_size, self.draw, num_host_blocks=num_host_blocks)
-        self.device = StickyExecutor(params.cost, self.kv, host=host, failure=params.failure)
+        self.device = StickyExecutor(params.cost, self.kv, host=host, failure=params.failure, overlaps=params.overlaps)
         return self.device
 
     def _open_pipeline(self, pipeline: Pipeline) -> Executor:

@@ -108,6 +108,21 @@ async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:
     assert loaded["swap"].model.token_s > 0
 
 
+@pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
+@pytest.mark.parametrize("system", ["fcfs-chunked", "kunserve"])
+@pytest.mark.parametrize("overlap", [None, False, True])
+async def test_a_worker_overlaps_its_steps_if_it_is_told_to(
+    kind: ExecutorKind, system: str, *, overlap: bool | None
+) -> None:
+    """By itself only where the device computes beside the host, as the CPU does not."""
+    chosen = settings(system, executor=kind, overlap=overlap, memory=2**25, page_bytes=2**16)
+    loaded = await load_executor(chosen, check_start(chosen), lambda _done, _what: None)
+    assert (loaded.executor.depth, loaded.executor.num_lanes) == (2 if overlap else 1, 1)
+    if loaded.device is not None:
+        await loaded.device.close()
+    await loaded.executor.close()
+
+
 async def test_too_little_host_memory_is_refused_by_name() -> None:
     small = settings("swap", host_memory=8191)
     with pytest.raises(StartupError, match="host_memory holds no KV block of 8192 bytes"):

@@ -6,7 +6,8 @@ Opened by `load_runner` (runner.py); called from one thread at a time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -125,12 +126,8 @@ class _Running:
 
     def end(self) -> BatchOutput:
         """Wait for the step; see `Launched`."""
-        try:
+        with _failing(self.step_id):
             return self.output()
-        except BatchFailedError:
-            raise
-        except Exception as error:  # what the device found only now
-            raise BatchFailedError(self.step_id, f"{type(error).__name__}: {error}") from error
 
 
 class ModelRunner:
@@ -294,15 +291,13 @@ class ModelRunner:
 
     def _applied(self, batch: Batch, compute: Callable[[Batch], T]) -> T:
         """Apply a batch and return what is computed then, of the batch with the tokens that it begins with."""
-        try:
-            with torch.inference_mode():
-                known = self._samples.fill_in(batch)
-                self._apply(known or _without_rows(batch))
-                return compute(_that_is_known(batch, known))
-        except (BatchFailedError, RemoteLostError):
-            raise
-        except Exception as error:  # whatever torch raises is the batch's failure: the engine finds the guilty row
-            raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
+        with _failing(batch.step_id), torch.inference_mode():
+            known = self._samples.fill_in(batch)
+            if known is None:
+                self._apply(_without_rows(batch))
+                raise BatchFailedError(batch.step_id, "it begins with tokens of a step that has failed")
+            self._apply(known)
+            return compute(known)
 
     def _open(self) -> ForwardPass:
         assert self._forward is not None, "the runner is closed"
@@ -350,7 +345,10 @@ class ModelRunner:
         return Done(output)
 
     def _took_s(self, began_s: float) -> float:
-        """Return how long a step took that ends now: since it began, or since the one before it ended."""
+        """Return how long a step took that ends now: since it began, or since the one before it ended.
+
+        That one has ended on the device, and whoever waits for it in another thread has been woken, when this one does.
+        """
         now_s = time.perf_counter()
         took_s, self._ended_s = now_s - max(began_s, self._ended_s), now_s
         return took_s
@@ -363,10 +361,15 @@ class ModelRunner:
                 raise BatchFailedError(batch.step_id, "the model's numbers are not finite", guilty)
 
 
-def _that_is_known(batch: Batch, known: Batch | None) -> Batch:
-    if known is None:
-        raise BatchFailedError(batch.step_id, "it begins with tokens of a step that has failed")
-    return known
+@contextmanager
+def _failing(step_id: int) -> Iterator[None]:
+    """Let whatever torch raises be the batch's failure: the engine finds the guilty row."""
+    try:
+        yield
+    except (BatchFailedError, RemoteLostError):
+        raise
+    except Exception as error:
+        raise BatchFailedError(step_id, f"{type(error).__name__}: {error}") from error
 
 
 def _without_rows(batch: Batch) -> Batch:

@@ -132,8 +132,10 @@ class ThreadExecutor:
         """Body of the thread."""
         while (work := self._queue.get()) is not None:
             work()
-        for beside in (*self._copiers.values(), *([] if self._lander is None else [self._lander])):
-            beside.close()
+        if self._lander is not None:
+            self._lander.close()
+        for copier in self._copiers.values():
+            copier.close()
         self._runner.close()
         self._call(_succeed, self._ended, None)
 

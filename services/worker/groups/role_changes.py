@@ -321,7 +321,12 @@ class RoleChanges:
             )
         else:
             self._engine.enter_executor(
-                arrivals.num_blocks, executor.num_lanes, led.kept, arrivals.coming, arrivals.spans
+                arrivals.num_blocks,
+                executor.num_lanes,
+                led.kept,
+                arrivals.coming,
+                arrivals.spans,
+                overlaps=overlaps(executor),
             )
             stages = () if place is None else place.stages
             self._arriving.begin(arrivals, tuple(stages[source].worker_id for source in arrivals.sources))
