@@ -75,6 +75,9 @@ class FaultyMemory:
     def disown(self, page: PageId) -> None:
         self._memory.disown(page)
 
+    def hand_over(self, page: PageId) -> None:
+        self._memory.hand_over(page)
+
     def close(self) -> None:
         self._memory.close()
 

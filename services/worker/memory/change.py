@@ -17,7 +17,7 @@ layer do: a deviation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.worker.memory.holdings import NotEnoughPagesError
@@ -111,7 +111,13 @@ class _Runs:
         return place
 
 
-def apply(change: MemoryChange, pool: PagePool, ranges: Mapping[Region, VirtualRange], page_bytes: int) -> None:
+def apply(
+    change: MemoryChange,
+    pool: PagePool,
+    ranges: Mapping[Region, VirtualRange],
+    page_bytes: int,
+    page_ids: Sequence[PageId],
+) -> None:
     """Carry a plan out: all of it, or nothing.
 
     Args:
@@ -119,6 +125,7 @@ def apply(change: MemoryChange, pool: PagePool, ranges: Mapping[Region, VirtualR
         pool: the ledger.
         ranges: every region's.
         page_bytes: size of a page.
+        page_ids: the memory's page that stands for each of the ledger's.
 
     Raises:
         LedgerError: the plan does not fit the ledger; nothing was touched.
@@ -126,33 +133,63 @@ def apply(change: MemoryChange, pool: PagePool, ranges: Mapping[Region, VirtualR
         BaseException: whatever a range raised; all is as it was.
     """
     prepared = pool.prepare(change.moves)
-    undo: list[Callable[[], object]] = []
-    try:
-        _carry_out(prepared, ranges, page_bytes, undo)
-    except BaseException as error:
-        _undo(undo, error)
-        raise
+    carry_out(prepared, ranges, page_bytes, page_ids, page_ids)
     pool.commit(prepared)
 
 
+def carry_out(
+    prepared: Prepared,
+    ranges: Mapping[Region, VirtualRange],
+    page_bytes: int,
+    before: Sequence[PageId],
+    after: Sequence[PageId],
+) -> Callable[[], None]:
+    """Unmap all sources, then map all targets: all of it, or nothing. The ledger is the caller's.
+
+    Args:
+        prepared: moves of the ledger's pages.
+        ranges: every region's.
+        page_bytes: size of a page.
+        before: the memory's page that stands for each of the ledger's until now.
+        after: that which does from now on.
+
+    Returns:
+        What takes it back; raises `MemoryLostError` if it cannot.
+
+    Raises:
+        MemoryLostError: it failed, and undoing it too.
+        BaseException: whatever a range raised; all is as it was.
+    """
+    undo: list[Callable[[], object]] = []
+    try:
+        _carry_out(prepared, ranges, page_bytes, (before, after), undo)
+    except BaseException as error:
+        _undo(undo, error)
+        raise
+    return lambda: _undo(undo, None)
+
+
 def _carry_out(
-    prepared: Prepared, ranges: Mapping[Region, VirtualRange], page_bytes: int, undo: list[Callable[[], object]]
+    prepared: Prepared,
+    ranges: Mapping[Region, VirtualRange],
+    page_bytes: int,
+    page_ids: tuple[Sequence[PageId], Sequence[PageId]],
+    undo: list[Callable[[], object]],
 ) -> None:
-    """Unmap all sources, then map all targets; `undo` gets what takes each step back, in order."""
-    runs = [
-        (move, [PageId(page) for page in pages.tolist()])
-        for move, pages in zip(prepared.moves, prepared.pages, strict=True)
-    ]
+    """See `carry_out`; `undo` gets what takes each step back, in order."""
+    before, after = page_ids
+    runs = [(move, pages.tolist()) for move, pages in zip(prepared.moves, prepared.pages, strict=True)]
     for move, pages in runs:
         if move.source is not None:
             reserved, offset = ranges[move.source.region], move.source.first * page_bytes
             found = reserved.unmap_run(offset, len(pages))
             undo.append(_mapping(reserved, offset, found))
-            assert found == pages, f"the ledger says that {move} moves pages {pages}, but {found} were mapped"
+            expected = [before[page] for page in pages]
+            assert found == expected, f"the ledger says that {move} moves pages {expected}, but {found} were mapped"
     for move, pages in runs:
         if move.target is not None:
             reserved, offset = ranges[move.target.region], move.target.first * page_bytes
-            reserved.map_run(offset, pages)
+            reserved.map_run(offset, [after[page] for page in pages])
             undo.append(_unmapping(reserved, offset, len(pages)))
 
 
@@ -164,11 +201,11 @@ def _unmapping(reserved: VirtualRange, offset: int, count: int) -> Callable[[], 
     return lambda: reserved.unmap_run(offset, count)
 
 
-def _undo(undo: list[Callable[[], object]], error: BaseException) -> None:
+def _undo(undo: list[Callable[[], object]], error: BaseException | None) -> None:
+    """Take all steps back; `error` says why, None: somebody wants it."""
     try:
         for step in reversed(undo):
             step()
     except BaseException as second:
-        raise MemoryLostError(
-            f"{type(error).__name__}: {error}; undoing it: {type(second).__name__}: {second}"
-        ) from error
+        why = "it is taken back" if error is None else f"{type(error).__name__}: {error}"
+        raise MemoryLostError(f"{why}; undoing it: {type(second).__name__}: {second}") from error

@@ -108,6 +108,14 @@ class CudaMemory:
         self._book.disown(page)
         self._driver.release(self._handles.pop(page))
 
+    def hand_over(self, page: PageId) -> None:
+        """Forget a page; see `VirtualMemory`. Its memory stays for as long as another process has it."""
+        if page >= self.num_pages:
+            self.disown(page)
+            return
+        self._book.hand_over(page)
+        self._driver.release(self._handles.pop(page))
+
     def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
         """See `VirtualMemory`."""
         self._book.watch(on_unmapped)

@@ -14,7 +14,7 @@ copies a byte. Used by one thread at a time, while no step runs; see `holdings.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,8 +23,9 @@ from services.worker.memory import holdings
 from services.worker.memory.change import MemoryLostError, apply, plan_change
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import OUTER, Holding, Kind, MemoryFacts, MemoryLayout, Region, ceil_div
+from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.pool import NOTHING, PagePool
-from services.worker.memory.ranges import VirtualMemory, VirtualRange
+from services.worker.memory.ranges import PageId, VirtualMemory, VirtualRange
 from services.worker.memory.spans import Spans
 
 
@@ -75,6 +76,8 @@ class ElasticMemory:
         self._is_sound = True
         regions = {region: self._layout.reserved_pages(region) for region in self._layout.regions}
         self._pool = PagePool(facts.num_pages, regions)
+        self._page_ids = [PageId(page) for page in range(facts.num_pages)]
+        """The memory's page that stands for each of the ledger's; another one after a swap."""
         self._ranges: dict[Region, VirtualRange] = {
             region: memory.reserve(count * facts.page_bytes) for region, count in regions.items()
         }
@@ -255,6 +258,55 @@ class ElasticMemory:
         after = holdings.rebased(self._layout, self._holding, by_blocks)
         self._change(after, holdings.page_shift(self._layout, by_blocks))
 
+    def leave(self, layers: Iterable[int], in_use: Spans, by_blocks: int) -> None:
+        """Give up parameters of some layers, and all KV but that in use; what is free then stays free until `fill`.
+
+        Args:
+            layers: held now. Their KV stays under its ids, until it is swapped or `fill`.
+            in_use: blocks.
+            by_blocks: added to the ids of blocks of the layers that stay; see `rebase`.
+
+        Raises:
+            ValueError: as in `holdings.left`; nothing was changed.
+        """
+        after = holdings.left(self._layout, self._holding, layers, in_use, by_blocks)
+        self._change(after, holdings.page_shift(self._layout, by_blocks))
+
+    def swap(self, taken: Spans, carry_out: Callable[[PageSwap], None]) -> None:
+        """Hand over all KV of layers that are not held, against KV of those that are.
+
+        Args:
+            taken: pages of keys and values of every layer that is held.
+            carry_out: commits the swap that it is called with, or raises after it was undone; `MemoryLostError` if it
+                cannot know which of both the other side has done.
+
+        Raises:
+            ValueError, NotEnoughPagesError: as in `holdings.handed_over`; nothing was changed.
+            BaseException: what `carry_out` raised.
+        """
+        self._check_sound()
+        after = holdings.handed_over(self._layout, self._holding, taken)
+        prepared = self._pool.prepare(plan_change(self._layout, self._holding, after).moves)
+
+        def commit(page_ids: list[PageId]) -> None:
+            self._pool.commit(prepared)
+            self._page_ids = page_ids
+            self._take(after)
+
+        try:
+            carry_out(PageSwap(self._memory, self._ranges, self._page_ids, prepared, commit))
+        except MemoryLostError:
+            self._is_sound = False
+            raise
+
+    def fill(self) -> None:
+        """Have as many blocks as there is memory for, from the first on; those that are there keep what they hold.
+
+        Raises:
+            ValueError: as in `holdings.filled`; nothing was changed.
+        """
+        self._change(holdings.filled(self._layout, self._holding))
+
     def close(self) -> None:
         """Give back everything; tensors must not be touched any more. Idempotent."""
         self._memory.close()
@@ -268,7 +320,10 @@ class ElasticMemory:
             assert self._pool.places(region) == mapped.get(region, Spans()), f"{region} holds what nobody wants"
             for place, page in enumerate(self._pool.pages(region).tolist()):
                 found = reserved.page_at(place * page_bytes)
-                assert found == (None if page == NOTHING else page), f"{region}: {found} is mapped at {place}"
+                expected = None if page == NOTHING else self._page_ids[page]
+                assert found == expected, f"{region}: {found} is mapped at {place}, not {expected}"
+        known = self._page_ids[: self._pool.budget]
+        assert len(set(known)) == len(known), "a page stands for two of the ledger's"
         for cache in self._caches:
             assert cache.num_blocks == self.usable.end, "a cache has another size than the memory"
             assert cache.layers == self.held_layers, "a cache has other layers than the memory"
@@ -294,14 +349,21 @@ class ElasticMemory:
         return Spans.of(*((first * page, min(last * page, end)) for first, last in new.ranges))
 
     def _change(self, after: Holding, shift: int = 0) -> None:
-        assert self._is_sound, "an earlier change of memory could not be undone; the worker must start anew"
+        self._check_sound()
         layout = self._layout
         change = plan_change(layout, self._holding, after, shift)
         try:
-            apply(change, self._pool, self._ranges, layout.facts.page_bytes)
+            apply(change, self._pool, self._ranges, layout.facts.page_bytes, self._page_ids)
         except MemoryLostError:
             self._is_sound = False
             raise
+        self._take(after)
+
+    def _check_sound(self) -> None:
+        assert self._is_sound, "an earlier change of memory could not be undone; the worker must start anew"
+
+    def _take(self, after: Holding) -> None:
+        """Hold what is mapped now."""
         self._holding = after
         for cache in self._caches:
             cache.resize(self.usable.end, self.held_layers)

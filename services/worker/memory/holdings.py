@@ -7,6 +7,9 @@
     restore   the tail's pages become parameters and KV of layers that come back
     reside    the tail's pages become parameters of layers that others compute, and KV of theirs, or those become free
     rebase    the same KV under other block ids
+    leave     of KV only what is in use stays, in layers that go too, until it is handed over
+    hand over KV of layers that have gone goes, and that of others comes
+    fill      from wherever blocks are, all that there is memory for, from the first on
 
 Each returns a `Holding`, and never one that the budget does not allow. `change.py` says how to get there.
 """
@@ -279,6 +282,55 @@ def rebased(layout: MemoryLayout, holding: Holding, by_blocks: int) -> Holding:
     if layout.usable(holding).end + by_blocks > layout.facts.max_blocks:
         raise ValueError(f"ids cannot be moved by {by_blocks}: there are {layout.facts.max_blocks}")
     return replace(holding, kv=holding.kv.shifted(shift))
+
+
+def left(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_use: Spans, by_blocks: int) -> Holding:
+    """Return the holding without some layers and of all KV with that in use: theirs, and the others' under other ids.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        layers: held now; not all of them.
+        in_use: blocks.
+        by_blocks: added to every id in the layers that stay; a multiple of `layout.unit_blocks`.
+
+    Raises:
+        ValueError: as in `dropped`, or ids would be none or beyond those that could ever be.
+    """
+    after = dropped(layout, holding, layers, in_use)
+    kv = layout.covering(layout.usable(holding) & in_use).shifted(page_shift(layout, by_blocks))
+    if kv.end > layout.max_pages:
+        raise ValueError(f"ids cannot be moved by {by_blocks}: there are {layout.facts.max_blocks}")
+    return replace(after, kv=kv)
+
+
+def handed_over(layout: MemoryLayout, holding: Holding, taken: Spans) -> Holding:
+    """Return the holding with no KV of layers that are not held, and with some more of those that are.
+
+    Args:
+        layout: of the memory.
+        holding: before.
+        taken: pages of keys, and of values, of each layer that is held.
+
+    Raises:
+        ValueError: pages are there already, or there are no such pages.
+        NotEnoughPagesError: the budget does not hold them.
+    """
+    if taken & holding.kv or taken.end > layout.max_pages:
+        raise ValueError(f"pages {taken} cannot come to {holding.kv} among {layout.max_pages}")
+    return _checked(layout, replace(holding, kv=holding.kv | taken, leaving=()))
+
+
+def filled(layout: MemoryLayout, holding: Holding) -> Holding:
+    """Return the holding with nothing that leaves, and as many blocks from the first on as there is memory for.
+
+    Raises:
+        ValueError: blocks are there that would lose their memory.
+    """
+    after = grown(layout, replace(holding, kv=Spans(), leaving=()))
+    if holding.kv - after.kv:
+        raise ValueError(f"KV at pages {holding.kv - after.kv} lies beyond those that there is memory for")
+    return after
 
 
 def page_shift(layout: MemoryLayout, by_blocks: int) -> int:

@@ -33,6 +33,8 @@ class PageBook:
         self.num_pages = num_pages
         self.is_open = True
         self._adopted: set[PageId] = set()
+        self._handed_over: set[PageId] = set()
+        """Of its own, which are another memory's now."""
         self._next_adopted = num_pages
         self.mapped: set[PageId] = set()
         self._watchers: list[Callable[[Sequence[PageId]], None]] = []
@@ -45,7 +47,8 @@ class PageBook:
     def check_known(self, page: PageId) -> None:
         """Raise `MappingError` if the memory is closed or has no such page."""
         self.check_open()
-        if not 0 <= page < self.num_pages and page not in self._adopted:
+        is_own = 0 <= page < self.num_pages and page not in self._handed_over
+        if not is_own and page not in self._adopted:
             raise MappingError(f"page {page} is not one of this memory's")
 
     def check_free(self, pages: Sequence[PageId]) -> None:
@@ -76,6 +79,17 @@ class PageBook:
             raise MappingError(f"page {page} was not adopted")
         self.check_free([page])
         self._adopted.remove(page)
+
+    def hand_over(self, page: PageId) -> None:
+        """Forget a page of its own.
+
+        Raises:
+            MappingError: it is none, or is mapped.
+        """
+        self.check_free([page])
+        if page in self._adopted:
+            raise MappingError(f"page {page} was adopted")
+        self._handed_over.add(page)
 
     def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
         """See `VirtualMemory.watch`."""

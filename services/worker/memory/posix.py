@@ -145,6 +145,13 @@ class PosixMemory:
             os.close(file.descriptor)
             self._files = {key: kept for key, kept in self._files.items() if kept is not file}
 
+    def hand_over(self, page: PageId) -> None:
+        """Forget a page; see `VirtualMemory`. One of its own stays in the file, for whoever has it."""
+        if page >= self.num_pages:
+            self.disown(page)
+        else:
+            self._book.hand_over(page)
+
     def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
         """See `VirtualMemory`."""
         self._book.watch(on_unmapped)

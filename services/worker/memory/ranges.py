@@ -132,6 +132,14 @@ class VirtualMemory(Protocol):
         """Forget an adopted page, which is mapped nowhere."""
         ...
 
+    def hand_over(self, page: PageId) -> None:
+        """Forget a page for good that another memory has adopted, an own or an adopted one, which is mapped nowhere.
+
+        Raises:
+            MappingError: it is not known, or mapped.
+        """
+        ...
+
     def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
         """Have it called with the pages that were unmapped, each time, in the thread that did it."""
         ...
