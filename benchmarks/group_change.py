@@ -9,7 +9,9 @@ this machine, as their callers see them: all of them connect, drop and open; the
 drop has brought; the end of the pipeline; and then all are whole again. Third table: the same with KV that goes along,
 from each worker as many blocks as the group and the limit of memory for it (`--exchange-memory`) have room for; "more
 per MiB" is the time beyond that of the second table, until all KV has arrived, by the KV of all layers that is kept,
-once; the group can serve when it has formed. The least of all rounds counts.
+once; the group can serve when it has formed. KV goes in copies over sockets, then in the pages where it lies, which
+workers of one device hand over to each other: the same blocks, and all that the group has room for. The least of all
+rounds counts.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.harness import DEMO_MODEL, machine, print_table
-from services.worker.engine.types import NOTHING_KEPT, Batch, Executor, KeptKv, RowInit, TableDelta
+from services.worker.engine.types import Batch, Executor, KeptKv, RowInit, TableDelta
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.model_runner import RunnerSettings
-from services.worker.groups.arrivals import Arrivals
 from services.worker.groups.connect import StageListener
-from services.worker.groups.device import GroupPlace, Parting, StagePlace
+from services.worker.groups.device import GroupPlace, Led, Parting, StagePlace
+from services.worker.groups.kv_table import MAX_EXCHANGED
 from services.worker.groups.torch_device import TorchGroupDevice
 from shared.config import parse_size
 from shared.ids import WorkerId
@@ -112,13 +114,14 @@ def places(devices: list[TorchGroupDevice], plan_id: int) -> list[GroupPlace]:
 
 
 async def open_devices(
-    settings: RunnerSettings, num_stages: int, exchange_bytes: int, owned: AsyncExitStack
+    settings: RunnerSettings, num_stages: int, exchange_bytes: int, owned: AsyncExitStack, *, by_pages: bool = False
 ) -> list[TorchGroupDevice]:
     """Return devices that are alone."""
     devices = []
     for _ in range(num_stages):
         model = load_elastic_model(settings, lambda _done, _what: None)
-        devices.append(TorchGroupDevice(model, await StageListener.open(), exchange_bytes=exchange_bytes))
+        listener = await StageListener.open()
+        devices.append(TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, hands_over=by_pages))
         owned.push_async_callback(devices[-1].close)
         await devices[-1].alone()
     return devices
@@ -149,23 +152,14 @@ def kept_blocks(stage: int, num_blocks: int) -> KeptKv:
 
 
 async def of_exchange(settings: RunnerSettings, num_stages: int, rounds: int, exchange_bytes: int) -> list[str]:
-    """Return a line of the third table."""
+    """Return a line of the third table: KV goes along, and comes back, in copies."""
     times = Times()
     async with AsyncExitStack() as owned:
         devices = await open_devices(settings, num_stages, exchange_bytes, owned)
-        facts = devices[0].facts
-        block_bytes = 2 * facts.block_bytes * len(facts.layer_bytes)
-        num_kept = min(exchange_bytes // block_bytes, devices[0].whole_blocks) // num_stages
-        kept = [kept_blocks(stage, num_kept) for stage in range(num_stages)]
+        num_kept = _num_kept(devices, exchange_bytes)
         for round_index in range(2 * rounds):
-            with_kv = bool(round_index % 2)
-            given, name = (kept, ", with KV") if with_kv else ([NOTHING_KEPT] * num_stages, "")
-            own = places(devices, round_index + 1)
-            changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0], lambda _: None, given[0])]
-            changes += [devices[i].join(own[i], lambda _: None, given[i]) for i in range(1, num_stages)]
-            led = (await times.of_all("form" + name, *changes))[0]
-            (came,) = await times.of_all("arrive" + name, _all_that_comes(led.arrivals))
-            assert len(came) == (num_kept * num_stages if with_kv else 0), "KV was lost"
+            name = ", with KV" if round_index % 2 else ""
+            led, came = await _formed(times, name, devices, round_index + 1, num_kept if name else 0)
             await led.executor.close()
             ids = [came.ids[i::num_stages] for i in range(num_stages)]
             shares = tuple(KeptKv(came.names[i::num_stages], ids[i]) for i in range(num_stages))
@@ -173,22 +167,76 @@ async def of_exchange(settings: RunnerSettings, num_stages: int, rounds: int, ex
             alone = [device.alone(parting) for device, parting in zip(devices, partings, strict=True)]
             parted = await times.of_all("part" + name, *alone)
             assert sum(len(each.kept) for each in parted) == len(came), "KV was lost"
-    kept_mib = num_stages * num_kept * block_bytes / 2**20
+        kept_mib = num_stages * num_kept * _block_bytes(devices) / 2**20
+    part_more = (times.best_ms["part, with KV"] - times.best_ms["part"]) / kept_mib
+    parted_ms = [f"{times.best_ms[what]:.2f}" for what in ("part", "part, with KV")]
+    return [str(num_stages), "copies", *_forming(times, kept_mib), *parted_ms, f"{part_more:.3f}"]
+
+
+async def of_pages(settings: RunnerSettings, num_stages: int, rounds: int, exchange_bytes: int) -> list[str]:
+    """Return a line of the third table: KV goes along in its pages.
+
+    Args:
+        settings: of the workers.
+        num_stages: so many workers.
+        rounds: with KV, and without.
+        exchange_bytes: as many blocks as by copies in that memory; 0: all that the group has room for.
+    """
+    times = Times()
+    async with AsyncExitStack() as owned:
+        devices = await open_devices(settings, num_stages, exchange_bytes, owned, by_pages=True)
+        num_kept = _num_kept(devices, exchange_bytes)
+        for round_index in range(2 * rounds):
+            name = ", with KV" if round_index % 2 else ""
+            led, _ = await _formed(times, name, devices, round_index + 1, num_kept if name else 0)
+            if not exchange_bytes:
+                most = min(led.executor.capacity.num_blocks, MAX_EXCHANGED) // num_stages
+                num_kept = min(most, *(device.whole_blocks for device in devices))
+            assert led.arrivals is None, "it goes by copies"
+            await led.executor.close()
+            await asyncio.gather(*(device.alone() for device in devices))
+        kept_mib = num_stages * num_kept * _block_bytes(devices) / 2**20
+    return [str(num_stages), "pages", *_forming(times, kept_mib), "-", "-", "-"]
+
+
+async def _formed(
+    times: Times, name: str, devices: list[TorchGroupDevice], plan_id: int, num_kept: int
+) -> tuple[Led, KeptKv]:
+    """Let workers form a group with the first blocks of each, and return what has come when all has."""
+    kept = [kept_blocks(stage, num_kept) for stage in range(len(devices))]
+    own = places(devices, plan_id)
+    changes: list[Coroutine[Any, Any, Any]] = [devices[0].lead(own[0], lambda _: None, kept[0])]
+    changes += [devices[i].join(own[i], lambda _: None, kept[i]) for i in range(1, len(devices))]
+    led: Led = (await times.of_all("form" + name, *changes))[0]
+    (came,) = await times.of_all("arrive" + name, _all_that_comes(led))
+    assert len(came) == num_kept * len(devices), "KV was lost"
+    return led, came
+
+
+def _forming(times: Times, kept_mib: float) -> list[str]:
     best = times.best_ms
-    formed, arrived = ", with KV", best["arrive, with KV"]
-    form_more = (best["form" + formed] - best["form"] + arrived) / kept_mib
-    part_more = (best["part" + formed] - best["part"]) / kept_mib
-    shown = [f"{best[what]:.2f}" for what in ("form", "form, with KV", "arrive, with KV", "part", "part, with KV")]
-    return [str(num_stages), f"{kept_mib:.1f}", *shown[:3], f"{form_more:.3f}", *shown[3:], f"{part_more:.3f}"]
+    more = (best["form, with KV"] - best["form"] + best["arrive, with KV"]) / kept_mib
+    shown = [f"{best[what]:.2f}" for what in ("form", "form, with KV", "arrive, with KV")]
+    return [f"{kept_mib:.1f}", *shown, f"{more:.3f}"]
 
 
-async def _all_that_comes(arrivals: Arrivals | None) -> KeptKv:
-    """Return what arrives after a group has formed, when all of it has."""
-    if arrivals is None:
-        return NOTHING_KEPT
-    async for _ in arrivals.news:
+def _block_bytes(devices: list[TorchGroupDevice]) -> int:
+    facts = devices[0].facts
+    return 2 * facts.block_bytes * len(facts.layer_bytes)
+
+
+def _num_kept(devices: list[TorchGroupDevice], exchange_bytes: int) -> int:
+    """Return of how many blocks each worker brings KV, so that all of it can be copied."""
+    return min(exchange_bytes // _block_bytes(devices), devices[0].whole_blocks) // len(devices)
+
+
+async def _all_that_comes(led: Led) -> KeptKv:
+    """Return what arrives after a group has formed, when all of it has, or what is there from the beginning."""
+    if led.arrivals is None:
+        return led.kept
+    async for _ in led.arrivals.news:
         pass
-    return arrivals.coming
+    return led.arrivals.coming
 
 
 async def _step(executor: Executor) -> None:
@@ -231,10 +279,15 @@ def main() -> None:
     )
     print_table(
         f"KV that goes along: ms; {name}",
-        ["stages", "MiB", "form", "with KV", "then arrives", "more per MiB", "part", "with KV", "more per MiB"],
+        ["stages", "by", "MiB", "form", "with KV", "then arrives", "more per MiB", "part", "with KV", "more per MiB"],
         [
-            asyncio.run(of_exchange(settings, count, arguments.rounds, arguments.exchange_memory))
+            asyncio.run(line)
             for count in arguments.stages
+            for line in (
+                of_exchange(settings, count, arguments.rounds, arguments.exchange_memory),
+                of_pages(settings, count, arguments.rounds, arguments.exchange_memory),
+                of_pages(settings, count, arguments.rounds, 0),
+            )
         ],
     )
 

@@ -84,6 +84,10 @@ class WorkerSettings(ServiceSettings):
     exchange_gb_per_s: Annotated[float, Field(gt=0, le=10_000)] = 1.0
     """At which KV changes hands, 10^9 bytes per second each way: what a planner counts with. One, with a checksum, is
     what two processes of one machine reach."""
+    hand_over_pages: bool | None = None
+    """Where all stages of a group that forms are on one device, hand KV over in the pages where it lies instead of
+    copying it; then nobody waits for it, nor attends it elsewhere. Empty: on a GPU. On the CPU the memory of a worker
+    that has died stays taken as long as another has pages of it. Only systems that drop layers take it."""
     load_from: LoadFrom = LoadFrom.HOST
     """Where dropped parameters come back from beside serving: `host`, the checkpoint in the host's memory or on its
     disk, or `peers`, the stages of the group that compute with them. What the one does not give, or with other bytes

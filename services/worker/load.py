@@ -149,6 +149,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         peers_first=settings.load_from is LoadFrom.PEERS,
         kv_exchange=find_system(settings.system).exchange,
         token_s=facts.token_s,
+        hands_over=model.device.type == "cuda" if settings.hand_over_pages is None else settings.hand_over_pages,
     )
     return Loaded((await device.alone()).executor, facts, device)
 

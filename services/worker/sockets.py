@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ MAX_GREETINGS: Final = 64
 """Most callers that are greeted, or kept waiting, at a time; more are closed at once."""
 DEAD_AFTER_S: Final = 10
 """A watched connection breaks when the other machine has been silent for so long, or takes nothing."""
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _ACCEPT_RETRY_S: Final = 0.1
 _TCP_USER_TIMEOUT: Final = getattr(socket, "TCP_USER_TIMEOUT", 18)
 
@@ -103,6 +105,18 @@ def watch(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_AFTER_S // 2)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, DEAD_AFTER_S * 1000)
+
+
+def check_user(sock: socket.socket) -> None:
+    """Return if the process at the other end of a Unix socket is of this process's user.
+
+    Raises:
+        PermissionError: it is not.
+    """
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(data)
+    if user != os.geteuid():
+        raise PermissionError(f"its process is of user {user}, this one of {os.geteuid()}")
 
 
 class Door:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from services.worker.attention.base import Attention
 from services.worker.engine.types import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
@@ -32,7 +34,8 @@ from services.worker.memory.change import MemoryLostError
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.kv_cache import KVCache
-from services.worker.memory.layout import MemoryFacts
+from services.worker.memory.layout import MemoryFacts, MemoryLayout
+from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.spans import Spans
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, stage_parts
@@ -105,6 +108,16 @@ class ElasticModel:
     def facts(self) -> MemoryFacts:
         """Sizes of the memory."""
         return self._memory.layout.facts
+
+    @property
+    def layout(self) -> MemoryLayout:
+        """Arithmetic of its pages and blocks."""
+        return self._memory.layout
+
+    @property
+    def device(self) -> torch.device:
+        """Of the memory."""
+        return self._memory.device
 
     @property
     def cache(self) -> KVCache:
@@ -181,6 +194,36 @@ class ElasticModel:
             self._loading.take_in(layers)
         else:
             self._changed(self._memory.grow)
+
+    def keep_by_pages(
+        self, layers: LayerRange, in_use: Spans, by_blocks: int, taken: Spans, hand_over: Callable[[PageSwap], None]
+    ) -> None:
+        """Drop all other layers as `keep`, and hand their KV over against KV of these; the rest is memory for blocks.
+
+        Args:
+            layers: all held now.
+            in_use: blocks whose KV stays: of these layers here, of the others at whoever gets them.
+            by_blocks: added to their ids here.
+            taken: pages of keys and values in each of these layers that come.
+            hand_over: as in `ElasticMemory.swap`; if it raises anything but `MemoryLostError`, the model still has
+                these layers and all blocks, of which those in use hold KV of these layers only.
+
+        Raises:
+            ValueError, MemoryLostError, OSError, MemoryError: as in `keep`.
+            BaseException: what `hand_over` raised.
+        """
+        self._runner.close()
+        if not self.layers.covers(layers):
+            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
+        gone = [layer for layer in self.layers if layer not in layers]
+        self._make_room(self.layers, 0)
+        self._changed(lambda: self._memory.leave(gone, in_use, by_blocks))
+        self._loading.take_in(layers)
+        try:
+            self._changed(lambda: self._memory.swap(taken, hand_over))
+        finally:
+            if self._lost is None:
+                self._changed(self._memory.fill)
 
     def reside(
         self,

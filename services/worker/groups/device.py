@@ -63,11 +63,11 @@ class Led:
 
     executor: Executor
     kept: KeptKv = NOTHING_KEPT
-    """Blocks that hold what was computed before the change."""
+    """Blocks that hold what was computed before the change, from the beginning."""
     arrivals: Arrivals | None = None
     """What is still on its way into other blocks."""
     num_moved_bytes: int = 0
-    """That went between the members of a group that has dissolved, while they served nobody."""
+    """That went between the members of a group that has dissolved, or forms, while they served nobody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class KvOffered(ControlMessage):
     link_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
     step_s: Annotated[float, Field(ge=0)] = 0.0
     ahead_blocks: Count = 0
+    card: Annotated[str, Field(max_length=256)] = ""
+    door: Annotated[str, Field(max_length=108)] = ""
 
 
 class KvLotPart(MessagePart):
@@ -72,6 +74,7 @@ class KvDecided(ControlMessage):
     held: Annotated[tuple[Layers, ...], Field(max_length=1024)]
     lots: Annotated[tuple[KvLotPart, ...], Field(max_length=1024)]
     there: Annotated[tuple[KvBlocksPart, ...], Field(max_length=1024)] = ()
+    by_pages: bool = False
 
 
 def pack_offer(offer: KvOffer) -> bytes:
@@ -90,6 +93,8 @@ def pack_offer(offer: KvOffer) -> bytes:
         link_bytes_per_s=offer.link_bytes_per_s,
         step_s=offer.step_s,
         ahead_blocks=offer.ahead_blocks,
+        card=offer.card,
+        door=offer.door,
     )
     return encode(message)
 
@@ -112,6 +117,8 @@ def unpack_offer(data: bytes) -> KvOffer:
         said.link_bytes_per_s,
         said.step_s,
         said.ahead_blocks,
+        said.card,
+        said.door,
     )
 
 
@@ -137,7 +144,8 @@ def pack_table(table: KvTable) -> bytes:
         )
         for found in table.there
     )
-    return encode(KvDecided(held=tuple((layers.first, layers.end) for layers in table.held), lots=lots, there=there))
+    held = tuple((layers.first, layers.end) for layers in table.held)
+    return encode(KvDecided(held=held, lots=lots, there=there, by_pages=table.by_pages))
 
 
 def unpack_table(data: bytes) -> KvTable:
@@ -156,7 +164,7 @@ def unpack_table(data: bytes) -> KvTable:
         PlacedKv(*_unpack_blocks(found.names, found.ids), _unpack_blocks(found.names, found.places)[1])
         for found in said.there
     )
-    return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots), there)
+    return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots), there, said.by_pages)
 
 
 def _layers(said: tuple[int, int]) -> LayerRange:

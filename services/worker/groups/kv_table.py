@@ -54,6 +54,11 @@ class KvOffer:
     """That a step took there lately; 0: unknown."""
     ahead_blocks: int = 0
     """First blocks of which it has memory in all layers already, those of others too."""
+    card: str = ""
+    """Whose memory its pages are, and how large: stages that say the same can hand pages over to each other. Empty: it
+    hands over none."""
+    door: str = ""
+    """Path of a socket at which it waits for pages, of who does not lead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,8 @@ class KvTable:
     lots: tuple[KvLot, ...] = ()
     there: tuple[PlacedKv, ...] = ()
     """By stage: blocks of which the layers of others have come before; none at all: at nobody."""
+    by_pages: bool = False
+    """All of it is handed over in the pages where it lies (`page_flows.py`), before anything else goes on."""
 
     @property
     def num_layers(self) -> int:
@@ -182,7 +189,7 @@ def table_to_form(offers: Sequence[KvOffer], num_layers: int, are_live: AreLive 
     seen: set[bytes] = set()
     moving: list[MovingKv] = []
     for stage, offer in enumerate(offers):
-        sources = _holders(offers, stage, num_layers)
+        sources = holders(offers, stage, num_layers)
         fresh = [i for i, name in enumerate(offer.kept.names) if name not in seen]
         room = min((offers[source].room for source in sources), default=0)
         fresh = fresh[: max(min(room, num_blocks - len(seen)), 0)]
@@ -315,6 +322,10 @@ def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wan
                 raise ValueError(f"blocks are asked for that are not among {num_blocks}")
         if stage in lot.targets and not _are_among(lot.target_ids, offer.num_blocks):
             raise ValueError(f"blocks are to come that are not among {offer.num_blocks}")
+    if table.by_pages:
+        if not offer.card or table.there:
+            raise ValueError("pages are asked for, and it hands over none")
+        return
     _check_ahead(table, stage, offer, num_blocks)
     if sent > offer.room:
         raise ValueError(f"{sent} blocks are asked for, and there is room for {offer.room}")
@@ -342,7 +353,7 @@ def _are_among(ids: I32, num_blocks: int) -> bool:
     return not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < num_blocks
 
 
-def _holders(offers: Sequence[KvOffer], stage: int, num_layers: int) -> tuple[int, ...]:
+def holders(offers: Sequence[KvOffer], stage: int, num_layers: int) -> tuple[int, ...]:
     """Return the stages that together have all layers of a worker's blocks; none if some are missing."""
     group = offers[stage].group
     found = [stage] if not group else [i for i, offer in enumerate(offers) if offer.group == group]

@@ -17,6 +17,9 @@ go on at once; if an exchange fails before all of that has come they lack KV in 
 The leader gives such blocks to others once its own part is over (`when_over`); a stage may not know yet. So it says so
 ahead of the batches that use them (`KvOver`), and then each stage ends its writes (`end_writes`) before it goes on.
 
+Where all stages are on one device, KV can move in the pages where it lies instead; then it is here before the group
+begins (`carry_out`).
+
 Source: KunServe v2, section 4.2; live lots: v1, section 4.2. Deviation: KV goes through host memory of a limited size.
 """
 
@@ -36,6 +39,7 @@ from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_of
 from services.worker.groups.kv_progress import Complete, Landed
 from services.worker.groups.kv_table import KvLot, KvOffer, KvTable, check_table, mode_of, moving_layers
 from services.worker.groups.kv_wire import KvChunk, KvProgress, KvSocket, chunks_between
+from services.worker.groups.page_exchange import PagesKeptError
 from services.worker.groups.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.threads import in_thread
@@ -129,6 +133,16 @@ class LiveExchange:
         return self._table.kept_at(self._stage) if self._table is not None and self._has_moved else NOTHING_KEPT
 
     @property
+    def handed_over(self) -> KeptKv:
+        """As `kept`, of what has moved in its pages, before the group began."""
+        return self.kept if self.by_pages else NOTHING_KEPT
+
+    @property
+    def by_pages(self) -> bool:
+        """It was agreed that KV moves in its pages (`hand_over.py`): `carry_out`, and nothing else."""
+        return self._table is not None and self._table.by_pages
+
+    @property
     def num_blocks(self) -> int:
         """Blocks that move, once that is agreed upon."""
         return 0 if self._table is None else sum(len(lot.ids) for lot in self._table.lots)
@@ -168,6 +182,33 @@ class LiveExchange:
             self._table = table
 
         await self._attempt(work)
+
+    def carry_out(self, hand_over: Callable[[KvTable], int]) -> None:
+        """Let KV move in its pages, and end all connections. Blocks.
+
+        Args:
+            hand_over: returns how many pages it has handed over, or raises `PagesKeptError`: KV is computed again.
+
+        Raises:
+            Exception: what else it raises.
+        """
+        assert self._table is not None, "nothing was agreed upon"
+        began_s = time.monotonic()
+        try:
+            num_pages = hand_over(self._table)
+            self._has_moved = True
+        except PagesKeptError as error:
+            self._give_up(str(error))
+            return
+        finally:
+            self.close()
+        _log.info(
+            "kv_handed_over",
+            stage=self._stage,
+            num_blocks=self.num_blocks,
+            num_pages=num_pages,
+            took_s=round(time.monotonic() - began_s, 4),
+        )
 
     def read(self, cache: KVCache) -> None:
         """Keep aside what goes from here, and let what is there already lie at its places. Blocks.
@@ -227,7 +268,7 @@ class LiveExchange:
         Args:
             num_blocks: that there is memory for.
         """
-        if self._table is None or (self._is_over and self.failure is not None):
+        if self._table is None or self.by_pages or (self._is_over and self.failure is not None):
             return None
         coming = self._table.kept_at(0)
         if not coming:

@@ -241,6 +241,12 @@ class RoleChanges:
         self._pipeline = place.plan_id
         led = await self._device.lead(place, lambda reason: self._on_end(place.plan_id, reason), kept)
         self._take(led, place)
+        if led.num_moved_bytes:
+            self._announce(
+                "kv_handed_over",
+                f"{describe_bytes(led.num_moved_bytes)} of KV went between {len(place.stages)} workers in "
+                f"{len(led.kept)} blocks, in the pages where they lie",
+            )
         self._num_blocks = led.executor.capacity.num_blocks
         self._enter(role_in(place))
         self._place_now = place

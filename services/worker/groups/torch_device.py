@@ -12,7 +12,8 @@ host's checkpoint or from the stages that compute with them (`parameter_lending.
 
 Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
 not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
-beside its steps (`live_exchange.py`). When a group dissolves, its stages connect once more, for KV alone.
+beside its steps (`live_exchange.py`), or, on one device, before them in its pages (`hand_over.py`). When a group
+dissolves, its stages connect once more, for KV alone.
 
 Source: KunServe v2, sections 3, 4.1 and 4.2 (instances drop layers, form a group, and exchange KV); how stages find
 each other is left open there.
@@ -24,6 +25,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from services.worker.attention.remote import STATE_EXTRA
@@ -42,7 +44,8 @@ from services.worker.groups.device import GroupFailedError, GroupPlace, Led, Nex
 from services.worker.groups.exchange_modes import ExchangeFacts, modes_of
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
 from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
-from services.worker.groups.kv_table import MAX_EXCHANGED, AreLive, KvOffer, table_to_form, table_to_part
+from services.worker.groups.hand_over import HandOver
+from services.worker.groups.kv_table import MAX_EXCHANGED, AreLive, KvOffer, KvTable, table_to_form, table_to_part
 from services.worker.groups.kv_wire import KvSocket
 from services.worker.groups.live_exchange import LiveExchange, RemoteParts
 from services.worker.groups.membership import Membership
@@ -87,6 +90,7 @@ class TorchGroupDevice:
             not give; else the other way round.
         kv_exchange: how KV comes to a group that forms; the same for all of its stages.
         token_s: that computing a token takes; 0: unknown, KV that does not come in time costs nothing then.
+        hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
     """
 
     def __init__(  # noqa: PLR0913  limits by name
@@ -102,6 +106,7 @@ class TorchGroupDevice:
         peers_first: bool = False,
         kv_exchange: KvExchange = KvExchange.COORDINATED,
         token_s: float = 0.0,
+        hands_over: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -112,6 +117,7 @@ class TorchGroupDevice:
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
         self._token_s = token_s
+        self._hands_over = hands_over
         can_attend = SPLIT_KEYS % model.info.capacity.block_size == 0
         self._kv_exchange = kv_exchange if can_attend else KvExchange.COORDINATED
         self._may_attend = self._kv_exchange is not KvExchange.COORDINATED
@@ -225,7 +231,12 @@ class TorchGroupDevice:
                     executor.end_writes()
 
             exchange.when_over(over)
-            return Led(executor, arrivals=exchange.arrivals(capacity.num_blocks))
+            return Led(
+                executor,
+                exchange.handed_over,
+                exchange.arrivals(capacity.num_blocks),
+                num_moved_bytes=exchange.num_moved_bytes if exchange.by_pages else 0,
+            )
 
     async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
         """Become another stage of a group; see `GroupDevice`.
@@ -437,8 +448,15 @@ class TorchGroupDevice:
     async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
         """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
         num_layers = self._model.info.num_layers
+        pages = HandOver(place, self._model, self._exchange_limit_s, is_on=self._hands_over)
+
+        def decide(offers: Sequence[KvOffer]) -> KvTable:
+            return pages.decide(offers, lambda: table_to_form(offers, num_layers, self._modes(place, offers)))
 
         def change() -> None:
+            if exchange.by_pages:
+                exchange.carry_out(pages.carry_out)
+                return
             exchange.read(self._model.cache)
             self._model.keep(place.own.layers)
 
@@ -450,11 +468,8 @@ class TorchGroupDevice:
             return stage
 
         try:
-            await exchange.agree(
-                offer,
-                self._model.cache.num_blocks,
-                lambda offers: table_to_form(offers, num_layers, self._modes(place, offers)),
-            )
+            said = replace(offer, card=pages.card, door=pages.door)
+            await exchange.agree(said, self._model.cache.num_blocks, decide)
             await in_thread(change, "layer dropping")
             stage = await in_thread(open_stage, "model opening")
         except BaseException as error:
@@ -464,7 +479,10 @@ class TorchGroupDevice:
             # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
+            pages.close()
             self._note_layers()
+        if exchange.by_pages:
+            return stage
         self._exchange_now = exchange
         exchange.begin(self._model.cache)
         if exchange.remote is not None:

@@ -7,21 +7,17 @@ is a worker's own, of this process, so that it is new each time; nobody else's f
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
+from services.worker import sockets
 from services.worker.sockets import Door
 from services.worker.transfer.fd_link import FdLink, PageSharing
 from services.worker.transfer.greeting import STRANGER, LinkListener, MakeLink, call, in_time
 from services.worker.transfer.hello import Expected, Identity, LinkHello
 from services.worker.transfer.link import LinkRefusedError
 from shared.ids import WorkerId
-
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 async def dial(path: Path, identity: Identity, expected: Expected, sharing: PageSharing) -> FdLink:
@@ -66,10 +62,10 @@ def check_user(sock: socket.socket, peer_id: WorkerId = STRANGER) -> None:
     Raises:
         LinkRefusedError: it is not.
     """
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(data)
-    if user != os.geteuid():
-        raise LinkRefusedError(peer_id, f"its process is of user {user}, this one of {os.geteuid()}")
+    try:
+        sockets.check_user(sock)
+    except PermissionError as error:
+        raise LinkRefusedError(peer_id, str(error)) from None
 
 
 def _maker(identity: Identity, sharing: PageSharing) -> MakeLink[FdLink]:
