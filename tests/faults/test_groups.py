@@ -86,7 +86,7 @@ async def drop_among_prompts(
 
 
 async def check_pages(cluster: Cluster, num_stages: int) -> None:
-    """Check what each worker's process has mapped, once reports show the last change."""
+    """Check what each worker's process has mapped, no page twice, once reports show the last change."""
     reports: list[WorkerReport] = []
 
     async def is_told() -> bool:
@@ -95,8 +95,8 @@ async def check_pages(cluster: Cluster, num_stages: int) -> None:
         return all(report.num_stages == num_stages for report in reports)
 
     await until_async(is_told, f"all are in groups of {num_stages}")
-    for report in reports:
-        check_process(report)
+    mapped = [check_process(report) for report in reports]
+    assert len(set.union(*mapped)) == sum(map(len, mapped)), "two workers use the same page"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,17 +9,23 @@ from tests.support.one_device import MARGIN, drop_and_restore
 pytestmark = pytest.mark.timeout(240)
 
 
-async def test_texts_go_on_through_drops_and_restores_in_bfloat16(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("by_pages", [False, True])
+async def test_texts_go_on_through_drops_and_restores_in_bfloat16(
+    tmp_path_factory: pytest.TempPathFactory, *, by_pages: bool
+) -> None:
     lived = await drop_and_restore(
         tmp_path_factory.mktemp("cluster"),
         tmp_path_factory.mktemp("model"),
         system="kunserve",
         flags=("--dtype", "bfloat16", "--memory", "220MiB"),
-        env={"SLUICE_WORKER_MAX_BATCH_TOKENS": "256"},
-        num_rounds=1,
+        env={"SLUICE_WORKER_MAX_BATCH_TOKENS": "256", "SLUICE_WORKER_HAND_OVER_PAGES": str(by_pages)},
+        num_rounds=2 if by_pages else 1,
         free_bytes=lambda: 0,
     )
-    assert lived.num_texts == 12
+    num_rounds = 2 if by_pages else 1
+    assert lived.num_texts == 12 * num_rounds
     assert all(margin <= MARGIN for margin in lived.flips)
-    assert len(lived.changes) == 4
-    assert lived.exchanges
+    assert len(lived.changes) == 4 * num_rounds
+    assert bool(lived.exchanges) != by_pages
+    assert len(lived.hand_overs) == (2 * num_rounds if by_pages else 0), "each stage tells of it"
+    assert all(event["num_pages"] > 0 for event in lived.hand_overs)

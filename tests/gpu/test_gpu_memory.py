@@ -13,6 +13,7 @@ from services.worker.memory.ranges import MappingError, PageId
 from tests.support.checkpoints import CheckpointShape
 from tests.support.elastic_runners import texts_with_drops
 from tests.support.elastic_story import Story
+from tests.support.page_cards import Card, apply_and_commit
 from tests.support.runners import MIB, open_runner
 
 pytestmark = [
@@ -98,6 +99,26 @@ def test_nothing_is_lost_whatever_happens(seed: int) -> None:
     for _ in range(12):
         story.step()
     story.memory.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_memories_of_one_card_swap_pages_and_none_is_lost(seed: int) -> None:
+    free = torch.cuda.mem_get_info(CUDA)[0]
+    card = Card(seed, PAGE, lambda _number, num_pages: open_memory(num_pages), CUDA)
+    table = card.table()
+    if table is not None:
+        flows, taken = card.leave(table)
+        before = torch.cuda.mem_get_info(CUDA)[0]
+        card.swap(flows, taken, apply_and_commit)
+        card.check_contents(table)
+        num_blanks = sum(flow.num_blanks for flow in flows)
+        assert before - torch.cuda.mem_get_info(CUDA)[0] <= (num_blanks + 4) * PAGE, "nobody has more than before"
+        for memory in card.memories:
+            memory.fill()
+            memory.check_invariants()
+        card.check_contents(table)
+    card.close()
+    assert abs(torch.cuda.mem_get_info(CUDA)[0] - free) < 4 * PAGE
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from services.worker.engine.prefix import following_names, root_name
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.memory.posix import PosixMemory
 from tests.support.engine_builders import new_sequence
 from tests.support.live_groups import Group, Texts, calm_texts, new_engine, ranges_of, spoil, tokens_of
 from tests.support.runners import KERNELS
@@ -148,6 +150,19 @@ def snapshot(devices: Sequence[TorchGroupDevice], kept: KeptKv) -> dict[bytes, B
 def check_bits(device: TorchGroupDevice, kept: KeptKv, expected: dict[bytes, Bits]) -> None:
     for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
         assert bits_of(device, block) == {layer: expected[name][layer] for layer in device.layers}
+
+
+def pages_of_all(devices: Sequence[TorchGroupDevice]) -> set[tuple[int, int]]:
+    """Return the pages that devices have, by file and offset: each is one device's."""
+    found: list[tuple[int, int]] = []
+    for device in devices:
+        memory = device._model._memory
+        backend = memory._memory
+        assert isinstance(backend, PosixMemory)
+        held = [backend._held(page) for page in memory._page_ids[: memory.layout.facts.num_pages]]
+        found += [(os.fstat(file.descriptor).st_ino, offset) for file, offset in held]
+    assert len(set(found)) == len(found), "a page is used by two"
+    return set(found)
 
 
 def numbered(count: int, offset: int = 0) -> KeptKv:

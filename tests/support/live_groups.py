@@ -120,9 +120,9 @@ async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]
     leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
     num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in ends))
     led = await leading
-    assert led.kept is NOTHING_KEPT, "it comes while the group serves"
+    assert led.kept is NOTHING_KEPT or led.arrivals is None, "it is here, or comes while the group serves"
     if led.arrivals is None:
-        return Group(led.executor, num_blocks, ends)
+        return Group(led.executor, num_blocks, ends, led.kept)
     return Group(led.executor, num_blocks, ends, await all_that_comes(led.arrivals), led.arrivals.coming)
 
 
@@ -242,6 +242,7 @@ async def live_devices(
     peers_first: bool = False,
     kv_exchange: KvExchange = KvExchange.COORDINATED,
     link_bytes_per_s: float = 0.0,
+    hands_over: bool = False,
     **changes: object,
 ) -> AsyncIterator[list[TorchGroupDevice]]:
     """Yield devices that are whole instances of one model. Afterwards no thread, socket or file of theirs is left."""
@@ -260,6 +261,7 @@ async def live_devices(
             exchange_bytes_per_s=link_bytes_per_s,
             peers_first=peers_first,
             kv_exchange=kv_exchange,
+            hands_over=hands_over,
             **limits,
         )
         devices.append(device)

@@ -5,6 +5,8 @@
     poison at-accept   the process is killed when it is given the prompt POISON
     poison at-step     the same, in the step that computes a part of it
     stuck              no step ends while the file named by STUCK_FILE exists; all else in the process goes on
+    pages at-apply     the process is killed when it has mapped what others handed over to it in a group that forms
+    pages at-commit    the same, when it is to keep that
     other-major        it speaks another major version of the protocol
     newer-minor        what it says has fields that nobody knows
 """
@@ -23,6 +25,7 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.types import Batch
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
+from services.worker.memory.page_swap import PageSwap
 from shared import wire
 from shared.messages import base
 
@@ -71,6 +74,19 @@ def _stuck() -> None:
     ModelRunner.launch = stuck_launch  # type: ignore[method-assign]
 
 
+def _pages(when: str) -> None:
+    apply = PageSwap.apply
+
+    def fatal_apply(self: PageSwap) -> None:
+        apply(self)
+        _die()
+
+    if when == "at-apply":
+        PageSwap.apply = fatal_apply  # type: ignore[method-assign]
+    else:
+        PageSwap.commit = lambda self: _die()  # type: ignore[method-assign]
+
+
 def _other_major() -> None:
     version = base.PROTOCOL_VERSION + 1
     base.PROTOCOL_VERSION = wire.PROTOCOL_VERSION = version  # type: ignore[attr-defined]
@@ -106,6 +122,8 @@ def main() -> None:
     fault, _, when = os.environ["ODD_WORKER"].partition(" ")
     if fault == "poison":
         _poison(when)
+    elif fault == "pages":
+        _pages(when)
     else:
         {"stuck": _stuck, "other-major": _other_major, "newer-minor": _newer_minor}[fault]()
 

@@ -40,7 +40,9 @@ class Lived:
     changes: list[dict[str, Any]] = field(default_factory=list)
     """What the workers say of each role that they took."""
     exchanges: list[dict[str, Any]] = field(default_factory=list)
-    """What they say of each exchange of KV."""
+    """What they say of each exchange of KV by copies."""
+    hand_overs: list[dict[str, Any]] = field(default_factory=list)
+    """What they say of each one by pages."""
     free_bytes: list[int] = field(default_factory=list)
     """Of the device: with the workers ready, then after each restore."""
 
@@ -120,4 +122,5 @@ async def drop_and_restore(
         events = [event for name in cluster.workers for event in cluster.events(name)]
         lived.changes = [event for event in events if event.get("event") == "role_changed"]
         lived.exchanges = [event for event in events if event.get("event") == "kv_exchange_ended"]
+        lived.hand_overs = [event for event in events if event.get("event") == "kv_handed_over"]
     return lived

@@ -241,7 +241,7 @@ def some_of(rng: np.random.Generator, found: KeptKv) -> KeptKv:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_offers_and_tables_are_read_back_as_they_were(seed: int) -> None:
-    offers = offers_to_form(np.random.default_rng(seed))
+    offers = [replace(offer, card="card/9", door="/tmp/door") for offer in offers_to_form(np.random.default_rng(seed))]
     for offer in offers:
         read = unpack_offer(pack_offer(offer))
         assert replace(read, kept=NOTHING_KEPT) == replace(offer, kept=NOTHING_KEPT)
@@ -249,6 +249,8 @@ def test_offers_and_tables_are_read_back_as_they_were(seed: int) -> None:
     table = table_to_form(offers, L)
     again = unpack_table(pack_table(table))
     assert again.held == table.held
+    assert not again.by_pages
+    assert unpack_table(pack_table(replace(table, by_pages=True))).by_pages
     assert len(again.lots) == len(table.lots)
     for lot, other in zip(again.lots, table.lots, strict=True):
         assert (lot.sources, lot.targets, lot.first, lot.names) == (
@@ -295,6 +297,31 @@ def test_a_stage_refuses_a_table_that_it_cannot_serve(lot: dict[str, object], re
     offer, wanted = KvOffer(WHOLE, 4, 10), [LayerRange(0, 3), LayerRange(3, 6)]
     fine = KvLot((0,), (0, 1), np.array([3, 9], np.int32), 8, (name(1), name(2)))
     table = KvTable((WHOLE, WHOLE), (replace(fine, **lot),))  # type: ignore[arg-type]
+    if reason is None:
+        check_table(table, 0, offer, 64, wanted)
+        return
+    with pytest.raises(ValueError, match=reason):
+        check_table(table, 0, offer, 64, wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "card", "reason"),
+    [
+        ({}, "card", None),
+        ({}, "", "it hands over none"),
+        ({"there": (PlacedKv(), PlacedKv())}, "card", "it hands over none"),
+        ({"ids": np.array([3, 64], np.int32)}, "card", "not among 64"),
+        ({"places": np.array([4, 10], np.int32)}, "card", "not among 10"),
+    ],
+)
+def test_pages_may_hold_more_than_there_is_room_for_copies(
+    change: dict[str, object], card: str, reason: str | None
+) -> None:
+    """But only who hands over some is asked for pages, and only blocks that there are."""
+    offer, wanted = KvOffer(WHOLE, 0, 10, card=card), [LayerRange(0, 3), LayerRange(3, 6)]
+    lot = KvLot((0,), (0, 1), np.array([3, 9], np.int32), 0, (name(1), name(2)), places=np.array([3, 9], np.int32))
+    there = change.pop("there", ())
+    table = KvTable((WHOLE, WHOLE), (replace(lot, **change),), there, by_pages=True)  # type: ignore[arg-type]
     if reason is None:
         check_table(table, 0, offer, 64, wanted)
         return

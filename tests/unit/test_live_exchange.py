@@ -29,6 +29,7 @@ from tests.support.exchanged_kv import (
     calm,
     check_bits,
     numbered,
+    pages_of_all,
     prompt_of,
     rows_of,
     scribble,
@@ -63,12 +64,13 @@ CASES = sorted({("llama", "float32", KERNELS), ("llama", "float32", "torch"), ("
 
 @pytest.mark.parametrize(("name", "dtype", "kernels"), CASES)
 @pytest.mark.parametrize("ranges", [HALVES, ranges_of(1, 3, 4)], ids=str)
+@pytest.mark.parametrize("by_pages", [False, True])
 async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anything_twice(
-    ranges: Sequence[LayerRange], name: str, dtype: str, kernels: str
+    ranges: Sequence[LayerRange], name: str, dtype: str, kernels: str, *, by_pages: bool
 ) -> None:
     """Three begin at the first; in the group three more, whose prompts the second knows; then they part by halves."""
     expected = await calm(name, dtype, kernels)
-    async with live_devices(len(ranges), name, dtype=dtype, kernels=kernels) as devices:
+    async with live_devices(len(ranges), name, dtype=dtype, kernels=kernels, hands_over=by_pages) as devices:
         first = Server((await devices[0].alone()).executor, [0, 1, 2])
         second = Server((await devices[1].alone()).executor, [3, 4, 5])
         await first.serve(4)
@@ -80,6 +82,7 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
 
         group = await form(devices, ranges, kept)
         assert set(group.kept.names) == set(kept[0].names) | set(kept[1].names)
+        assert bool(group.coming) != by_pages
         first.enter(group.executor, group.kept)
         cached = {each: first.num_cached(group.kept, each) for each in range(6)}
         assert min(cached.values()) >= BLOCK
@@ -182,6 +185,7 @@ class Life:
 
     def __init__(self, devices: list[TorchGroupDevice], seed: int) -> None:
         self.devices = devices
+        self.pages = pages_of_all(devices)
         self.rng = np.random.default_rng(seed)
         self.groups: list[tuple[list[TorchGroupDevice], Group]] = []
         self.done: Counter[str] = Counter()
@@ -199,6 +203,7 @@ class Life:
         elif len(free) >= 2:
             await self.gather(free)
         check(self.devices)
+        assert pages_of_all(self.devices) == self.pages, "every page is somebody's"
 
     async def gather(self, free: list[TorchGroupDevice]) -> None:
         chosen = [free[i] for i in self.rng.permutation(len(free))[: int(self.rng.integers(2, len(free) + 1))]]
@@ -241,8 +246,13 @@ class Life:
             expected = snapshot(holders, each) | expected
         names = list(dict.fromkeys(name for _, each in sources for name in each.names))
         group = await form(chosen, ranges, kept)
-        assert list(group.kept.names) == names
-        assert group.kept.ids.tolist() == list(range(len(names)))
+        if group.coming:
+            assert list(group.kept.names) == names
+            assert group.kept.ids.tolist() == list(range(len(names)))
+        else:
+            assert set(group.kept.names) == set(names)
+            assert len(set(group.kept.ids.tolist())) == len(names)
+            self.done["by pages"] += 1
         for device in chosen:
             check_bits(device, group.kept, expected)
         self.groups.append((chosen, group))
@@ -339,17 +349,21 @@ def spoil_blocks(device: TorchGroupDevice, ids: I32, rng: np.random.Generator) -
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("by_pages", [False, True])
 async def test_through_random_changes_every_bit_is_where_it_belongs(
-    seed: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    seed: int, dtype: str, monkeypatch: pytest.MonkeyPatch, *, by_pages: bool
 ) -> None:
+    """By pages where ids fit behind each other; else, and for what parts, by copies."""
     monkeypatch.setattr(kv_wire, "CHUNK_BYTES", 3000)
-    async with live_devices(4, dtype=dtype) as devices:
+    kinds = (*KINDS, "by pages") if by_pages else KINDS
+    async with live_devices(4, dtype=dtype, hands_over=by_pages) as devices:
         life = Life(devices, seed)
         for number in range(100):  # how much memory there is differs from run to run, and with it what can be done
             await life.step()
-            if number >= 13 and all(life.done[name] for name in KINDS):
+            if number >= 13 and all(life.done[name] for name in kinds):
                 break
-        assert min(life.done[name] for name in KINDS) > 0, life.done
+        assert min(life.done[name] for name in kinds) > 0, life.done
+        assert by_pages or not life.done["by pages"]
         for _, group in life.groups:
             await group.executor.close()
 
