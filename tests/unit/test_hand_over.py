@@ -22,6 +22,8 @@ from services.worker.memory.change import MemoryLostError
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.memory.page_swap import PageSwap
+from services.worker.memory.posix import PosixMemory
+from services.worker.memory.ranges import PageHandle, PageId
 from services.worker.memory.spans import Spans
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -156,7 +158,51 @@ async def test_a_fault_costs_the_kv_and_not_the_group(kind: str, monkeypatch: py
         await asyncio.gather(*(device.alone() for device in devices))
         group = await form(devices, RANGES, kept)
         assert len(group.kept) == 24
+        assert bool(group.coming) != (kind == "the door"), "whose memory has failed hands over no more"
         await group.executor.close()
+
+
+async def test_where_pages_cannot_go_on_kv_is_copied_after_the_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that cannot export what it has imported: the fault is the memory's, and stays."""
+    export = PosixMemory.export
+
+    def only_own(self: PosixMemory, page: PageId) -> PageHandle:
+        if page >= self.num_pages:
+            raise OSError("made up: it was imported")
+        return export(self, page)
+
+    monkeypatch.setattr(PosixMemory, "export", only_own)
+    ways = []
+    async with live_devices(2, hands_over=True) as devices:
+        for _ in range(4):
+            kept = await kept_three(devices)
+            group = await form(devices, ranges_of(2, 4), kept)
+            ways.append("copies" if group.coming else "pages" if group.kept else "nothing")
+            assert len(group.kept) in (0, 16)
+            await group.executor.close()
+            await asyncio.gather(*(device.alone() for device in devices))
+            check(devices)
+    assert ways[0] == "pages"
+    assert ways[-1] == "copies"
+    assert ways.count("nothing") <= 1
+
+
+async def test_who_is_not_to_blame_hands_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with live_devices(2, hands_over=True) as devices:
+        with monkeypatch.context() as patch:
+            patch.setattr(PageSocket, "say", refuse_to_talk)
+            group = await form(devices, ranges_of(2, 4), await kept_three(devices))
+            assert not group.kept
+            await group.executor.close()
+            await asyncio.gather(*(device.alone() for device in devices))
+        group = await form(devices, ranges_of(2, 4), await kept_three(devices))
+        assert len(group.kept) == 16
+        assert not group.coming
+        await group.executor.close()
+
+
+def refuse_to_talk(*_arguments: object) -> None:
+    raise ConnectionResetError("made up")
 
 
 async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

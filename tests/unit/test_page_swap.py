@@ -213,11 +213,12 @@ def offer(count: int, *, first: int = 0, num_blocks: int = 100, card: str = "car
 
 
 def test_ids_follow_each_other_from_the_border_of_a_page() -> None:
-    table = table_by_pages([offer(6), offer(5, first=2, offset=50), offer(0), offer(3, offset=90)], LAYOUT)
+    offers = [offer(6), offer(5, first=2, offset=50), offer(0), offer(4, offset=90), offer(3, offset=110)]
+    table = table_by_pages(offers, LAYOUT)
     assert table is not None
     assert table.by_pages
-    assert [shift_of(lot) for lot in table.lots] == [0, 8, 16], "four blocks to a page: 6 ids take 8, then 7 take 8"
-    assert [lot.target_ids.max() for lot in table.lots] == [5, 14, 18]
+    assert [shift_of(lot) for lot in table.lots] == [0, 8, 16, 20], "four blocks to a page: 6 ids take 8, and 7, and 4"
+    assert [lot.target_ids.max() for lot in table.lots] == [5, 14, 19, 22]
 
 
 @pytest.mark.parametrize(
@@ -298,5 +299,6 @@ def test_everybody_gives_as_many_pages_as_it_takes(seed: int) -> None:
         assert {place.region.layer for place in places} <= set(wanted[stage])
     assert [(flow.source, flow.target) for flow in flows] == sorted({(flow.source, flow.target) for flow in flows})
     for flow in flows:
+        assert flow.num_pages > 0
         assert len(list(flow.at_source)) == len(list(flow.at_target)) == flow.num_pages
         assert list(flow.at_source)[flow.num_pages - flow.num_blanks :] == [None] * flow.num_blanks

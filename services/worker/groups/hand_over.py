@@ -43,6 +43,8 @@ class HandOver:
         self._socks: list[PageSocket] = []
         self.card = ""
         """As in `KvOffer`."""
+        self.is_possible = True
+        """This worker's memory has not refused to hand over pages."""
         if not is_on:
             return
         try:
@@ -107,7 +109,11 @@ class HandOver:
             peers = dict(enumerate(self._socks, 0 if index else 1))
             PageExchange(index, len(stages), peers, self._limit_s).carry_out(flows, swap)
 
-        self._model.keep_by_pages(stages[index].layers, in_use, by_blocks, taken, swap_pages)
+        try:
+            self._model.keep_by_pages(stages[index].layers, in_use, by_blocks, taken, swap_pages)
+        except PagesKeptError as error:
+            self.is_possible = not error.is_own
+            raise
         return sum(flow.num_pages for flow in flows if flow.source == index)
 
     def close(self) -> None:

@@ -38,7 +38,16 @@ DECISION_S: Final = 5.0
 
 
 class PagesKeptError(Exception):
-    """Pages were not handed over: each stage has its own."""
+    """Pages were not handed over: each stage has its own.
+
+    Args:
+        reason: for people.
+        is_own: the reason lies in this stage's memory, so that another try would fail as well.
+    """
+
+    def __init__(self, reason: str, *, is_own: bool = False) -> None:
+        super().__init__(reason)
+        self.is_own = is_own
 
 
 class PageExchange:
@@ -163,7 +172,10 @@ class PageExchange:
         if isinstance(error, MemoryLostError):
             return error
         swap.undo()
-        return PagesKeptError(f"{type(error).__name__}: {error}") if isinstance(error, Exception) else error
+        if not isinstance(error, Exception):
+            return error
+        is_own = not isinstance(error, ConnectionError | TimeoutError | WireError | PagesKeptError)
+        return PagesKeptError(f"{type(error).__name__}: {error}", is_own=is_own)
 
 
 def _batches(places: Iterable[Place | None]) -> Iterator[list[Place | None]]:

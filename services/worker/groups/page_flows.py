@@ -58,7 +58,7 @@ class PageFlow:
     source: int
     target: int
     runs: tuple[PageRun, ...]
-    num_blanks: int = 0
+    num_blanks: int
     """That follow."""
 
     @property

@@ -480,6 +480,7 @@ class TorchGroupDevice:
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
             pages.close()
+            self._hands_over = self._hands_over and pages.is_possible
             self._note_layers()
         if exchange.by_pages:
             return stage
