@@ -165,8 +165,10 @@ def test_a_fault_anywhere_costs_the_kv_of_all_and_no_page(seed: int, num: int, m
         card.faulty[stage].fail_after(int(rng.integers(0, 2)))
     else:
         fail_once(monkeypatch, PosixMemory, kind, int(rng.integers(0, 4)))
+    opened = whats_open()
     carry_out(run)
     assert run.ends == dict.fromkeys(range(num), KEPT)
+    assert whats_open() == opened, "nothing of the others is kept"
     assert any("MadeUpError" in why or "no more" in why for why in run.reasons.values())
     assert [snapshot(memory) for memory in card.memories] == states
     assert pages_of_all(card.memories) == before
@@ -240,6 +242,46 @@ def test_a_leader_that_says_nothing_leaves_nobody_waiting(monkeypatch: pytest.Mo
     carry_out(run, limit_s=0.3, leader=silent)
     assert run.ends == {0: KEPT, 1: KEPT}
     assert "takes too long" in run.reasons[1] or "TimeoutError" in run.reasons[1]
+    run.card.close()
+
+
+def test_an_end_is_told_though_there_was_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three is too slow: the other one would not know whether the leader has gone."""
+    run = card_of_size(2, 3)
+    apply, memory = PageSwap.apply, run.card.memories[2]._memory
+
+    def slow_apply(self: PageSwap) -> None:
+        apply(self)
+        if self._memory is memory:
+            time.sleep(0.8)
+
+    monkeypatch.setattr(PageSwap, "apply", slow_apply)
+    carry_out(run, limit_s=0.4)
+    assert run.ends == dict.fromkeys(range(3), KEPT)
+    run.card.close()
+
+
+def test_a_decision_has_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for all is over, at both ends, when the last one has mapped what came."""
+    expect, say = PageSocket.expect, PageSocket.say
+
+    def late_expect(self: PageSocket, *words: Word) -> Word:
+        word = expect(self, *words)
+        if word is Word.MAPPED:
+            self.deadline_s = 0.0
+        return word
+
+    def late_say(self: PageSocket, word: Word) -> None:
+        say(self, word)
+        if word is Word.MAPPED:
+            self.deadline_s = 0.0
+
+    monkeypatch.setattr(PageSocket, "expect", late_expect)
+    monkeypatch.setattr(PageSocket, "say", late_say)
+    run = card_of_size(2, 2)
+    carry_out(run)
+    assert run.ends == {0: COMMITTED, 1: COMMITTED}
+    run.card.check_contents(run.table)
     run.card.close()
 
 
