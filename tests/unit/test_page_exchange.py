@@ -285,6 +285,30 @@ def test_a_decision_has_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     run.card.close()
 
 
+@pytest.mark.parametrize(
+    ("num", "failing", "ends"),
+    [(2, 0, [KEPT, KEPT]), (3, 0, [KEPT, LOST, KEPT]), (3, 1, [COMMITTED, COMMITTED, LOST])],
+)
+def test_who_cannot_be_told_of_the_decision(
+    num: int, failing: int, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If that is the first one, nobody keeps anything; else those who were told do, and so does the leader."""
+    say, told = PageSocket.say, [0]
+
+    def failing_say(self: PageSocket, word: Word) -> None:
+        if word is Word.COMMIT:
+            told[0] += 1
+            if told[0] == failing + 1:
+                raise ConnectionResetError("made up")
+        say(self, word)
+
+    monkeypatch.setattr(PageSocket, "say", failing_say)
+    run = card_of_size(2, num)
+    carry_out(run)
+    assert [run.ends[stage] for stage in range(num)] == ends
+    run.card.close()
+
+
 def test_a_decision_that_does_not_come_counts_as_lost_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the leader's process is there still cannot be known."""
     monkeypatch.setattr(page_exchange, "DECISION_S", 0.1)
