@@ -53,7 +53,7 @@ async def test_what_cannot_be_handed_over_is_copied(why: str, monkeypatch: pytes
         pages, cards = pages_of_all(devices), iter(["one", "another", "one"])
         with monkeypatch.context() as patch:
             if why == "is off at one":
-                patch.setattr(devices[1], "_hands_over", False)
+                patch.setattr(devices[1]._kv, "_hands_over", False)
             elif why == "no place for a door":
                 patch.setattr(hand_over, "PageDoor", refuse)
             elif why == "no door is reached":

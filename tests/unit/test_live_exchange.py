@@ -448,6 +448,6 @@ async def test_a_round_of_copies_is_no_larger_than_the_stage_with_most_layers_ke
     """The leader has one layer of four, and would keep aside three times as many."""
     async with live_devices(2) as devices:
         group = await form(devices, ranges_of(1, 4))
-        assert [device.most_copied for device in devices] == [devices[1]._room] * 2
-        assert devices[0]._room >= 3 * devices[1]._room > 0
+        assert [device.most_copied for device in devices] == [devices[1]._kv._room(len(devices[1].layers))] * 2
+        assert devices[0]._kv._room(len(devices[0].layers)) >= 3 * devices[1]._kv._room(len(devices[1].layers)) > 0
         await group.executor.close()

@@ -21,7 +21,7 @@ from services.worker.attention.remote import new_states
 from services.worker.engine.types import NOTHING_KEPT, BatchFailedError
 from services.worker.executor.link_turns import LinkTurns
 from services.worker.executor.recent_steps import RecentSteps
-from services.worker.groups import exchange_modes, kv_wire, remote_attention, torch_device
+from services.worker.groups import exchange_modes, kv_exchanges, kv_wire, remote_attention
 from services.worker.groups.device import Led
 from services.worker.groups.exchange_modes import ExchangeFacts, by_price
 from services.worker.groups.kv_table import AreLive, KvLot, KvTable, MovingKv
@@ -128,7 +128,7 @@ async def test_one_worker_is_asked_while_the_readers_of_another_wait(
     def one_live(*_: object, **__: object) -> AreLive:
         return lambda lots: [index == live for index in range(len(lots))]
 
-    monkeypatch.setattr(torch_device, "modes_of", one_live)
+    monkeypatch.setattr(kv_exchanges, "modes_of", one_live)
     async with long_devices(2, kv_exchange=KvExchange.BY_PRICE) as devices:
         found, texts = await exchange_by_price(devices)
     assert found == 1

@@ -24,12 +24,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from services.worker.attention.remote import STATE_EXTRA
-from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv, KvCapacity
+from services.worker.engine.types import NOTHING_KEPT, KeptKv, KvCapacity
 from services.worker.executor.channel import SocketChannel
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.link_turns import LinkTurns
@@ -41,20 +40,16 @@ from services.worker.executor.thread_stage import ThreadStages
 from services.worker.groups.connect import StageListener
 from services.worker.groups.copy_ahead import CopyAhead
 from services.worker.groups.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
-from services.worker.groups.exchange_modes import ExchangeFacts, modes_of
 from services.worker.groups.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
 from services.worker.groups.greeting import StageReady, StageRole, StageWelcome
-from services.worker.groups.hand_over import HandOver
-from services.worker.groups.kv_table import MAX_EXCHANGED, AreLive, KvOffer, KvTable, table_to_form, table_to_part
+from services.worker.groups.kv_exchanges import KvExchanges
+from services.worker.groups.kv_table import KvOffer, table_to_part
 from services.worker.groups.kv_wire import KvSocket
-from services.worker.groups.live_exchange import LiveExchange, RemoteParts
+from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.membership import Membership
 from services.worker.groups.parameter_peers import ParameterPeers
-from services.worker.groups.remote_attention import RemoteShape
-from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.sockets import say
 from services.worker.groups.threads import in_thread
-from services.worker.policy.exchange_mode import Pace
 from services.worker.sockets import what_failed
 from shared.layers import LayerRange, check_tiling
 from shared.log import get_logger
@@ -69,8 +64,6 @@ EXCHANGE_BYTES = 256 * 1024**2
 """Host memory for KV that changes hands, while it does."""
 EXCHANGE_LIMIT_S = 30.0
 """Longest time in which KV has to change hands."""
-MESSAGE_S = 200e-6
-"""Assumed of a message of remote attention between two stages, from thread to thread."""
 _log = get_logger()
 
 
@@ -112,17 +105,20 @@ class TorchGroupDevice:
         self._model = model
         self._listener = listener
         self._limit_s = limit_s
-        self._exchange_bytes = exchange_bytes
-        self._exchange_limit_s = exchange_limit_s
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
-        self._token_s = token_s
-        self._hands_over = hands_over
-        can_attend = SPLIT_KEYS % model.info.capacity.block_size == 0
-        self._kv_exchange = kv_exchange if can_attend else KvExchange.COORDINATED
-        self._may_attend = self._kv_exchange is not KvExchange.COORDINATED
-        """KV that has not arrived may be attended where it lies."""
+        link_bytes_per_s = exchange_bytes_per_s if exchange_bytes else 0.0
         self._turns = LinkTurns()
+        self._kv = KvExchanges(
+            model,
+            self._turns,
+            memory_bytes=exchange_bytes,
+            limit_s=exchange_limit_s,
+            link_bytes_per_s=link_bytes_per_s,
+            mode=kv_exchange,
+            token_s=token_s,
+            hands_over=hands_over,
+        )
         self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
@@ -146,7 +142,7 @@ class TorchGroupDevice:
             page_bytes=facts.page_bytes,
             num_pages=facts.num_pages,
             max_blocks=facts.max_blocks,
-            link_bytes_per_s=exchange_bytes_per_s if exchange_bytes else 0.0,
+            link_bytes_per_s=link_bytes_per_s,
             has_host_copy=True,
         )
 
@@ -205,13 +201,12 @@ class TorchGroupDevice:
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._may_attend)
+                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._kv.may_attend)
                 capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
-                wanted = [stage.layers for stage in place.stages]
-                exchange = self._exchange(place.index, links.kv, wanted, links.attention)
+                exchange = self._kv.to_form(place, links.kv, links.attention)
                 stage = await self._become(place, exchange, offer)
                 try:
-                    await all_ready(place, links, self._exchange_limit_s + self._limit_s)
+                    await all_ready(place, links, self._kv.limit_s + self._limit_s)
                     channels = [SocketChannel(sock, self._turns) for sock in links.members]
                     behind = SocketChannel(links.behind, self._turns)
                     stages = ThreadStages(stage, behind, channels, capacity, self._loop)
@@ -250,16 +245,15 @@ class TorchGroupDevice:
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
                 welcome = StageWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
-                seats = self._listener.expect(place, attending=self._may_attend)
+                seats = self._listener.expect(place, attending=self._kv.may_attend)
                 sockets.callback(seats.close)
                 try:
                     links = await gather_as_member(
-                        place, seats, welcome, self._limit_s, sockets, attending=self._may_attend
+                        place, seats, welcome, self._limit_s, sockets, attending=self._kv.may_attend
                     )
                 finally:
                     self._listener.forget(seats)
-                wanted = [stage.layers for stage in place.stages]
-                exchange = self._exchange(place.index, links.kv, wanted, links.attention)
+                exchange = self._kv.to_form(place, links.kv, links.attention)
                 stage = await self._become(place, exchange, offer)
                 try:
                     await say(links.leader, StageReady())
@@ -296,10 +290,8 @@ class TorchGroupDevice:
 
     @property
     def most_copied(self) -> int:
-        """Blocks of one round of `copy_ahead`: what the stage with most layers keeps aside; see `GroupDevice`."""
-        stages = () if self._place is None else self._place.stages
-        num_layers = max([len(self._layers), *(len(stage.layers) for stage in stages)])
-        return min(self._exchange_bytes // (2 * self._facts.block_bytes * num_layers), MAX_EXCHANGED)
+        """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
+        return self._kv.most_copied(self._place)
 
     async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
         """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
@@ -313,9 +305,9 @@ class TorchGroupDevice:
                 return False
             sockets.pop_all()
         lasting = {peer: KvSocket(sock) for peer, sock in socks.items()}
-        copying = CopyAhead(lasting, lambda: self._exchange_to_part(place, lasting, is_lasting=True))
+        copying = CopyAhead(lasting, lambda: self._kv.to_part(place, lasting, is_lasting=True))
         self._copying = copying
-        return await copying.run(self._offer_to_part(place), self._model.cache, ahead, next_shares)
+        return await copying.run(self._kv.offer_to_part(place), self._model.cache, ahead, next_shares)
 
     def end_copying(self) -> None:
         """Let copies end soon, and forget what was for the rest; see `GroupDevice`."""
@@ -393,65 +385,11 @@ class TorchGroupDevice:
         group = 0 if self._place is None else self._place.plan_id
         step_s = 0.0 if self._executor is None else self._executor.recent_step_s
         await self._leave()
-        num_blocks, rate = self._model.blocks_with(layers), self._facts.link_bytes_per_s
-        return KvOffer(self._layers, self._room, num_blocks, group, kept, rate, step_s)
-
-    @property
-    def _room(self) -> int:
-        """Blocks of the layers that are held now that may be kept aside."""
-        return self._exchange_bytes // (2 * self._facts.block_bytes * len(self._layers))
-
-    def _modes(self, place: GroupPlace, offers: Sequence[KvOffer]) -> AreLive:
-        """Return what chooses whose KV is attended where it lies."""
-        spec = self._model.spec
-        query_bytes = spec.num_heads * spec.head_dim * self._model.cache.keys[0].dtype.itemsize
-        state_bytes = spec.num_heads * (spec.head_dim + STATE_EXTRA) * 4
-        facts = ExchangeFacts(
-            held=tuple(offer.layers for offer in offers),
-            wanted=tuple(stage.layers for stage in place.stages),
-            link_bytes_per_s=tuple(offer.link_bytes_per_s for offer in offers),
-            latency_s=MESSAGE_S,
-            pace=Pace(
-                max(offer.step_s for offer in offers),
-                self._exchange_limit_s,
-                self._token_s * self._block_size / len(offers),
-            ),
-            block_bytes=2 * self._facts.block_bytes,
-            token_bytes=query_bytes + state_bytes,
-        )
-        return modes_of(self._kv_exchange, facts, can_attend=self._may_attend)
-
-    def _exchange(
-        self,
-        index: int,
-        socks: dict[int, socket.socket],
-        wanted: list[LayerRange],
-        attention: dict[int, socket.socket] | None = None,
-    ) -> LiveExchange:
-        """Return what moves KV over these connections, and attends over the others; all by stage."""
-        spec, remote = self._model.spec, None
-        if attention:
-            shape = RemoteShape(
-                spec.num_heads, spec.head_dim, self._block_size, spec.num_layers, self._model.cache.keys[0].dtype
-            )
-            ends = {stage: RemoteSocket(sock, self._turns) for stage, sock in attention.items()}
-            remote = RemoteParts(ends, shape, self._model.host_attention)
-        return LiveExchange(
-            index,
-            {peer: KvSocket(sock) for peer, sock in socks.items()},
-            wanted,
-            block_bytes=self._facts.block_bytes,
-            limit_s=self._exchange_limit_s,
-            remote=remote,
-        )
+        return self._kv.offer_to_form(layers, group, kept, step_s)
 
     async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
         """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
-        num_layers = self._model.info.num_layers
-        pages = HandOver(place, self._model, self._exchange_limit_s, is_on=self._hands_over)
-
-        def decide(offers: Sequence[KvOffer]) -> KvTable:
-            return pages.decide(offers, lambda: table_to_form(offers, num_layers, self._modes(place, offers)))
+        pages = self._kv.hand_over(place)
 
         def change() -> None:
             if exchange.by_pages:
@@ -469,7 +407,7 @@ class TorchGroupDevice:
 
         try:
             said = replace(offer, card=pages.card, door=pages.door)
-            await exchange.agree(said, self._model.cache.num_blocks, decide)
+            await exchange.agree(said, self._model.cache.num_blocks, partial(self._kv.decide, place, pages))
             await in_thread(change, "layer dropping")
             stage = await in_thread(open_stage, "model opening")
         except BaseException as error:
@@ -479,8 +417,7 @@ class TorchGroupDevice:
             # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
-            pages.close()
-            self._hands_over = self._hands_over and pages.is_possible
+            self._kv.end(pages)
             self._note_layers()
         if exchange.by_pages:
             return stage
@@ -506,30 +443,12 @@ class TorchGroupDevice:
             socks = {peer: KvSocket(sock) for peer, sock in met.items()}
         if socks is None:
             return None
-        exchange = self._exchange_to_part(place, socks)
+        exchange = self._kv.to_part(place, socks)
         sockets.callback(exchange.close)
         decide = partial(table_to_part, shares=shares, there=parting.there)
-        await exchange.agree(self._offer_to_part(place), self._model.cache.num_blocks, decide)
+        await exchange.agree(self._kv.offer_to_part(place), self._model.cache.num_blocks, decide)
         await in_thread(lambda: exchange.read(self._model.cache), "KV exchange")
         return exchange
-
-    def _offer_to_part(self, place: GroupPlace) -> KvOffer:
-        ahead = self._model.ahead()
-        ahead_blocks = 0 if ahead is None else ahead.num_blocks
-        return KvOffer(self._layers, self._room, self.whole_blocks, place.plan_id, ahead_blocks=ahead_blocks)
-
-    def _exchange_to_part(
-        self, place: GroupPlace, socks: dict[int, KvSocket], *, is_lasting: bool = False
-    ) -> LiveExchange:
-        """Return what moves KV between the stages of a group to where each of them has all layers."""
-        return LiveExchange(
-            place.index,
-            socks,
-            [self._model.whole] * len(place.stages),
-            block_bytes=self._facts.block_bytes,
-            limit_s=self._exchange_limit_s,
-            is_lasting=is_lasting,
-        )
 
     async def _meet(
         self, place: GroupPlace, purpose: StageRole, sockets: contextlib.ExitStack
