@@ -180,20 +180,23 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
     asks = [replace(each, body={**each.body, **long}) for each in long_prompts(3, num_repeats=6)]
     with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
         stage = set_up_with(cluster, asks)
-        async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
+        async with cluster.bus() as bus:
             driver = PlanDriver(bus)
             await driver.start()
             await until(lambda: len(driver.reports) == 2, "both have reported")
             whole_blocks = min(report.num_blocks for report in driver.reports.values())
             whole = LayerRange(0, next(iter(driver.reports.values())).num_layers)
-            await seen(readers, 20)
-            await change_until_done(cluster, bus, "drop")
-            plan = await plan_now(cluster, bus)
-            driver.epoch = plan.plan_id
-            names = [stage.worker_id for stage in plan.groups[0].stages]
-            await until(lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group")
-            assert states(await driver.reside(names, int(ratio * whole_blocks), whole)) == ["done"] * 2
-            assert states(await driver.restore(names)) == ["done"] * 2
+            async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
+                await seen(readers, 20)
+                await change_until_done(cluster, bus, "drop")
+                plan = await plan_now(cluster, bus)
+                driver.epoch = plan.plan_id
+                names = [stage.worker_id for stage in plan.groups[0].stages]
+                await until(
+                    lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group"
+                )
+                assert states(await driver.reside(names, int(ratio * whole_blocks), whole)) == ["done"] * 2
+                assert states(await driver.restore(names)) == ["done"] * 2
         copied = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_copied"]
         moved = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_exchanged"]
         assert [event["is_whole"] for event in copied] == [True]

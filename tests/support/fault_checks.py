@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -33,8 +34,11 @@ class Footprint:
 
 def num_files(pid: int) -> int:
     """Return how many file descriptors the process holds, but for memory: pages of others may be its own by now."""
-    files = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]  # noqa: PTH115  it may be no path
-    return sum(1 for file in files if MEMORY_NAME not in file)
+    count = 0
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed just now
+            count += MEMORY_NAME not in os.readlink(each)  # noqa: PTH115  it may be no path
+    return count
 
 
 async def footprint(cluster: Cluster) -> Footprint:
