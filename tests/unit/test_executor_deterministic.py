@@ -135,12 +135,12 @@ def test_a_platform_whose_products_depend_on_the_batch_is_refused_at_the_start(m
     """A product that lets the number of non-zero rows of its tile leak into the result stands for such a platform."""
     runner = open_runner(SHAPES["group of 2"], deterministic=True, kernels="torch")
     prove_deterministic(runner, 96)
-    honest = Decoder._logits
+    honest = Decoder.head
 
     def leaking(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
         filled = int((hidden.abs().sum(dim=-1) > 0).sum())
         return honest(self, hidden) * float(np.nextafter(np.float32(1), np.float32(2))) ** filled
 
-    monkeypatch.setattr(Decoder, "_logits", leaking)
+    monkeypatch.setattr(Decoder, "head", leaking)
     with pytest.raises(StartupError, match="deterministic"):
         prove_deterministic(runner, 96)

@@ -12,7 +12,7 @@ from services.worker.engine.types import I32, I64, Batch, Bool
 from services.worker.executor.logit_rules import LogitRules, has_rules
 from services.worker.executor.logprobs import LogprobTable
 from services.worker.executor.sampler import Sampler, SamplingTable
-from services.worker.executor.step import Scores
+from services.worker.executor.scoring import Scores
 from services.worker.memory.host_link import Fetching, is_beside
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams

@@ -23,9 +23,12 @@ from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
 from services.worker.executor.own_samples import OwnSamples
+from services.worker.executor.scoring import TorchScoring
 from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForward
 from services.worker.executor.step_graphs import Recorder, StepGraphs
 from services.worker.memory.kv_cache import KVCache
+from services.worker.models.decoder import Decoder, TiledDecoder
+from services.worker.models.operators import TorchOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
@@ -34,6 +37,8 @@ from shared.errors import StartupError
 
 KINDS = ("auto", "native", "flashinfer", "torch")
 """Values of the setting: `auto` falls back, `native` and `flashinfer` do not."""
+TILE_ROWS = 32
+"""Rows of every product in deterministic mode."""
 MIN_CAPABILITY = (8, 0)
 """CUDA devices below it have no bfloat16 on tensor cores."""
 
@@ -80,7 +85,7 @@ class Kernels:
         """
         if self.library is not None and self.whole:
             return NativeForward(self.library, spec, weights, rope, cache)
-        layers = DecodeLayers(spec, weights, rope, cache, deterministic=deterministic)
+        layers = self._layers(spec, weights, rope, cache, deterministic=deterministic)
         attention = self._attention(spec, cache, deterministic=deterministic)
         record = graphs if graphs is not None and graphs.fits(layers) else None
         return TorchForward(layers, attention, max_tokens=max_tokens, samples=samples, record=record)
@@ -100,7 +105,7 @@ class Kernels:
         assert self.flashinfer is not None, "only FlashInfer's attention can be recorded"
         attention = _flashinfer_attention(self.flashinfer, spec, cache)
         max_blocks = -(-rope.num_positions // cache.block_size)
-        layers = DecodeLayers(spec, weights, rope, cache, deterministic=False)
+        layers = self._layers(spec, weights, rope, cache, deterministic=False)
         return StepGraphs(layers, lambda size: attention.fixed(size, max_blocks), recorder, sizes, samples)
 
     def host_attention(self, spec: ModelSpec, cache: KVCache) -> Attention[Any]:
@@ -108,6 +113,16 @@ class Kernels:
         if self.library is not None:
             return NativePagedAttention(self.library, spec, cache)
         return FixedSplitAttention(spec, cache)
+
+    def _layers(
+        self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
+    ) -> DecodeLayers:
+        operators = TorchOperators(spec, rope, cache)
+        if deterministic:
+            decoder: Decoder = TiledDecoder(spec, weights, operators, TILE_ROWS)
+        else:
+            decoder = Decoder(spec, weights, operators)
+        return DecodeLayers(decoder, operators, TorchScoring(), weights, rope, cache)
 
     def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
         if self.library is not None:

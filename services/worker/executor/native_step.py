@@ -17,7 +17,7 @@ from services.worker.attention.base import RaggedRows
 from services.worker.attention.native_paged import rows_args
 from services.worker.attention.remote import RemoteKeys, RemoteLostError, RemoteRows, new_states
 from services.worker.engine.types import F64, I32, I64, Batch
-from services.worker.executor.step import Scores
+from services.worker.executor.scoring import Scores
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec

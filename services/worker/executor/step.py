@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,33 +11,18 @@ import torch
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.remote import RemoteKeys, RemoteRows, attended_of, new_states
 from services.worker.engine.types import I32, I64, Batch
-from services.worker.executor.draw import finite_largest
 from services.worker.executor.inputs import InputBuffers, StepInputs
 from services.worker.executor.own_samples import OwnSamples
+from services.worker.executor.scoring import Scores, Scoring
 from services.worker.memory.kv_cache import KVCache
-from services.worker.models.decoder import Angles, Decoder
+from services.worker.models.decoder import Decoder
+from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
-from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
 
-TILE_ROWS = 32
-"""Rows of every product in deterministic mode."""
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 """Takes a layer and its queries, returns attention's output."""
 _NONE: I64 = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What a step says of its rows, valid until the next step; on the device, which may not have computed it yet."""
-
-    finite: torch.Tensor
-    """[n] bool, whether the hidden state of each row's last token is made of numbers"""
-    logits: torch.Tensor
-    """[k, vocab_size] float32 of the sampled rows; the owner may change them"""
-    largest: torch.Tensor
-    """[k] int64, id of the largest logit of each sampled row, the lowest id on a tie; vocab_size for a row with a logit
-    that is not a number or infinitely large"""
 
 
 class ForwardPass(Protocol):
@@ -90,18 +74,27 @@ class DecodeLayers:
     """Layers of the model, those of the cache, around an attention that somebody else computes.
 
     Args:
-        spec: the model.
+        decoder: of these layers.
+        operators: of the same.
+        scoring: of the last layer's rows.
         weights: of these layers.
         rope: angles of every position that may occur.
         cache: of these layers.
-        deterministic: every product in fixed shapes (see `Decoder`).
     """
 
     def __init__(
-        self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
+        self,
+        decoder: Decoder,
+        operators: LayerOperators,
+        scoring: Scoring,
+        weights: ModelWeights,
+        rope: RopeTable,
+        cache: KVCache,
     ) -> None:
         self.cache = cache
-        self._decoder = Decoder(spec, weights, TILE_ROWS if deterministic else 0)
+        self._decoder = decoder
+        self._operators = operators
+        self._scoring = scoring
         self._weights = weights
         self.rope = rope
 
@@ -110,27 +103,32 @@ class DecodeLayers:
 
         Args:
             inputs: of the step.
-            hidden: behind the layer before the first one here; None: from the tokens.
+            hidden: behind the layer before the first one here, may be overwritten; None: from the tokens.
             attend: called for each layer with its queries [t, num_heads, head_dim]; keys and values are stored then.
         """
-        decoder, cache = self._decoder, self.cache
-        angles = Angles(*self.rope.rows(inputs.positions))
+        decoder = self._decoder
+        turn = self._operators.turning(inputs.positions, inputs.slots)
         if hidden is None:
             hidden = decoder.embed(inputs.tokens, inputs.positions)
-        for layer in cache.layers:
-            queries, keys, values = decoder.pre(layer, hidden, angles)
-            cache.write(layer, inputs.slots, keys, values)
+        for layer in self.cache.layers:
+            queries = decoder.pre(layer, hidden, turn)
             hidden = decoder.post(layer, hidden, attend(layer, queries))
         return hidden
 
-    def scores(self, hidden: torch.Tensor, inputs: StepInputs) -> Scores:
-        """Return what a step says of its rows, from the hidden states [t, hidden_size] behind the last layer."""
-        finite = torch.isfinite(hidden.index_select(0, inputs.last).sum(dim=-1, dtype=torch.float32))
+    def scores(self, hidden: torch.Tensor, inputs: StepInputs, into: Scores | None = None) -> Scores:
+        """Return what a step says of its rows.
+
+        Args:
+            hidden: [t, hidden_size] behind the last layer.
+            inputs: of the step.
+            into: where it is put; None: into new memory.
+        """
+        finite = self._scoring.finite(hidden, inputs.last, None if into is None else into.finite)
         if not len(inputs.sampled):
-            logits = hidden.new_empty((0, self.vocab_size), dtype=torch.float32)
+            products = hidden.new_empty((0, self.vocab_size))
         else:
-            logits = self._decoder.head(hidden.index_select(0, inputs.sampled))
-        return Scores(finite, logits, finite_largest(logits))
+            products = self._decoder.head(hidden.index_select(0, inputs.sampled))
+        return Scores(finite, *self._scoring.largest(products, None if into is None else (into.logits, into.largest)))
 
     @property
     def vocab_size(self) -> int:

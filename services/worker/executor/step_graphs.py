@@ -23,7 +23,8 @@ from services.worker.attention.base import FixedDecodes
 from services.worker.engine.types import I32, I64, Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
 from services.worker.executor.own_samples import OwnSamples
-from services.worker.executor.step import DecodeLayers, Scores
+from services.worker.executor.scoring import Scores
+from services.worker.executor.step import DecodeLayers
 from services.worker.memory.host_link import send
 
 MAX_ROWS = 512
@@ -97,7 +98,7 @@ class StepGraphs:
         self._addresses = _addresses(layers)
         self._graphs: dict[int, _Graph] = {}
         self._scores: Scores | None = None
-        """Of all rows; every graph writes the first ones."""
+        """Every graph writes the first ones: kept by each for itself, they would be several times as much."""
 
     def record(self, progress: Callable[[float], None]) -> None:
         """Record all graphs, the largest first, in whose memory the others find room. The first block is written.
@@ -105,7 +106,8 @@ class StepGraphs:
         Args:
             progress: called with the share that is done.
         """
-        self._scores = self._take_scores()
+        device = self.layers.cache.keys[0].device
+        self._scores = Scores.empty(self.sizes[-1], self.sizes[-1], self.layers.vocab_size, device)
         for done, size in enumerate(self.sizes[::-1]):
             attention = self._fixed(size)
             zeros = np.zeros(size, dtype=np.int32)
@@ -115,7 +117,7 @@ class StepGraphs:
 
             def compute(inputs: StepInputs = inputs, attention: FixedDecodes = attention) -> None:
                 hidden = self.layers.compute(inputs, None, attention.attend)
-                self._keep(self.layers.scores(hidden, inputs))
+                self.layers.scores(hidden, inputs, self._kept().first(inputs.rows.num_tokens.size))
 
             self._graphs[size] = _Graph(attention, self._recorder.record(compute))
             progress((done + 1) / len(self.sizes))
@@ -136,30 +138,15 @@ class StepGraphs:
         inputs = self._laid_out(filled_up(batch, size), tables)
         graph.attention.plan(inputs.rows)
         graph.start()
-        scores = _first(self._kept(), num_rows)
+        scores = self._kept().first(num_rows)
         if len(sampled) == num_rows:
             return scores
         wanted = send(sampled, scores.logits.device)
         return Scores(scores.finite, scores.logits[wanted], scores.largest[wanted])
 
-    def _take_scores(self) -> Scores:
-        """Take memory for what every graph says: kept by each for itself, it would be several times as much."""
-        num_rows, device = self.sizes[-1], self.layers.cache.keys[0].device
-        return Scores(
-            finite=torch.zeros(num_rows, dtype=torch.bool, device=device),
-            logits=torch.zeros((num_rows, self.layers.vocab_size), dtype=torch.float32, device=device),
-            largest=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        )
-
     def _kept(self) -> Scores:
         assert self._scores is not None, "nothing is recorded yet"
         return self._scores
-
-    def _keep(self, scores: Scores) -> None:
-        kept = _first(self._kept(), len(scores.finite))
-        kept.finite.copy_(scores.finite)
-        kept.logits.copy_(scores.logits)
-        kept.largest.copy_(scores.largest)
 
     def _laid_out(self, batch: Batch, tables: I32) -> StepInputs:
         return self._inputs.fill(batch, tables, np.arange(len(batch.rows), dtype=np.int64))
@@ -186,10 +173,6 @@ def filled_up(batch: Batch, num_rows: int) -> Batch:
         tokens=batch.tokens[places],
         sample=batch.sample[places],
     )
-
-
-def _first(scores: Scores, num_rows: int) -> Scores:
-    return Scores(scores.finite[:num_rows], scores.logits[:num_rows], scores.largest[:num_rows])
 
 
 def _addresses(layers: DecodeLayers) -> tuple[int, ...]:
