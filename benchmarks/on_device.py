@@ -20,6 +20,7 @@ def model_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--no-graphs", action="store_true", help="start every kernel of a decode by itself")
+    parser.add_argument("--no-fused", action="store_true", help="torch's operators between the products")
     parser.add_argument("--memory-gib", type=float, default=60.0, help="for parameters and KV")
     return parser
 
@@ -42,6 +43,7 @@ def settings_of(arguments: argparse.Namespace, **others: Any) -> RunnerSettings:
         memory_bytes=int(arguments.memory_gib * 2**30),
         kernels=arguments.kernels,
         graphs=not arguments.no_graphs,
+        fused=not arguments.no_fused,
         **others,
     )
 

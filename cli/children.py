@@ -95,6 +95,7 @@ class ClusterPlan:
         flags += ["--deterministic"] if settings.deterministic else []
         flags += [] if settings.prefix_caching else ["--no-prefix-caching"]
         flags += [] if settings.graphs else ["--no-graphs"]
+        flags += [] if settings.fused else ["--no-fused"]
         flags += [] if settings.overlap is None else ["--overlap" if settings.overlap else "--no-overlap"]
         return self._service(name, *flags)
 

@@ -111,6 +111,7 @@ _CLUSTER_OPTIONS = (
 _CLUSTER_SWITCHES = (
     ("prefix-caching", "Keep KV until its memory is needed, for requests that begin alike. [on]"),
     ("graphs", "Record steps of decodes as CUDA graphs, where FlashInfer computes attention. [on]"),
+    ("fused", "On CUDA compute norms, rotary embeddings, gates and samples by Triton's kernels. [on]"),
     ("overlap", "Launch steps of decodes before those before them have ended. [on a GPU]"),
     ("deterministic", "The same text whatever else is in the batch; somewhat slower."),
     ("allow-no-key", "Listen on another address than this machine's own although the API asks for no key."),

@@ -40,6 +40,8 @@ class UpSettings(ServiceSettings):
     """Workers keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
     graphs: bool = True
     """Workers record steps of decodes as CUDA graphs, where FlashInfer computes attention."""
+    fused: bool = True
+    """Workers on CUDA compute norms, rotary embeddings, gates and samples by Triton's kernels."""
     overlap: bool | None = None
     """Workers launch steps of decodes before those before them have ended; empty: on a GPU."""
     deterministic: bool = False

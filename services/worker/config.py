@@ -115,6 +115,8 @@ class WorkerSettings(ServiceSettings):
     """What computes the forward pass: `auto`, `native` (on the CPU), `flashinfer` (on CUDA) or `torch`."""
     graphs: bool = True
     """Record steps of decodes as CUDA graphs, where FlashInfer computes attention; takes some seconds at the start."""
+    fused: bool = True
+    """On CUDA compute norms, rotary embeddings, gates and samples by Triton's kernels, fewer than torch's."""
     overlap: bool | None = None
     """Launch a step of decodes before the one before it has ended, so that the device need not wait for the host in
     between; a request that comes meanwhile waits for one step more. Empty: on a GPU."""

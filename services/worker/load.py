@@ -204,6 +204,7 @@ def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> Runner
         num_threads=settings.threads or None,
         kernels=settings.kernels.value,
         graphs=settings.graphs,
+        fused=settings.fused,
         overlap=settings.overlap,
         page_bytes=page_bytes,
     )

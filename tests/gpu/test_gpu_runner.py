@@ -81,7 +81,7 @@ def test_logits_on_the_gpu_stay_near_the_references(dtype: str, limit: float, ke
             open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB, kernels=kernels)
         return
     driver = Driver(open_runner(WIDE, device="cuda", dtype=dtype, memory_bytes=512 * MIB, kernels=kernels))
-    assert driver.runner.info.kernels == kernels
+    assert driver.runner.info.kernels.startswith(kernels)
     (tokens,) = prompts((300,))
     sequence = driver.add(tokens)
     for count in (90, 77, 1, 90, 41, 1):
@@ -98,7 +98,7 @@ def test_full_batches_stay_within_the_budget(kernels: str) -> None:
     before = torch.cuda.memory_reserved()
     limits = {"memory_bytes": 512 * MIB, "max_batch_tokens": 2048, "max_batch_rows": 64, "max_rows": 64}
     runner = open_runner(WIDE, device="cuda", dtype="bfloat16", kernels=kernels, **limits)
-    assert runner.info.kernels == kernels
+    assert runner.info.kernels.startswith(kernels)
     torch.cuda.reset_peak_memory_stats()
     driver = Driver(runner)
     for prompt in prompts(tuple(range(100, 420, 5))):

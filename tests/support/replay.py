@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from services.worker.fused import launching
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
@@ -38,7 +41,15 @@ class ReplayRecorder:
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Record a graph; see `Recorder`."""
         recording = _Recording()
-        with recording:
+        launch = launching.launch
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():  # what an interpreter does meanwhile is not part of it
+                launch(*args, **kwargs)
+            recording.calls.append((launch, args, kwargs, None))
+
+        with pytest.MonkeyPatch.context() as patch, recording:
+            patch.setattr(launching, "launch", note)
             compute()
 
         def start() -> None:

@@ -271,15 +271,16 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     [
         ({}, []),
         ({"graphs": False, "overlap": True}, ["--no-graphs", "--overlap"]),
+        ({"fused": False}, ["--no-fused"]),
         ({"overlap": False}, ["--no-overlap"]),
     ],
 )
-def test_workers_are_told_of_graphs_and_overlap_only_what_was_chosen(
+def test_workers_are_told_of_graphs_fused_kernels_and_overlap_only_what_was_chosen(
     changes: dict[str, bool], expected: list[str], tmp_path: Path
 ) -> None:
     plan = ClusterPlan(settings(**changes), Model(tmp_path, "m"), BrokerAccess("nats://x"), 80)
     worker = next(spec.argv for spec in plan.specs() if spec.name == "worker-0")
-    assert [each for each in worker if "graphs" in each or "overlap" in each] == expected
+    assert [each for each in worker if each.endswith(("graphs", "fused", "overlap"))] == expected
 
 
 def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: Path) -> None:

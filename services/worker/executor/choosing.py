@@ -11,7 +11,7 @@ import torch
 from services.worker.engine.types import I32, I64, Batch, Bool
 from services.worker.executor.logit_rules import LogitRules, has_rules
 from services.worker.executor.logprobs import LogprobTable
-from services.worker.executor.sampler import Sampler, SamplingTable
+from services.worker.executor.sampler import Choose, Sampler, SamplingTable
 from services.worker.executor.scoring import Scores
 from services.worker.memory.host_link import Fetching, is_beside
 from shared.stream_extras import TokenLogprob
@@ -45,12 +45,21 @@ class Chooser:
         eos_token_ids: of the model.
         vocab_size: of the model.
         row_by_row: what is chosen for a row does not depend, to the bit, on the others.
+        choose: see `Sampler`.
     """
 
-    def __init__(self, max_rows: int, eos_token_ids: tuple[int, ...], vocab_size: int, *, row_by_row: bool) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        *,
+        row_by_row: bool,
+        choose: Choose | None = None,
+    ) -> None:
         self._is_plain: Bool = np.zeros(max_rows, dtype=np.bool_)
         self._sampling = SamplingTable(max_rows)
-        self._sampler = Sampler(row_by_row=row_by_row)
+        self._sampler = Sampler(row_by_row=row_by_row, choose=choose)
         self._rules = LogitRules(max_rows, eos_token_ids, vocab_size)
         self._logprobs = LogprobTable(max_rows, row_by_row=row_by_row)
 

@@ -4,13 +4,16 @@ native      all layers by the worker's own library (`native_step.py`), on the CP
 attention   attention by that library, the rest by torch: for models with a layer that the library does not know
 flashinfer  attention by FlashInfer, the rest by torch, on CUDA
 torch       everything by torch: where none of these can, or by `--kernels torch`
+
+On CUDA what lies between products is fused (`services/worker/fused`), whatever computes attention, unless everything is
+to be torch's, or deterministic.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -35,6 +38,9 @@ from services.worker.models.weights import ModelWeights
 from services.worker.native.library import NativeLibrary, open_library
 from shared.errors import StartupError
 
+if TYPE_CHECKING:
+    from services.worker.fused.library import FusedKernels  # needs Triton, which is not on every machine
+
 KINDS = ("auto", "native", "flashinfer", "torch")
 """Values of the setting: `auto` falls back, `native` and `flashinfer` do not."""
 TILE_ROWS = 32
@@ -48,16 +54,18 @@ class Kernels:
     """What computes a model's forward pass on this machine.
 
     Attributes:
-        name: `native <instruction set>`, `attention <instruction set>`, `flashinfer` or `torch`.
+        name: `native <instruction set>`, `attention <instruction set>`, `flashinfer` or `torch`; `, fused` behind it.
         library: of `native` and `attention`.
         whole: the library computes all of the layers.
         flashinfer: the module, of `flashinfer`.
+        fused: what lies between products, and choosing, by fewer kernels than torch's.
     """
 
     name: str
     library: NativeLibrary | None = None
     whole: bool = False
     flashinfer: Any = None
+    fused: FusedKernels | None = None
 
     def open(  # noqa: PLR0913  one argument per part that is joined here
         self,
@@ -117,11 +125,14 @@ class Kernels:
     def _layers(
         self, spec: ModelSpec, weights: ModelWeights, rope: RopeTable, cache: KVCache, *, deterministic: bool
     ) -> DecodeLayers:
+        if self.fused is not None:
+            operators = self.fused.operators(spec, rope, cache)
+            fused = Decoder(spec, weights, operators)
+            return DecodeLayers(fused, operators, self.fused.scoring(), weights, rope, cache)
         operators = TorchOperators(spec, rope, cache)
-        if deterministic:
-            decoder: Decoder = TiledDecoder(spec, weights, operators, TILE_ROWS)
-        else:
-            decoder = Decoder(spec, weights, operators)
+        decoder = (
+            TiledDecoder(spec, weights, operators, TILE_ROWS) if deterministic else Decoder(spec, weights, operators)
+        )
         return DecodeLayers(decoder, operators, TorchScoring(), weights, rope, cache)
 
     def _attention(self, spec: ModelSpec, cache: KVCache, *, deterministic: bool) -> Attention[Any]:
@@ -133,13 +144,38 @@ class Kernels:
 
 
 def choose_kernels(
-    wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool
+    wanted: str,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    deterministic: bool,
+    fused: bool = True,
 ) -> Kernels:
     """Return the best kernels for a model on a device; the log says why they are not better ones.
+
+    Args:
+        wanted: one of `KINDS`.
+        spec: the model.
+        device: that computes.
+        dtype: of the model.
+        deterministic: results must not depend on the batch.
+        fused: what lies between products may be fused.
 
     Raises:
         StartupError: `wanted` is none of `KINDS`, or `native` or `flashinfer` where that is not possible.
     """
+    chosen = _choose(wanted, spec, device, dtype, deterministic=deterministic)
+    if not fused or wanted == "torch" or deterministic or device.type != "cuda":
+        return chosen
+    found, reason = _open_fused(spec, dtype, device)
+    if found is None:
+        structlog.get_logger().warning("what lies between products is torch's, which is slower", reason=reason)
+        return chosen
+    return replace(chosen, name=f"{chosen.name}, fused", fused=found)
+
+
+def _choose(wanted: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> Kernels:
     if wanted not in KINDS:
         raise StartupError(f"kernels {wanted!r} are not known", f"Use one of {', '.join(KINDS)}")
     if wanted == "torch":
@@ -193,6 +229,16 @@ def _open_flashinfer() -> tuple[Any, str | None]:
         return importlib.import_module("flashinfer"), None
     except (ImportError, OSError, RuntimeError) as error:
         return None, f"it cannot be imported ({error}); pip install 'sluice[gpu]' brings it"
+
+
+def _open_fused(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[FusedKernels | None, str | None]:
+    """Return the kernels, or None and why they are not there."""
+    try:
+        library = importlib.import_module("services.worker.fused.library")
+    except (ImportError, OSError, RuntimeError) as error:
+        return None, f"Triton cannot be imported ({error}); it comes with torch for CUDA"
+    opened: tuple[FusedKernels | None, str | None] = library.open_fused(spec, dtype, device)
+    return opened
 
 
 def _flashinfer_attention(library: Any, spec: ModelSpec, cache: KVCache) -> FlashInferAttention:

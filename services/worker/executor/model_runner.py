@@ -32,6 +32,7 @@ from services.worker.executor.choosing import Chooser
 from services.worker.executor.inputs import BlockTables
 from services.worker.executor.launched import Done, Launched
 from services.worker.executor.own_samples import OwnSamples
+from services.worker.executor.sampler import Choose
 from services.worker.executor.step import ForwardPass
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.host_link import send
@@ -74,6 +75,8 @@ class RunnerSettings:
     """`auto`, `native`, `flashinfer` or `torch`; see `executor/kernels.py`."""
     graphs: bool = True
     """Steps of decodes are recorded as CUDA graphs, where that is possible; takes seconds at the start."""
+    fused: bool = True
+    """On CUDA what lies between products is computed by fewer kernels than torch's; see `services/worker/fused`."""
     overlap: bool | None = None
     """A step is launched before the one before it has ended; None: where the device computes beside the host."""
     layers: LayerRange | None = None
@@ -152,6 +155,7 @@ class ModelRunner:
         max_rows: int,
         deterministic: bool,
         samples: OwnSamples,
+        choose: Choose | None = None,
         overlaps: bool = False,
         owns_memory: bool = True,
     ) -> None:
@@ -166,7 +170,7 @@ class ModelRunner:
         self._is_sound = True
         self._device = forward.cache.keys[0].device
         self._tables = BlockTables(max_rows, -(-info.max_model_len // info.capacity.block_size))
-        self._chooser = Chooser(max_rows, info.eos_token_ids, info.vocab_size, row_by_row=deterministic)
+        self._chooser = Chooser(max_rows, info.eos_token_ids, info.vocab_size, row_by_row=deterministic, choose=choose)
 
     @property
     def capacity(self) -> KvCapacity:

@@ -149,6 +149,7 @@ class RunnerOpener:
             max_rows=self._max_rows,
             deterministic=settings.deterministic,
             samples=self._samples,
+            choose=None if self._kernels.fused is None else self._kernels.fused.choose,
             overlaps=is_beside(self._device) if settings.overlap is None else settings.overlap,
             owns_memory=owns_memory,
         )

@@ -81,7 +81,9 @@ def load_model(settings: RunnerSettings, progress: Progress, *, lends_memory: bo
     _num_host_blocks(settings, demand)
     context = longest_context(demand)
     progress(0.0, "choosing kernels")  # on a GPU some are compiled the first time
-    kernels = choose_kernels(settings.kernels, spec, device, dtype, deterministic=settings.deterministic)
+    kernels = choose_kernels(
+        settings.kernels, spec, device, dtype, deterministic=settings.deterministic, fused=settings.fused
+    )
     _set_threads(settings, device, kernels)
     memory = _open_memory(settings, ModelSizes(spec, settings.block_size, dtype, settings.layers), device)
     with ExitStack() as on_failure:

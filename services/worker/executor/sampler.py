@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,11 @@ DRAW_ELEMENTS = 2**20
 """Logits that are weighed and summed at a time, unless one row has more: bounds the workspace, and stays in caches."""
 DRAW_ELEMENTS_CUDA = 2**22
 """The same on a GPU: each part is some twenty kernels, and sorting a part takes some fifty bytes for each logit."""
+
+
+Choose = Callable[[torch.Tensor, RowSampling, F64], torch.Tensor]
+"""Takes logits [n, vocab_size], their rows' parameters and points [n], and returns the chosen ids [n], greedy and drawn
+ones, on the device: what `draw.py` draws, without waiting. See `services/worker/fused/drawing.py`."""
 
 
 class SamplingTable:
@@ -88,10 +94,12 @@ class Sampler:
 
     Args:
         row_by_row: compute each drawn row by itself, so that its bits do not depend on how many others are drawn.
+        choose: chooses for all rows at once; None: torch's operators do it.
     """
 
-    def __init__(self, *, row_by_row: bool = False) -> None:
+    def __init__(self, *, row_by_row: bool = False, choose: Choose | None = None) -> None:
         self._row_by_row = row_by_row
+        self._choose = choose
 
     def sample(self, logits: torch.Tensor, sampling: RowSampling, positions: I64) -> I64:
         """Return the chosen ids [n]; see `begin`."""
@@ -110,6 +118,9 @@ class Sampler:
             largest: [n] id of the largest logit of each row, if it is known.
         """
         drawn = np.flatnonzero(sampling.temperature)
+        if self._choose is not None and (len(drawn) or largest is None):
+            ids = self._choose(logits, sampling, uniforms(sampling.seed, positions))
+            return Choice(None, sampling, np.zeros(0), [], (ids,), is_final=True)
         if largest is None:
             is_asked = len(drawn) < len(logits)
             largest = first_largest(logits) if is_asked else logits.new_zeros(len(logits), dtype=torch.int64)
