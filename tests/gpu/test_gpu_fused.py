@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ pytestmark = [
 ]
 
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
-LARGE = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3000, "num_layers": 1}
+LARGE: dict[str, Any] = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 3000, "num_layers": 1}
 SHAPES = {
     "llama": CheckpointShape(**LARGE, num_heads=8, num_kv_heads=2, head_dim=128),
     "qwen3": CheckpointShape(family="qwen3", **LARGE, num_heads=8, num_kv_heads=2, head_dim=128),

@@ -14,8 +14,15 @@ from triton.compiler import ASTSource
 
 from services.worker.fused import choice_kernels, layer_kernels
 
-LLAMA_8B = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "ROTARY_DIM": 128, "HEADS_BLOCK": 8}
-PHI_3 = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 96, "ROTARY_DIM": 72, "HEADS_BLOCK": 8}
+LLAMA_8B = {
+    "NUM_HEADS": 32,
+    "NUM_KV_HEADS": 8,
+    "HEAD_DIM": 128,
+    "ROTARY_DIM": 128,
+    "HEADS_BLOCK": 8,
+    "IS_ALIGNED": True,
+}
+PHI_3 = {"NUM_HEADS": 32, "NUM_KV_HEADS": 32, "HEAD_DIM": 96, "ROTARY_DIM": 72, "HEADS_BLOCK": 8, "IS_ALIGNED": False}
 ROWS = {"VOCAB": 128_256, "BLOCK": 8192}
 NORM = {"WIDTH": 4096, "BLOCK": 4096}
 WIDE_NORM = {"WIDTH": 8192, "BLOCK": 8192}
@@ -77,7 +84,7 @@ def test_they_are_compiled_for_gpus_and_keep_all_numbers_in_registers(
 def test_no_step_makes_a_kernel_be_compiled_anew() -> None:
     """A list of a step begins anywhere in its buffer, and has any length: neither may count."""
     free = {
-        layer_kernels.turn_heads: {"positions", "slots"},
+        layer_kernels.turn_heads: {"positions", "slots", "keys", "values"},
         choice_kernels.finite_rows: {"last", "finite"},
         choice_kernels.largest_rows: {"ids"},
         choice_kernels.draw_rows: {"ids", "num_rows"},

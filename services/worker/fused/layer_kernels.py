@@ -59,7 +59,14 @@ def _normed(part, scale, q_norm, k_norm, place, is_there, is_query, is_value, dt
     return tl.where(is_value, part, normed)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@triton.jit
+def _pointer(address, dtype: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    """Return an address as a pointer to numbers of a type."""
+    pointer = address.to(tl.pointer_type(dtype))
+    return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
+
+
+@triton.jit(do_not_specialize=["keys", "values"], do_not_specialize_on_alignment=["positions", "slots"])
 def turn_heads(
     heads,
     positions,
@@ -76,6 +83,7 @@ def turn_heads(
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
@@ -84,7 +92,9 @@ def turn_heads(
 
     The heads' first ROTARY_DIM dimensions are two halves that turn against each other, the rest stays. `heads` is
     [t, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], `cos` and `sin` [positions, ROTARY_DIM] (the first half of `sin` is
-    negated, see `RopeTable`), `keys` and `values` [slots, NUM_KV_HEADS, HEAD_DIM].
+    negated, see `RopeTable`), `keys` and `values` the addresses of [slots, NUM_KV_HEADS, HEAD_DIM]: numbers, since what
+    starts a kernel asks the driver for each pointer, and there need not be memory at the first slot. IS_ALIGNED: both
+    are multiples of 16.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK))[:, None]
@@ -93,10 +103,10 @@ def turn_heads(
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
     slot = tl.load(slots + token)
-    heads = heads + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
-    keys = keys + (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
-    values = values + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
     dtype: tl.constexpr = heads.dtype.element_ty
+    heads = heads + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    keys = _pointer(keys, dtype, IS_ALIGNED) + (slot * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
+    values = _pointer(values, dtype, IS_ALIGNED) + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
 
     if ROTARY_DIM > 0:
         half = tl.arange(0, HALF_BLOCK)[None, :]

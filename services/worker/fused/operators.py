@@ -81,6 +81,7 @@ class FusedOperators:
 
         def turn(layer: int, heads: torch.Tensor, weights: ParameterBuffer) -> torch.Tensor:
             assert heads.is_contiguous()
+            places = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
             launching.launch(
                 layer_kernels.turn_heads,
                 (heads.shape[0], num_programs),
@@ -91,10 +92,10 @@ class FusedOperators:
                 rope.sin,
                 weights["q_norm"] if spec.head_norm else heads,
                 weights["k_norm"] if spec.head_norm else heads,
-                cache.keys[layer],
-                cache.values[layer],
+                *places,
                 spec.norm_eps,
                 **constants,
+                IS_ALIGNED=not any(place % 16 for place in places),
                 num_warps=2,
             )
             return heads[:, : spec.num_heads]
