@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from services.worker.executor.draw import RowSampling, draw
+from services.worker.memory.cuda import CudaMemory
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driver
@@ -21,6 +22,7 @@ from services.worker.fused import choice_kernels, layer_kernels
 from services.worker.fused.drawing import choose
 from services.worker.fused.library import open_fused
 from services.worker.models.spec import read_spec
+from tests.support.late_blocks import stored_behind_nothing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +52,12 @@ DEVICE = "cuda"
 def test_the_trial_accepts_them(name: str, dtype: torch.dtype) -> None:
     spec = read_spec(stored_checkpoint(SHAPES[name])[0])
     assert open_fused(spec, dtype, torch.device(DEVICE, 0))[1] is None
+
+
+def test_keys_go_to_blocks_before_which_there_is_no_memory() -> None:
+    pytest.importorskip("cuda.bindings")
+    ours, theirs = stored_behind_nothing(CudaMemory(2 * MIB, 2, torch.device(DEVICE, 0)), torch.device(DEVICE, 0))
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_tokens_are_drawn_as_the_cpu_draws_them() -> None:

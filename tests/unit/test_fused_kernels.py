@@ -20,14 +20,17 @@ from services.worker.fused.drawing import choose
 from services.worker.fused.library import FusedKernels, open_fused
 from services.worker.fused.operators import FusedOperators, FusedScoring
 from services.worker.memory.kv_cache import KVCache
+from services.worker.memory.posix import PosixMemory
 from services.worker.models.operators import LayerOperators, TorchOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.interpreted import interpret
+from tests.support.late_blocks import stored_behind_nothing
 
 CPU = torch.device("cpu")
+PAGE = 1 << 16
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.8}
 SHAPES = {
     "llama": CheckpointShape(),
@@ -96,6 +99,12 @@ def test_heads_are_turned_and_stored_where_they_belong_and_nowhere_else(name: st
         results.append([queries, *cache.pools()])
     for theirs, ours in zip(*results, strict=True):
         assert_same(ours, theirs)
+
+
+def test_keys_go_to_blocks_before_which_there_is_no_memory() -> None:
+    """Whoever touches the first block dies."""
+    ours, theirs = stored_behind_nothing(PosixMemory(PAGE, 2), CPU)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
