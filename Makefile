@@ -72,6 +72,8 @@ gpu-figures: ## what docs/results/gpu.md asks for, on a model of 8 G parameters 
 	$(GPU_PYTHON) -m benchmarks.gpu_margin $(GPU_MODEL)
 	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --transformers
 	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --no-graphs
+	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --no-fused
+	$(GPU_PYTHON) -m benchmarks.fused_kernels --model $(GPU_MODEL)
 	$(GPU_PYTHON) -m benchmarks.overlap --model $(GPU_MODEL)
 	$(GPU_PYTHON) -m benchmarks.group_change --model $(GPU_MODEL) --device cuda --memory 36GiB --exchange-memory 4GiB --stages 2
 	$(GPU_PYTHON) -m benchmarks.remap --device cuda

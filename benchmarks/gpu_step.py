@@ -1,7 +1,7 @@
 """How near decodes come to a device's memory bandwidth, and prompts to its matrix multiplication.
 
     python -m benchmarks.gpu_step --model FOLDER [--device cuda] [--dtype bfloat16] [--memory-gib 60] [--context 1024]
-                                  [--no-graphs] [--transformers]
+                                  [--no-graphs] [--no-fused] [--transformers]
 
 Both roofs are measured first, by torch on the same device: a copy within its memory (bytes read and written per second)
 and a product of square matrices. A step of decodes reads all parameters but the embedding, and the KV of its contexts;
