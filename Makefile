@@ -70,7 +70,7 @@ gpu-check: ## run every test that needs a GPU, and measure what pages cost there
 
 gpu-figures: ## what docs/results/gpu.md asks for, on a model of 8 G parameters that is made in GPU_MODEL; installs nothing
 	$(GPU_PYTHON) -m benchmarks.gpu_margin $(GPU_MODEL)
-	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --transformers
+	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --transformers --profile llama-3-8b-tp1-h200
 	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --no-graphs
 	$(GPU_PYTHON) -m benchmarks.gpu_step --model $(GPU_MODEL) --no-fused
 	$(GPU_PYTHON) -m benchmarks.fused_kernels --model $(GPU_MODEL)

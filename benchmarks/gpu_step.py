@@ -1,14 +1,15 @@
 """How near decodes come to a device's memory bandwidth, and prompts to its matrix multiplication.
 
     python -m benchmarks.gpu_step --model FOLDER [--device cuda] [--dtype bfloat16] [--memory-gib 60] [--context 1024]
-                                  [--no-graphs] [--no-fused] [--transformers]
+                                  [--no-graphs] [--no-fused] [--transformers] [--profile llama-3-8b-tp1-h200]
 
 Both roofs are measured first, by torch on the same device: a copy within its memory (bytes read and written per second)
 and a product of square matrices. A step of decodes reads all parameters but the embedding, and the KV of its contexts;
 a prompt multiplies each of its tokens with all parameters of the layers, and attends what is before it. Steps are run
 as the worker runs them, up to the tokens that come back; the median counts. Sizes that the memory does not hold are
 left out, and said so. With `--transformers` the same steps are run by transformers, with its attention by torch and KV
-that grows. On the CPU (`--device cpu`) it does the same, for trying it out.
+that grows. With `--profile` stands what the cost model says of the same steps on that profile's GPU. On the CPU
+(`--device cpu`) it does the same, for trying it out.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_model
 from services.worker.memory.measure import release_free_memory
 from services.worker.models.spec import ModelSpec
+from shared.cost import CostModel, load_profile, prefill_pairs
 
 DECODES = (1, 16, 64, 256)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
@@ -81,10 +83,12 @@ def main() -> None:
     """Measure and print."""
     parser = model_parser(__doc__)
     parser.add_argument("--transformers", action="store_true", help="time transformers too, in the same run")
+    parser.add_argument("--profile", help="of the cost model, by name, to be held against")
     parser.add_argument("--context", type=int, default=1024, help="tokens before each decoded one")
     parser.add_argument("--steps", type=int, default=30, help="of each kind")
     arguments, device = parse(parser)
     dtype = getattr(torch, arguments.dtype)
+    profile = None if arguments.profile is None else load_profile(arguments.profile)
     bandwidth = copy_roof(device, arguments.steps)
     operations = product_roof(device, dtype, arguments.steps)
     settings = settings_of(arguments, max_batch_rows=max(DECODES), max_batch_tokens=max(PROMPTS))
@@ -115,7 +119,10 @@ def main() -> None:
         del loaded, runner  # the reference needs their memory
         release_free_memory(device)
         add_reference(Reference(arguments.model, device, dtype), arguments, decodes, prompts)
-    others = ("transformers, ms",) if arguments.transformers else ()
+    others = ["transformers, ms"] if arguments.transformers else []
+    if profile is not None:
+        others.append(f"{profile.model} on {profile.gpu} by the cost model, ms")
+        add_model(profile.cost, arguments.context, decodes, prompts)
     header = ("ms per step", "tokens/s", "of the roof", *others)
     print_table(f"Decodes, {arguments.context} tokens before each", ("rows", *header), decodes)
     print_table("Prompts", ("tokens", *header), prompts)
@@ -130,6 +137,14 @@ def add_reference(
             num_rows, num_tokens, start = (size, 1, arguments.context) if is_decode else (1, size, 0)
             taken = reference.step_s(num_rows, num_tokens, start, arguments.steps)
             rows[index] = (*rows[index], "does not fit" if taken is None else f"{taken * 1e3:.2f}")
+
+
+def add_model(cost: CostModel, context: int, decodes: list[tuple[str, ...]], prompts: list[tuple[str, ...]]) -> None:
+    """Put what a cost model says of the same steps behind what was measured."""
+    for index, size in enumerate(DECODES):
+        decodes[index] = (*decodes[index], f"{cost.step_s(size, size * context, 0) * 1e3:.2f}")
+    for index, size in enumerate(PROMPTS):
+        prompts[index] = (*prompts[index], f"{cost.step_s(size, 0, prefill_pairs(0, size)) * 1e3:.2f}")
 
 
 class Reference:
