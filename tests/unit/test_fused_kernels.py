@@ -54,6 +54,12 @@ def spec_of(name: str) -> ModelSpec:
     return read_spec(stored_checkpoint(SHAPES[name])[0])
 
 
+def head_specs() -> list[ModelSpec]:
+    """Those of the shapes, and one that no family has yet: norms over heads that are partly rotated."""
+    both = replace(spec_of("qwen3, norms over heads"), rotary_dim=16)
+    return [*(spec_of(name) for name in SHAPES), both]
+
+
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -85,9 +91,9 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
-def test_heads_are_turned_and_stored_where_they_belong_and_nowhere_else(name: str, dtype: torch.dtype) -> None:
-    spec = spec_of(name)
+@pytest.mark.parametrize("index", range(len(SHAPES) + 1))
+def test_heads_are_turned_and_stored_where_they_belong_and_nowhere_else(index: int, dtype: torch.dtype) -> None:
+    spec = head_specs()[index]
     weights, num_heads = layer_weights(spec, dtype), spec.num_heads + 2 * spec.num_kv_heads
     positions = torch.tensor([0, 1, 17, 127, 64, 2, 2])
     slots = torch.tensor([95, 0, 17, 33, 64, 5, 6])
@@ -130,7 +136,11 @@ def test_gates_are_activated_and_multiplied(activation: Any, dtype: torch.dtype)
     pair = numbers(3, 3000, dtype=dtype)
     pair[0, :9] = torch.tensor([0.0, -0.0, 90.0, -90.0, 1e4, -1e4, 1e-6, torch.inf, torch.nan], dtype=dtype)
     theirs, ours = (each.gate(pair.clone()) for each, _ in opened(spec, dtype))
-    torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=1e-2 if dtype == torch.bfloat16 else 2e-6, atol=1e-6)
+    if activation == "gelu_tanh":  # by another formula
+        rtol = 1e-2 if dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=rtol, atol=1e-6)
+    else:
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
