@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.worker.fused import choice_kernels, layer_kernels
+from services.worker.fused.launching import OPTIONS
 
 LLAMA_8B = {
     "NUM_HEADS": 32,
@@ -71,7 +72,9 @@ def test_they_are_compiled_for_gpus_and_keep_all_numbers_in_registers(
     types = {name: "constexpr" if name in constants else TYPES.get(name, "*bf16") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if types[name].startswith("*")}
     source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={**OPTIONS, "num_warps": num_warps}
+    )
     (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
     tool = shutil.which("cuobjdump") or str(Path(triton.__path__[0]) / "backends/nvidia/bin/cuobjdump")
     command = [tool, "--dump-resource-usage", str(tmp_path / "kernel.cubin")]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+OPTIONS: Final = {"enable_fp_fusion": False}
+"""Of the compiler, for every kernel: a product is rounded before it is added to something, as by torch's operators."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: torch.Tensor | float, **constants: Any) -> None:
@@ -18,6 +21,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: torch.Tensor | float,
     """
     if 0 in grid:
         return
+    constants = {**OPTIONS, **constants}
     device = next(each.device for each in arguments if isinstance(each, torch.Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
