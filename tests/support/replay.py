@@ -10,7 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from services.worker.attention.flashinfer_paged import FlashInferAttention
+from services.worker.executor import kernels as kernels_module
+from services.worker.executor import opening
+from services.worker.executor import runner as runner_module
+from services.worker.executor.kernels import Kernels
 from services.worker.fused import launching
+from services.worker.memory.kv_cache import KVCache
+from services.worker.models.spec import ModelSpec
+from tests.support.live_groups import stated_peak
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any], Any]
 
@@ -59,6 +67,20 @@ class ReplayRecorder:
                 _overwrite(result, again, {_place(each) for each in _tensors((args, kwargs))})
 
         return start
+
+
+def record_with(patch: pytest.MonkeyPatch, kernels: Kernels) -> ReplayRecorder:
+    """Let every runner that opens be on these kernels, FlashInfer's attention by its stand-in, and record if it may."""
+    recorder = ReplayRecorder()
+    patch.setattr(opening, "peak_bytes", stated_peak)  # the real one counts what other tests leave behind
+    patch.setattr(runner_module, "choose_kernels", lambda *_, **__: kernels)
+    patch.setattr(runner_module, "_recorder", lambda settings, *_: recorder if settings.graphs else None)
+    patch.setattr(kernels_module, "_flashinfer_attention", _with_little_workspace)
+    return recorder
+
+
+def _with_little_workspace(library: Any, spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
+    return FlashInferAttention(library, spec, cache, 64)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.attention.flashinfer_paged import FlashInferAttention
-from services.worker.executor import kernels as kernels_module
 from services.worker.executor import opening
 from services.worker.executor import runner as runner_module
 from services.worker.executor.kernels import Kernels
@@ -29,7 +27,7 @@ from tests.support import fake_flashinfer
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.interpreted import interpret
 from tests.support.live_groups import stated_peak
-from tests.support.replay import ReplayRecorder
+from tests.support.replay import record_with
 from tests.support.runner_driver import Driver
 from tests.support.runners import runner_settings
 
@@ -152,15 +150,8 @@ def test_recorded_steps_are_those_of_computed_ones(
     num_started: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Python says while a step is recorded, it says once: a kernel that is given a number of that step shows."""
-    recorder = ReplayRecorder()
     chosen = Kernels("flashinfer, fused", flashinfer=fake_flashinfer, fused=FusedKernels())
-    monkeypatch.setattr(runner_module, "choose_kernels", lambda *_, **__: chosen)
-    monkeypatch.setattr(runner_module, "_recorder", lambda settings, *_: recorder if settings.graphs else None)
-    monkeypatch.setattr(
-        kernels_module,
-        "_flashinfer_attention",
-        lambda library, spec, cache: FlashInferAttention(library, spec, cache, 64),
-    )
+    recorder = record_with(monkeypatch, chosen)
     drivers = [Driver(open_runner(WIDE, dtype="bfloat16", graphs=graphs)) for graphs in (True, False)]
     following = np.random.default_rng(1).integers(3, 384, (7, 3)).tolist()
     for driver in drivers:

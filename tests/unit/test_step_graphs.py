@@ -11,10 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.attention.flashinfer_paged import FlashInferAttention
 from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.executor import kernels as kernels_module
-from services.worker.executor import opening
 from services.worker.executor import runner as runner_module
 from services.worker.executor.elastic_model import load_elastic_model
 from services.worker.executor.kernels import Kernels
@@ -26,9 +23,8 @@ from shared.layers import LayerRange
 from shared.types import SamplingParams
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.live_groups import stated_peak
 from tests.support.overlap import driven_texts
-from tests.support.replay import ReplayRecorder
+from tests.support.replay import ReplayRecorder, record_with
 from tests.support.runner_driver import Driven, Driver
 from tests.support.runners import MIB, runner_settings
 
@@ -43,16 +39,7 @@ CLOSE = 0.05
 @pytest.fixture(autouse=True)
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayRecorder]:
     """Every runner that opens computes attention by the stand-in, and records if its settings say so."""
-    recorder = ReplayRecorder()
-    monkeypatch.setattr(opening, "peak_bytes", stated_peak)  # the real one counts what other tests leave behind
-    chosen = Kernels("flashinfer", flashinfer=fake_flashinfer)
-    monkeypatch.setattr(runner_module, "choose_kernels", lambda *_, **__: chosen)
-    monkeypatch.setattr(runner_module, "_recorder", lambda settings, *_: recorder if settings.graphs else None)
-    monkeypatch.setattr(
-        kernels_module,
-        "_flashinfer_attention",
-        lambda library, spec, cache: FlashInferAttention(library, spec, cache, 64),
-    )
+    recorder = record_with(monkeypatch, Kernels("flashinfer", flashinfer=fake_flashinfer))
     yield recorder
     fake_flashinfer._WRAPPERS.clear()
 
