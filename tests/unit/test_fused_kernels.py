@@ -226,6 +226,24 @@ def test_tokens_that_are_excluded_are_never_drawn() -> None:
     assert found.tolist() == [0, 0, 4500, 8999, 8999, 8999]
 
 
+def test_the_first_point_is_the_first_token_that_is_not_excluded() -> None:
+    """Also where the ids that are looked at first are all excluded."""
+    logits = torch.full((2, 20_000), -torch.inf)
+    logits[:, 9000:9003] = 1.0
+    assert choose(logits, asked(2), np.array([0.0, 0.5])).tolist() == [9000, 9001]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_point_is_one_of_the_last_tokens_however_sums_round(seed: int) -> None:
+    """Weights from 1 down to 2^-43: the sum of a part, and what is summed up one by one, differ in the last bits."""
+    random, count = np.random.default_rng(seed), 8
+    logits = torch.from_numpy(-30 * random.random((count, 9000)).astype(np.float32))
+    found = choose(logits, asked(count), np.full(count, 1 - 2**-53))
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).double().exp()
+    behind = torch.stack([row[token + 1 :].sum() / row.sum() for row, token in zip(weights, found, strict=True)])
+    assert (behind < 1e-9).all()
+
+
 @ODD_NUMBERS
 def test_a_draw_never_leaves_the_vocabulary_whatever_the_logits_are() -> None:
     """Such a step fails, but by its scores, and not by a token that does not exist."""
