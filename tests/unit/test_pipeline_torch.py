@@ -17,9 +17,10 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
+from services.worker.executor.hidden_link import as_numpy
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.runner_stage import RunnerStage, as_numpy
+from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.stage_messages import Hidden
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.policy.registry import make_scheduler
@@ -66,6 +67,15 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return [rng.randrange(3, 384) for _ in range(count)]
 
 
+def result_of(stage: RunnerStage, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+    """Return what a step of a stage produces, which stays as it is."""
+    step = stage.launch(batch, hidden)
+    result = step.end()
+    kept = result.copy() if isinstance(result, np.ndarray) else result
+    step.free()
+    return kept
+
+
 class Chain:
     """Stages one after the other in this thread, behind what the driver knows of a runner."""
 
@@ -76,10 +86,10 @@ class Chain:
     def run(self, batch: Batch) -> BatchOutput:
         hidden: Hidden | None = None
         for stage in self.stages[:-1]:
-            said = stage.run(batch, hidden)
+            said = result_of(stage, batch, hidden)
             assert isinstance(said, np.ndarray)
             hidden = said
-        output = self.stages[-1].run(batch, hidden)
+        output = result_of(self.stages[-1], batch, hidden)
         assert isinstance(output, BatchOutput)
         return output
 
@@ -123,12 +133,12 @@ def test_hidden_states_that_do_not_fit_fail_the_step_and_no_other() -> None:
     first, last = stages_of("llama", even_split(4, 2), "float32", "auto")
     driver = Driver(Chain([first, last]), num_blocks=8)  # type: ignore[arg-type]
     batch = driver.batch([(driver.add(tokens_of(1, 5)), 5)])
-    hidden = first.run(batch, None)
+    hidden = result_of(first, batch, None)
     assert isinstance(hidden, np.ndarray)
     for wrong in (hidden[:4], hidden.astype(np.float64), hidden.view(np.uint32)):
         with pytest.raises(BatchFailedError, match="do not fit"):
-            last.run(batch, wrong)
-    assert isinstance(last.run(batch, hidden), BatchOutput)
+            last.launch(batch, wrong)
+    assert isinstance(result_of(last, batch, hidden), BatchOutput)
 
 
 def test_bfloat16_travels_as_its_bits() -> None:

@@ -30,6 +30,7 @@ from services.worker.executor.modelled_pipeline import ModelledStages
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
+from services.worker.executor.stage import Ended
 from services.worker.executor.stage_messages import Activation, Close, Hidden, StageMessage
 from shared.cost import StageCost
 from shared.layers import even_split
@@ -80,9 +81,9 @@ class NotingDevice(ModelledStage):
         super().__init__(stage._cost, stage.kv, host=stage._host)
         self.notes: list[int | str] = []
 
-    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+    def launch(self, batch: Batch, hidden: Hidden | None) -> Ended:
         self.notes.append(batch.step_id)
-        return super().run(batch, hidden)
+        return super().launch(batch, hidden)
 
     def end_writes(self) -> None:
         self.notes.append("writes ended")
