@@ -92,10 +92,10 @@ class NotingDevice(ModelledStage):
 class Served:
     """An engine on a pipeline, and the texts that it gave."""
 
-    def __init__(self, pipeline: WiredPipeline, num_lanes: int) -> None:
+    def __init__(self, pipeline: WiredPipeline, num_lanes: int, num_host_blocks: int = HOST_BLOCKS) -> None:
         config = engine_config(max_model_len=96, num_lanes=num_lanes)
         self.pipeline = pipeline
-        self.engine: Engine = make_engine(num_blocks=NUM_BLOCKS, num_host_blocks=HOST_BLOCKS, config=config)
+        self.engine: Engine = make_engine(num_blocks=NUM_BLOCKS, num_host_blocks=num_host_blocks, config=config)
         self.texts: dict[int, list[int]] = {}
         self.num_steps = 0
         now = asyncio.get_running_loop().time
