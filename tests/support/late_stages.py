@@ -32,7 +32,8 @@ class LateStage(ModelledStage):
 
     Attributes:
         notes: what happened, in order.
-        most: steps that were under way at once.
+        num_held: steps that are under way, or whose results are not sent.
+        most: of those, at once.
     """
 
     def __init__(self, stage: ModelledStage, hold: Callable[[int], None]) -> None:
@@ -40,14 +41,14 @@ class LateStage(ModelledStage):
         self.notes: list[str] = []
         self.most = 0
         self._hold = hold
-        self._num_under_way = 0
+        self.num_held = 0
 
     def launch(self, batch: Batch, hidden: Hidden | None) -> StageStep:  # type: ignore[override]  # not done at once
         self.notes.append(f"launch {batch.step_id}")
         step = super().launch(batch, hidden)
-        self._num_under_way += 1
-        self.most = max(self.most, self._num_under_way)
-        assert self._num_under_way <= MAX_LAUNCHED
+        self.num_held += 1
+        self.most = max(self.most, self.num_held)
+        assert self.num_held <= MAX_LAUNCHED
         return _LateStep(self, batch.step_id, step)
 
     def skip(self, batch: Batch) -> None:
@@ -55,15 +56,15 @@ class LateStage(ModelledStage):
         super().skip(batch)
 
     def copy(self, copy: HostCopy) -> None:
-        assert not self._num_under_way
+        assert not self.num_held
         self.notes.append(f"copy {copy.copy_id}")
 
     def end_writes(self) -> None:
-        assert not self._num_under_way
+        assert not self.num_held
         self.notes.append("writes end")
 
     def close(self) -> None:
-        assert not self._num_under_way, "memory is closed under a step"
+        assert not self.num_held, "memory is closed under a step"
         self.notes.append("close")
 
 
@@ -81,7 +82,7 @@ class _LateStep:
         return self._step.end()
 
     def free(self) -> None:
-        self._stage._num_under_way -= 1
+        self._stage.num_held -= 1
 
 
 class Holding:

@@ -117,7 +117,8 @@ class Alone:
             time.sleep(0.001)
 
     def join(self) -> None:
-        self.thread.join()
+        self.thread._thread.join(LIMIT_S)
+        assert self.ends, "it goes on"
         assert whats_open()[0] == self.before, "a thread is left"
         assert self.stage.notes[-1] == "close"
 
@@ -202,6 +203,30 @@ def test_a_channel_that_is_lost_ends_a_stage_that_waits_for_room_to_launch() -> 
     assert [message.step_id for message in to_next.said if isinstance(message, Activation)] == [0]
     launched, ended = ([note for note in alone.stage.notes if note.startswith(what)] for what in ("launch", "end"))
     assert len(launched) == len(ended) < 9, "steps are not launched for nobody"
+
+
+def test_a_channel_that_is_lost_ends_a_stage_to_which_nobody_says_anything() -> None:
+    hold = Holding()
+    alone = Alone(stages(2, hold)[0], Heard(fails_at=0))
+    alone.receive(batches(2), until="launch 1")
+    hold.let(2)
+    alone.join()
+    assert alone.ends == ["nobody is there"]
+
+
+def test_what_a_step_has_produced_holds_until_it_is_sent() -> None:
+    stage, held = stages(2, lambda _: None)[0], list[int]()
+
+    class Counting(Heard):
+        def send(self, message: StageMessage) -> None:
+            held.append(stage.num_held)
+            super().send(message)
+
+    alone = Alone(stage, Counting())
+    for message in (*batches(1), Close()):
+        alone.thread.receive(message)
+    alone.join()
+    assert held == [1, 0], "an activation, and an end in order"
 
 
 def test_keys_that_are_lost_at_the_end_of_a_step_break_the_pipeline() -> None:

@@ -217,6 +217,18 @@ async def test_hidden_states_that_do_not_get_to_the_device_fail_the_step_which_i
     pipeline.join()
 
 
+def test_hidden_states_that_arrive_are_read_before_the_next_ones_take_their_place(stream: LateStream) -> None:
+    """Nobody waits for a step between them; and an array belongs to its owner again at once."""
+    link = HiddenLink(HiddenShape(4, 5, torch.float32), CPU, arrive=True, leave=False)
+    arrived = []
+    for i in range(20):
+        given = np.full((4, 5), i, np.float32)
+        arrived.append(link.to_device(given, 4))
+        given[:] = -1
+    stream.mark().synchronize()
+    assert [set(each.flatten().tolist()) for each in arrived] == [{i} for i in range(20)]
+
+
 def test_what_the_device_computes_is_not_kept_for_the_copy(stream: LateStream) -> None:
     """A step behind it finds the memory that was measured: the device frees and takes in the order of its stream."""
     link = HiddenLink(HiddenShape(4, 5, torch.float32), CPU, arrive=True, leave=True)
