@@ -223,8 +223,7 @@ def test_what_a_step_has_produced_holds_until_it_is_sent() -> None:
             super().send(message)
 
     alone = Alone(stage, Counting())
-    for message in (*batches(1), Close()):
-        alone.thread.receive(message)
+    alone.receive([*batches(1), Close()], until="close")
     alone.join()
     assert held == [1, 0], "an activation, and an end in order"
 
