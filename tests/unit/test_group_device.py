@@ -168,13 +168,13 @@ async def test_blocks_are_named_only_if_every_stage_has_all_of_them(
 
 async def test_threads_of_stages_compute_with_the_threads_that_were_set(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, int] = {}
-    run = RunnerStage.run
+    launch = RunnerStage.launch
 
     def note(self: RunnerStage, *args: object) -> object:
         seen[threading.current_thread().name] = torch.get_num_threads()
-        return run(self, *args)  # type: ignore[arg-type]
+        return launch(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(RunnerStage, "run", note)
+    monkeypatch.setattr(RunnerStage, "launch", note)
     async with live_devices(2) as devices:
         group = await form(devices, HALVES)
         await texts_of(group.executor, num_tokens=2)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from services.worker.engine.types import Batch, BatchOutput, HostCopy, KvCapacity
+from services.worker.engine.types import Batch, HostCopy, KvCapacity
 from services.worker.executor.channel import SocketChannel
+from services.worker.executor.stage import Ended
 from services.worker.executor.stage_messages import Activation, Close, Hidden
 from services.worker.executor.thread_stage import StageServer
 from services.worker.groups.membership import Membership
@@ -36,9 +37,9 @@ class Device:
         self._began, self._loop = began, asyncio.get_running_loop()
         self.num_closed = 0
 
-    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+    def launch(self, batch: Batch, hidden: Hidden | None) -> Ended:
         self._loop.call_soon_threadsafe(self._began.set)
-        return np.zeros((1, MUCH // 4), np.float32)
+        return Ended(np.zeros((1, MUCH // 4), np.float32))
 
     def skip(self, batch: Batch) -> None:
         raise AssertionError("no step fails here")

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.events import StepEvents
-from services.worker.engine.gate import StepGate
-from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
+from services.worker.executor.hidden_link import as_numpy
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.runner_stage import RunnerStage, as_numpy
+from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.stage_messages import Hidden
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.policy.registry import make_scheduler
 from shared.layers import LayerRange, even_split
-from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import new_sequence
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, open_runner
+from tests.support.stage_texts import SHAPES, new_engine, stages_of, texts_of, tokens_of
 from tests.support.thread_pipeline import wire_up
 
 pytestmark = pytest.mark.kernels
 
-SHAPES = {
-    "llama": CheckpointShape(num_layers=4, hidden_size=32, num_heads=2, num_kv_heads=1),
-    "tied, learned positions": CheckpointShape(family="opt", tied=True, num_layers=3, hidden_size=32, num_heads=2),
-    "projected embedding": CheckpointShape(
-        family="opt", num_layers=3, hidden_size=32, num_heads=2, extra=(("word_embed_proj_dim", 24),)
-    ),
-}
 MOST_BLOCKS = -(-(65 + 12 - 1) // 16)
 """That the longest request takes."""
 SPLITS = {
@@ -56,14 +42,13 @@ def whole(name: str, dtype: str, kernels: str) -> ModelRunner:
     return open_runner(SHAPES[name], deterministic=True, dtype=dtype, kernels=kernels)
 
 
-def stages_of(name: str, ranges: Sequence[LayerRange], dtype: str, kernels: str) -> list[RunnerStage]:
-    settings = {"deterministic": True, "dtype": dtype, "kernels": kernels}
-    return [RunnerStage(open_runner(SHAPES[name], layers=layers, **settings)) for layers in ranges]
-
-
-def tokens_of(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 384) for _ in range(count)]
+def result_of(stage: RunnerStage, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+    """Return what a step of a stage produces, which stays as it is."""
+    step = stage.launch(batch, hidden)
+    result = step.end()
+    kept = result.copy() if isinstance(result, np.ndarray) else result
+    step.free()
+    return kept
 
 
 class Chain:
@@ -76,10 +61,10 @@ class Chain:
     def run(self, batch: Batch) -> BatchOutput:
         hidden: Hidden | None = None
         for stage in self.stages[:-1]:
-            said = stage.run(batch, hidden)
+            said = result_of(stage, batch, hidden)
             assert isinstance(said, np.ndarray)
             hidden = said
-        output = self.stages[-1].run(batch, hidden)
+        output = result_of(self.stages[-1], batch, hidden)
         assert isinstance(output, BatchOutput)
         return output
 
@@ -123,12 +108,12 @@ def test_hidden_states_that_do_not_fit_fail_the_step_and_no_other() -> None:
     first, last = stages_of("llama", even_split(4, 2), "float32", "auto")
     driver = Driver(Chain([first, last]), num_blocks=8)  # type: ignore[arg-type]
     batch = driver.batch([(driver.add(tokens_of(1, 5)), 5)])
-    hidden = first.run(batch, None)
+    hidden = result_of(first, batch, None)
     assert isinstance(hidden, np.ndarray)
     for wrong in (hidden[:4], hidden.astype(np.float64), hidden.view(np.uint32)):
         with pytest.raises(BatchFailedError, match="do not fit"):
-            last.run(batch, wrong)
-    assert isinstance(last.run(batch, hidden), BatchOutput)
+            last.launch(batch, wrong)
+    assert isinstance(result_of(last, batch, hidden), BatchOutput)
 
 
 def test_bfloat16_travels_as_its_bits() -> None:
@@ -137,50 +122,6 @@ def test_bfloat16_travels_as_its_bits() -> None:
 
 
 # Over sockets, with the engine
-
-
-def new_engine(num_lanes: int) -> Engine:
-    config = EngineConfig(
-        max_sequences=8,
-        max_batch_tokens=48,
-        max_batch_rows=4,
-        max_model_len=256,
-        vocab_size=384,
-        eos_token_ids=(),
-        block_size=16,
-        num_lanes=num_lanes,
-    )
-    return Engine(config, make_scheduler("chunked"), 24)
-
-
-async def texts_of(
-    engine: Engine,
-    executor: PipelineExecutor | ThreadExecutor,
-    on_step: Callable[[Batch, BatchOutput], None] = lambda _batch, _output: None,
-) -> dict[int, list[int]]:
-    """Serve six requests, two of which share a prompt and some of which sample, and return their texts."""
-    texts: dict[int, list[int]] = {}
-
-    def say(events: StepEvents) -> None:
-        for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
-            if token >= 0:
-                texts.setdefault(stream, []).append(token)
-
-    now = asyncio.get_running_loop().time
-    loop = StepLoop(engine, executor, say, now, StepGate(), on_step=on_step)
-    for name in range(6):
-        new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=12, seed=name)
-        if name % 2:
-            object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
-        assert isinstance(engine.add(new), int)
-    task = asyncio.create_task(loop.run())
-    async with asyncio.timeout(30):
-        while engine.has_work and not task.done():
-            await asyncio.sleep(0.002)
-    loop.close()
-    await task
-    await executor.close()
-    return texts
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

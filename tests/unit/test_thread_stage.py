@@ -30,6 +30,7 @@ from services.worker.executor.modelled_pipeline import ModelledStages
 from services.worker.executor.modelled_stage import ModelledStage
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
+from services.worker.executor.stage import Ended
 from services.worker.executor.stage_messages import Activation, Close, Hidden, StageMessage
 from shared.cost import StageCost
 from shared.layers import even_split
@@ -80,9 +81,9 @@ class NotingDevice(ModelledStage):
         super().__init__(stage._cost, stage.kv, host=stage._host)
         self.notes: list[int | str] = []
 
-    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+    def launch(self, batch: Batch, hidden: Hidden | None) -> Ended:
         self.notes.append(batch.step_id)
-        return super().run(batch, hidden)
+        return super().launch(batch, hidden)
 
     def end_writes(self) -> None:
         self.notes.append("writes ended")
@@ -91,10 +92,10 @@ class NotingDevice(ModelledStage):
 class Served:
     """An engine on a pipeline, and the texts that it gave."""
 
-    def __init__(self, pipeline: WiredPipeline, num_lanes: int) -> None:
+    def __init__(self, pipeline: WiredPipeline, num_lanes: int, num_host_blocks: int = HOST_BLOCKS) -> None:
         config = engine_config(max_model_len=96, num_lanes=num_lanes)
         self.pipeline = pipeline
-        self.engine: Engine = make_engine(num_blocks=NUM_BLOCKS, num_host_blocks=HOST_BLOCKS, config=config)
+        self.engine: Engine = make_engine(num_blocks=NUM_BLOCKS, num_host_blocks=num_host_blocks, config=config)
         self.texts: dict[int, list[int]] = {}
         self.num_steps = 0
         now = asyncio.get_running_loop().time

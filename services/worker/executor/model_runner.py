@@ -93,6 +93,8 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     """Longest sequence, prompt and output."""
+    max_batch_tokens: int
+    """Tokens of one batch at most."""
     num_layers: int
     """Of the whole model."""
     layers: LayerRange

@@ -14,7 +14,7 @@ from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, H
 from services.worker.executor.channel import ChannelLostError, MemoryChannel, StageSender
 from services.worker.executor.modelled import FailureInjector, step_s
 from services.worker.executor.shadow_kv import ShadowKv
-from services.worker.executor.stage import StageInbox, StageOrderError, Work, outcome, run_step
+from services.worker.executor.stage import Ended, StageInbox, StageOrderError, Work, outcome, run_step
 from services.worker.executor.stage_messages import (
     Activation,
     Close,
@@ -105,7 +105,7 @@ class ModelledStage:
         assert self._host is not None, "this stage has no host memory"
         return int(copy.device.size) * self._host.block_copy_s * len(self.layers) / self._cost.num_layers
 
-    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
+    def launch(self, batch: Batch, hidden: Hidden | None) -> Ended:
         """Add these layers' share to the words of the rows, and on the last stage draw from them."""
         self.kv.take_in(batch)
         if self._remote is not None:
@@ -120,9 +120,9 @@ class ModelledStage:
         if hidden is not None:
             words = words + hidden
         if not self.is_last:
-            return words
+            return Ended(words)
         tokens = self.kv.sample(batch, words)
-        return BatchOutput(batch.step_id, tokens, 0.0, self.kv.logprobs(batch, tokens))
+        return Ended(BatchOutput(batch.step_id, tokens, 0.0, self.kv.logprobs(batch, tokens)))
 
     def skip(self, batch: Batch) -> None:
         """Take a failed step in. What it would have written is garbage."""

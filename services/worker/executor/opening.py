@@ -45,7 +45,8 @@ from shared.types import SamplingParams
 
 WAITING_ACTIVATIONS = 4
 """Hidden states of the largest batch that a stage of a group keeps besides those of the step under way: one that is
-received, one that waits, one that is computed from, one that is sent."""
+received, one that waits, one that is computed from, one that is sent. A device beside the host has the third alone: the
+others are in host memory, and what steps that are launched behind each other let go of, the next one takes."""
 
 
 class RunnerOpener:
@@ -118,6 +119,7 @@ class RunnerOpener:
             vocab_size=spec.vocab_size,
             eos_token_ids=spec.eos_token_ids,
             max_model_len=max_model_len,
+            max_batch_tokens=settings.max_batch_tokens,
             num_layers=spec.num_layers,
             layers=layers,
             hidden_size=spec.hidden_size,

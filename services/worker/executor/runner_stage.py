@@ -1,20 +1,22 @@
 """A stage of a loaded model as a `StageDevice`: hidden states come and go as numpy arrays, in the model's type.
 
-bfloat16, which numpy does not have, travels as its bits in uint16. In deterministic mode every stage computes the same
-bits as the same layers of the whole model would, so the text is the same however the layers are split.
+In deterministic mode every stage computes the same bits as the same layers of the whole model would, so the text is the
+same however the layers are split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import numpy as np
-import torch
+from dataclasses import dataclass
 
 from services.worker.attention.remote import RemoteKeys
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, KvCapacity
+from services.worker.executor.hidden_link import HiddenLink, HiddenShape
+from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
+from services.worker.executor.stage import StageStep
 from services.worker.executor.stage_messages import Hidden
+from services.worker.memory.block_copies import settle
 from shared.layers import LayerRange
 
 
@@ -29,8 +31,9 @@ class RunnerStage:
     def __init__(self, runner: ModelRunner, end_writes: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
         self._end_writes = end_writes
-        cache = runner.cache
-        self._dtype, self._device = cache.keys[0].dtype, cache.keys[0].device
+        info, keys = runner.info, runner.cache.keys[0]
+        shape = HiddenShape(info.max_batch_tokens, info.hidden_size, keys.dtype)
+        self._link = HiddenLink(shape, keys.device, arrive=info.layers.first > 0, leave=not info.is_last)
 
     def attend_elsewhere(self, remote: RemoteKeys) -> None:
         """Let steps attend keys that are not here; before the first one."""
@@ -51,19 +54,24 @@ class RunnerStage:
         """KV memory of its layers."""
         return self._runner.capacity
 
-    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
-        """Compute a step's layers; see `StageDevice`."""
-        given = None if hidden is None else self._take(batch, hidden)
+    def launch(self, batch: Batch, hidden: Hidden | None) -> StageStep:
+        """Begin a step's layers; see `StageDevice`. Where rows have keys elsewhere, they are computed then."""
+        try:
+            given = None if hidden is None else self._link.to_device(hidden, batch.tokens.size)
+        except Exception as error:  # what the batch says of rows and blocks counts all the same
+            self._runner.skip(batch)
+            raise BatchFailedError(batch.step_id, f"{type(error).__name__}: {error}") from error
         if self.is_last:
-            return self._runner.run(batch, given)
-        return as_numpy(self._runner.advance(batch, given))
+            return _Sampling(self._runner.launch(batch, given))
+        return self._link.to_host(self._runner.advance(batch, given))
 
     def skip(self, batch: Batch) -> None:
         """Take a failed step in; see `StageDevice`."""
         self._runner.skip(batch)
 
     def copy(self, copy: HostCopy) -> None:
-        """Copy these layers of some blocks between device and host."""
+        """Copy these layers of some blocks between device and host; see `StageDevice`."""
+        settle(self._runner.cache)  # a step that has failed may still copy blocks on the device
         self._runner.copy(copy)
 
     def end_writes(self) -> None:
@@ -75,22 +83,21 @@ class RunnerStage:
         """Give back parameters and KV. Idempotent."""
         self._runner.close()
 
-    def _take(self, batch: Batch, hidden: Hidden) -> torch.Tensor:
-        """Return hidden states as the runner wants them; other ones than it wants fail the step, which is taken in."""
-        dtype = np.dtype(np.float32 if self._dtype == torch.float32 else np.uint16)
-        if hidden.dtype != dtype or hidden.shape != (batch.tokens.size, self._runner.info.hidden_size):
-            self._runner.skip(batch)
-            raise BatchFailedError(batch.step_id, f"hidden states {hidden.dtype} {hidden.shape} do not fit the model")
-        given = hidden if hidden.flags.writeable else hidden.copy()  # torch wants memory that it may write
-        if self._dtype == torch.float32:
-            return torch.from_numpy(given).to(self._device)
-        return torch.from_numpy(given.view(np.int16)).view(self._dtype).to(self._device)
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """A step of the last stage; see `StageStep`."""
 
-def as_numpy(hidden: torch.Tensor) -> Hidden:
-    """Return hidden states as an array: float32, or the bits of bfloat16 as uint16."""
-    if hidden.dtype == torch.float32:
-        array: Hidden = hidden.cpu().numpy()
-        return array
-    bits: Hidden = hidden.cpu().contiguous().view(torch.int16).numpy().view(np.uint16)
-    return bits
+    launched: Launched
+
+    @property
+    def is_done(self) -> bool:
+        """The tokens are here."""
+        return self.launched.is_done
+
+    def end(self) -> BatchOutput:
+        """Return the step's tokens."""
+        return self.launched.end()
+
+    def free(self) -> None:
+        """Nothing is used again."""

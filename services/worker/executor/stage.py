@@ -3,8 +3,9 @@
     from the leader   batch 7 ─ batch 8 ─ batch 9            every stage runs every batch, in the leader's order
     from the stage before     activation 7                   so batch 7 can run now; 8 waits for its activation
                                   │
-                              run_step ─► activation 7 behind these layers, or the step's tokens
+                             launch_step ─► end_step ─► activation 7 behind these layers, or the step's tokens
 
+Where a device computes beside the host, a stage launches the next step that it can run while the one before computes.
 A step that fails on one stage goes on through the others as a failure: each of them takes in what its batch says of
 rows and blocks, as the executor's contract demands, and computes nothing. The steps before and behind it are not
 touched.
@@ -16,8 +17,9 @@ with the batch ahead of its activation is left open there.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +33,51 @@ from services.worker.engine.types import (
 )
 from services.worker.executor.stage_messages import Activation, Hidden, StepDone, StepFailed
 from shared.layers import LayerRange
+
+T = TypeVar("T")
+MAX_LAUNCHED = 2
+"""Steps of a stage that are launched and not said yet, at most: one that computes, and one behind it."""
+
+
+class StageStep(Protocol):
+    """A step that a stage has launched."""
+
+    @property
+    def is_done(self) -> bool:
+        """`end` has nothing to wait for."""
+        ...
+
+    def end(self) -> Hidden | BatchOutput:
+        """Return what the step has produced, once, in the order of the steps; from any thread.
+
+        Returns:
+            Hidden states behind these layers, which hold until `free`, or on the last stage the step's tokens.
+
+        Raises:
+            BatchFailedError: it did not finish.
+        """
+        ...
+
+    def free(self) -> None:
+        """Let what `end` has returned be overwritten. Once, behind `end`, whatever that did; from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A step whose result is known."""
+
+    result: Hidden | BatchOutput | BatchFailedError
+    is_done: bool = True
+
+    def end(self) -> Hidden | BatchOutput:
+        """Return the result, or raise it; see `StageStep`."""
+        if isinstance(self.result, BatchFailedError):
+            raise self.result
+        return self.result
+
+    def free(self) -> None:
+        """Nothing is used again."""
 
 
 class StageDevice(Protocol):
@@ -51,17 +98,17 @@ class StageDevice(Protocol):
         """KV memory of its layers. A block of the group is usable if every stage has it."""
         ...
 
-    def run(self, batch: Batch, hidden: Hidden | None) -> Hidden | BatchOutput:
-        """Compute a step's layers.
+    def launch(self, batch: Batch, hidden: Hidden | None) -> StageStep:
+        """Begin to compute a step's layers; where the device is the host, they are computed then.
 
-        What the batch says of rows, tables and copies is applied also when the step then fails.
+        What the batch says of rows, tables and copies is applied also when the step fails, now or at its end.
 
         Args:
             batch: the whole step's, as the leader made it.
-            hidden: behind the stage before; None on the first stage.
+            hidden: behind the stage before; None on the first stage. Read before this returns.
 
         Returns:
-            Hidden states behind these layers, or on the last stage the step's tokens.
+            The step. No more than `MAX_LAUNCHED` of them have not been freed.
 
         Raises:
             BatchFailedError: the step did not finish.
@@ -77,7 +124,7 @@ class StageDevice(Protocol):
         ...
 
     def copy(self, copy: HostCopy) -> None:
-        """Copy these layers of some blocks between device and host.
+        """Copy these layers of some blocks between device and host; no step is under way.
 
         Raises:
             CopyFailedError: it did not finish.
@@ -85,11 +132,14 @@ class StageDevice(Protocol):
         ...
 
     def end_writes(self) -> None:
-        """Let nothing but steps and copies write KV from now on; return when nothing else does. Idempotent."""
+        """Let nothing but steps and copies write KV from now on; return when nothing else does. Idempotent.
+
+        No step is under way.
+        """
         ...
 
     def close(self) -> None:
-        """Give back memory. Idempotent."""
+        """Give back memory; no step is under way. Idempotent."""
         ...
 
 
@@ -154,18 +204,44 @@ class StageInbox:
         return len(self._batches)
 
 
-def run_step(device: StageDevice, work: Work) -> Hidden | BatchOutput | BatchFailedError:
-    """Run a step on a device, or take it in if it has failed before; whatever goes wrong fails this step only.
+def launch_step(device: StageDevice, work: Work) -> StageStep:
+    """Launch a step on a device, or take it in if it has failed before; whatever goes wrong fails this step only.
 
     Raises:
         RemoteLostError: KV that the step needs is lost; no other step of these sequences could succeed.
     """
     batch, upstream = work.batch, work.upstream
-    try:
+
+    def launch() -> StageStep:
         if isinstance(upstream, StepFailed):
             device.skip(batch)
-            return BatchFailedError(batch.step_id, upstream.cause, upstream.rows)
-        return device.run(batch, None if upstream is None else upstream.hidden)
+            return Ended(BatchFailedError(batch.step_id, upstream.cause, upstream.rows))
+        return device.launch(batch, None if upstream is None else upstream.hidden)
+
+    launched = _tried(batch, launch)
+    return Ended(launched) if isinstance(launched, BatchFailedError) else launched
+
+
+def end_step(work: Work, step: StageStep) -> Hidden | BatchOutput | BatchFailedError:
+    """Wait for a step that `launch_step` has launched; whatever goes wrong fails this step only.
+
+    Raises:
+        RemoteLostError: as in `launch_step`.
+    """
+    return _tried(work.batch, step.end)
+
+
+def run_step(device: StageDevice, work: Work) -> Hidden | BatchOutput | BatchFailedError:
+    """Launch a step on a device that is done with it then, and return its result; see `launch_step`."""
+    step = launch_step(device, work)
+    assert step.is_done, "somebody has to wait for this device"
+    return end_step(work, step)
+
+
+def _tried(batch: Batch, act: Callable[[], T]) -> T | BatchFailedError:
+    """Return what `act` does, or how it has failed."""
+    try:
+        return act()
     except BatchFailedError as error:
         return error
     except RemoteLostError:

@@ -8,7 +8,9 @@
     └────────────────────────────────┘                 └─────────────────────────────────┘
 
 Activations never pass an event loop. Readers take everything off the wire at once, so a stage that computes does not
-stop the one before it from going on. A channel that breaks ends the threads at both ends, and with them their other
+stop the one before it from going on. Where a device computes beside the host, a stage's thread launches a step while
+the one before computes, and one more thread waits for their ends and says them in order; whatever else the leader says
+waits until no step is under way. A channel that breaks ends the threads at both ends, and with them their other
 channels, until the leader knows: no stage goes on by itself.
 """
 
@@ -19,12 +21,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from services.worker.engine.types import Batch, CopyFailedError, HostCopy, KvCapacity, RemoteLostError
 from services.worker.executor.channel import ChannelLostError, SocketChannel, StageSender, receive_all
-from services.worker.executor.stage import StageDevice, StageInbox, StageOrderError, outcome, run_step
+from services.worker.executor.stage import (
+    MAX_LAUNCHED,
+    StageDevice,
+    StageInbox,
+    StageOrderError,
+    StageStep,
+    Work,
+    end_step,
+    launch_step,
+    outcome,
+)
 from services.worker.executor.stage_messages import (
     Activation,
     Close,
@@ -33,6 +46,7 @@ from services.worker.executor.stage_messages import (
     StageMessage,
     StepFailed,
 )
+from services.worker.executor.step_ends import StepEnds
 
 
 class StageThread:
@@ -62,6 +76,13 @@ class StageThread:
         self._on_end = on_end
         self._inbox = StageInbox(is_first=device.layers.first == 0)
         self._queue: SimpleQueue[StageMessage | str] = SimpleQueue()
+        self._ends = StepEnds(f"ends of stage {device.layers}", self._fail)
+        self._ended_s = 0.0
+        """When the newest step ended."""
+        self._failure: Exception | None = None
+        """Of an end: nothing may be said behind it."""
+        self._is_broken = False
+        """Nothing more is said."""
         self._thread = threading.Thread(target=self._work, name=f"stage {device.layers}", daemon=True)
         self._thread.start()
 
@@ -83,12 +104,18 @@ class StageThread:
         try:
             while not isinstance(message := self._queue.get(), Close | str):
                 self._take(message)
-            reason = message if isinstance(message, str) else None
-        except (ChannelLostError, StageOrderError, RemoteLostError) as error:
-            reason = str(error)
+            if isinstance(message, str):
+                reason = message
+            else:
+                self._wait()
         except Exception as error:  # the thread's supervisor: whatever went wrong breaks the pipeline, not only a step
-            reason = f"stage {self._device.layers} ended with {type(error).__name__}: {error}"
+            reason = self._reason_of(error)
         self._end(reason)
+
+    def _reason_of(self, error: Exception) -> str:
+        if isinstance(error, ChannelLostError | StageOrderError | RemoteLostError):
+            return str(error)
+        return f"stage {self._device.layers} ended with {type(error).__name__}: {error}"
 
     def _take(self, message: StageMessage) -> None:
         match message:
@@ -99,24 +126,53 @@ class StageThread:
                 self._inbox.put(message)
             case HostCopy():
                 self._pass_on(message)
+                self._wait()  # it may read what a step writes
                 self._to_leader.send(self._copy(message))
             case KvOver():
                 self._pass_on(message)
+                self._wait()
                 self._device.end_writes()
             case _:
                 raise StageOrderError(f"a stage was sent a {type(message).__name__}")
         while (work := self._inbox.pop()) is not None:
-            began_s = time.perf_counter()
-            result = run_step(self._device, work)
-            said = outcome(work, result, time.perf_counter() - began_s)
-            (self._to_leader if self._to_next is None else self._to_next).send(said)
+            self._run(work)
+
+    def _run(self, work: Work) -> None:
+        """Launch a step, and have its end waited for."""
+        self._wait(MAX_LAUNCHED - 1)
+        began_s = time.perf_counter()
+        step = launch_step(self._device, work)
+        self._ends.put(partial(self._land, work, step, began_s), is_done=step.is_done)
+
+    def _land(self, work: Work, step: StageStep, began_s: float) -> None:
+        """Wait for a step and say what became of it; its duration counts from its launch, or from the last end."""
+        try:
+            result = end_step(work, step)
+            last_s, self._ended_s = self._ended_s, time.perf_counter()
+            if not self._is_broken:
+                said = outcome(work, result, self._ended_s - max(began_s, last_s))
+                (self._to_leader if self._to_next is None else self._to_next).send(said)
+        finally:
+            step.free()
+
+    def _fail(self, error: Exception) -> None:
+        """Something went wrong in the thread that waits for ends."""
+        if not self._is_broken:
+            self._failure, self._is_broken = error, True
+            self._queue.put(self._reason_of(error))
+
+    def _wait(self, num_left: int = 0) -> None:
+        """Return when at most so many steps are under way; raise what has gone wrong with them."""
+        self._ends.wait(num_left)
+        if self._failure is not None:
+            raise self._failure
 
     def _copy(self, copy: HostCopy) -> CopyEnded:
         try:
             self._device.copy(copy)
         except CopyFailedError as error:
             return CopyEnded(copy.copy_id, error.cause)
-        except Exception as error:  # as in `run_step`: the engine computes the KV again
+        except Exception as error:  # as in `launch_step`: the engine computes the KV again
             return CopyEnded(copy.copy_id, f"{type(error).__name__}: {error}")
         return CopyEnded(copy.copy_id, None)
 
@@ -132,8 +188,10 @@ class StageThread:
                 with contextlib.suppress(ChannelLostError):  # it has heard of the end from somebody else
                     channel.send(Close())
         else:
+            self._is_broken = True
             for channel in (*others, self._to_leader):
-                channel.close()
+                channel.close()  # also wakes whoever sends the end of a step
+        self._ends.close()
         self._device.close()
         self._on_end(reason)
 

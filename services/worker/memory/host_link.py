@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,32 @@ def is_beside(device: torch.device) -> bool:
     return device.type in BESIDE
 
 
+class Event(Protocol):
+    """What a device gets to in its own time."""
+
+    def synchronize(self) -> None:
+        """Wait until it has; from any thread."""
+        ...
+
+
+def mark(device: torch.device) -> Event | None:
+    """Return what comes behind all that this thread has begun on a device; None: that is done already."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def begin_copy(source: torch.Tensor, target: torch.Tensor) -> Event | None:
+    """Begin to copy between a device and pinned host memory, behind what was begun there; return what comes then.
+
+    The host's side must stay as it is until then.
+    """
+    target.copy_(source, non_blocking=True)
+    return mark(source.device if target.device.type == "cpu" else target.device)
+
+
 class Fetching:
     """Small columns [n] of numbers or of truths on their way to the host.
 
@@ -29,17 +55,14 @@ class Fetching:
     """
 
     def __init__(self, *columns: torch.Tensor) -> None:
-        self._done: torch.cuda.Event | None = None
+        self._done: Event | None = None
         device = columns[0].device
         if not is_beside(device):
             self._columns = [np.asarray(column.numpy(), dtype=np.int64) for column in columns]
             return
         packed = torch.cat([column.to(torch.int64) for column in columns])
         host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        host.copy_(packed, non_blocking=True)
-        if device.type == "cuda":
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(device))
+        self._done = begin_copy(packed, host)
         ends = np.cumsum([len(column) for column in columns])
         self._columns = np.split(host.numpy(), ends[:-1])
 
@@ -72,7 +95,7 @@ class Turns(Generic[T]):
     def __init__(self, pieces: Sequence[T], device: torch.device) -> None:
         self._pieces = pieces
         self._device = device
-        self._read: list[torch.cuda.Event | None] = [None] * len(pieces)
+        self._read: list[Event | None] = [None] * len(pieces)
         self._at = 0
 
     def take(self) -> T:
@@ -85,7 +108,4 @@ class Turns(Generic[T]):
 
     def sent(self) -> None:
         """All copies from the piece that was taken last have begun."""
-        if self._device.type == "cuda":
-            read = torch.cuda.Event()
-            read.record(torch.cuda.current_stream(self._device))
-            self._read[self._at] = read
+        self._read[self._at] = mark(self._device)
