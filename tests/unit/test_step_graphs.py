@@ -51,7 +51,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReplayRecorder]:
     monkeypatch.setattr(
         kernels_module,
         "_flashinfer_attention",
-        lambda library, spec, cache: FlashInferAttention(library, spec, cache, 64),
+        lambda library, spec, cache: FlashInferAttention(library, spec, cache, 2**27),
     )
     yield recorder
     fake_flashinfer._WRAPPERS.clear()
