@@ -49,8 +49,9 @@ def random_lengths(seed: int) -> list[tuple[int, int]]:
     return decodes + [(rng.randrange(2000), rng.randrange(1, 400)) for _ in range(rng.randrange(1, 4))]
 
 
-@pytest.mark.parametrize("dtype", list(LIMITS))
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [*((heads, torch.bfloat16) for heads in HEADS), ((32, 8, 128), torch.float16)], ids=str
+)
 def test_a_mixed_step_equals_attention_written_out(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Three kinds of layer: all keys, a short window, one that a single row has outgrown."""
     case = AttentionCase(
@@ -145,6 +146,20 @@ def test_the_workspace_is_at_least_what_the_library_asks_for(
         kv_data_type=torch.bfloat16,
     )
     assert float_bytes <= workspace_bytes(spec, processors)
+
+
+@pytest.mark.parametrize("heads", [(32, 32, 128), (32, 8, 128)], ids=str)
+def test_recorded_steps_of_many_rows_find_room(heads: tuple[int, int, int]) -> None:
+    """512 rows with contexts of 1 000 tokens, in blocks that they share."""
+    case = AttentionCase(attention_spec(heads, (None,)), [(999, 1)], device=CUDA, block_size=16)
+    ones = np.ones(512, dtype=np.int32)
+    tables = np.repeat(case.rows.tables, 512, axis=0)
+    queries = case.queries.expand(512, -1, -1).contiguous()
+    attention = attention_of(case).fixed(512, tables.shape[1])
+    attention.plan(RaggedRows(ones, ones * 999, tables))
+    out = attention.attend(0, queries)
+    expected = case.expected(0)[0].expand(512, -1)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("windows", [(None,), (4096,), (None, 1024)], ids=str)

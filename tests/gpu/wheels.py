@@ -10,7 +10,7 @@ Then take the folder there, and
 FREEZE is what `python3 -m pip freeze` prints there; what it names is left out. A torch that sees the GPU, transformers
 and CUDA's toolkit (`nvcc`, with the headers of cuRAND) must be there. FlashInfer's wheel holds sources of kernels that
 Sluice never asks for; without them it is a third. Each wheel is a release as it is, but for that one, whose list of
-files is shortened to what is left.
+files is shortened to what is left. `tests.gpu.kernels` adds compiled kernels to it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEEDED: Final = (
     "requests urllib3 certifi charset-normalizer tabulate tqdm packaging",
 )
 """Names of what the tests in `tests/gpu` and the processes that they start import, and of what these import."""
-VERSIONS: Final = {"flashinfer-python": "0.7.2.post1", "cuda-bindings": "13.0.3"}
+VERSIONS: Final = {"flashinfer-python": "0.7.2.post1", "apache-tvm-ffi": "0.1.15.post2", "cuda-bindings": "13.0.3"}
 """Of those that `constraints.txt` does not name."""
 PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64")
 OLD_PLATFORMS: Final = ("manylinux2014_x86_64", "manylinux1_x86_64")

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+NUM_PROCESSORS = 132
+"""Multiprocessors of the device that it stands for."""
+PLAN_BYTES = 8 * 2**20
 _WRAPPERS: list[BatchPrefillWithPagedKVCacheWrapper] = []
 
 
@@ -25,6 +28,48 @@ def _send_plan(source: torch.Tensor) -> None:
     number = _SENT[-1][1] + 1 if _SENT else 1
     source[:8].view(torch.int64).fill_(number)
     _SENT.append((source, number))
+
+
+def float_bytes(
+    num_queries: list[int],
+    num_blocks: list[int],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    *,
+    window_left: int = -1,
+    fixed: bool = False,
+) -> int:
+    """Return what the real one reserves for partial results (`scheduler.cuh`): nothing if it splits no context.
+
+    Args:
+        num_queries: of each row.
+        num_blocks: of each row's keys.
+        num_heads, num_kv_heads, head_dim, page_size: of the model and its cache.
+        window_left: of the layers; -1: all keys.
+        fixed: for a CUDA graph.
+    """
+    group, total, rows = num_heads // num_kv_heads, sum(num_queries), len(num_queries)
+    mean = (total - rows + 1) * group if fixed else total * group // rows
+    tile = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
+    most = -(-(window_left + tile) // page_size) if window_left >= 0 else max(num_blocks)
+    seen = [min(count, most) for count in num_blocks]
+
+    def pieces(chunk: int) -> int:
+        parts = zip(num_queries, seen, strict=True)
+        return sum(-(-count * group // tile) * -(-max(keys, 1) // chunk) for count, keys in parts)
+
+    at_once = 2 * NUM_PROCESSORS // num_kv_heads
+    low, high = max(128 // page_size, 1), max(1, *seen)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if pieces(middle) > at_once else (low, middle)
+    if not fixed and low >= max(1, *seen):
+        return 0
+    padded = max(at_once, -(-total * group // tile) + rows - 1) if fixed else pieces(low)
+    numbers = num_heads * -(-padded * tile // group)
+    return -(-numbers * head_dim * 4 // 16) * 16 + numbers * 4
 
 
 @torch.library.custom_op("sluice_tests::flashinfer_run", mutates_args={"out"})
@@ -52,11 +97,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert kv_layout == "NHD"
         assert backend in ("auto", "fa2", "fa3")
         self.backend = backend
+        self._float_workspace_buffer = float_workspace_buffer
         self._plan: dict[str, Any] | None = None
         self._use_cuda_graph = use_cuda_graph
         buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
         if use_cuda_graph:
             assert all(buffer is not None and buffer.dtype == torch.int32 for buffer in buffers)
+            starts, block_starts, _, last = (len(buffer) for buffer in buffers if buffer is not None)
+            assert starts == block_starts == last + 1
         self._buffers = buffers
         self._pin_memory_int_workspace_buffer = torch.zeros(8, dtype=torch.uint8)
         self._max_total_num_rows: int | None = None
@@ -65,6 +113,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        assert len(int_workspace_buffer) >= PLAN_BYTES
+        self._float_workspace_buffer = float_workspace_buffer
+        self._pin_memory_int_workspace_buffer = torch.zeros(8, dtype=torch.uint8)
 
     def plan(  # noqa: PLR0917 - the real one's places
         self,
@@ -105,7 +156,18 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert window_left >= -1
         assert q_data_type in (torch.float16, torch.bfloat16)
         assert kv_data_type in (None, q_data_type)
-        self._plan = {name: value for name, value in locals().items() if name != "self"}
+        needed = float_bytes(
+            qo_indptr.diff().tolist(),
+            paged_kv_indptr.diff().tolist(),
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+            window_left=window_left,
+            fixed=self._use_cuda_graph,
+        )
+        assert needed <= len(self._float_workspace_buffer), "buffer overflow: increase the workspace buffer size"
+        self._plan = {name: value for name, value in locals().items() if name not in ("self", "needed")}
         _send_plan(self._pin_memory_int_workspace_buffer)
         if self._use_cuda_graph:
             self._fill_buffers(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)

@@ -75,12 +75,12 @@ def record_with(patch: pytest.MonkeyPatch, kernels: Kernels) -> ReplayRecorder:
     patch.setattr(opening, "peak_bytes", stated_peak)  # the real one counts what other tests leave behind
     patch.setattr(runner_module, "choose_kernels", lambda *_, **__: kernels)
     patch.setattr(runner_module, "_recorder", lambda settings, *_: recorder if settings.graphs else None)
-    patch.setattr(kernels_module, "_flashinfer_attention", _with_little_workspace)
+    patch.setattr(kernels_module, "_flashinfer_attention", _with_workspace)
     return recorder
 
 
-def _with_little_workspace(library: Any, spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
-    return FlashInferAttention(library, spec, cache, 64)
+def _with_workspace(library: Any, spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
+    return FlashInferAttention(library, spec, cache, 2**27)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -145,7 +145,7 @@ def test_flashinfer_folds_parts_as_its_calls_promise(windows: tuple[int | None, 
     cuts = drawn_cuts(case, np.random.default_rng(4))
 
     def maker(spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
-        return FlashInferAttention(fake_flashinfer, spec, cache, 1024)
+        return FlashInferAttention(fake_flashinfer, spec, cache, 2**27)
 
     for layer in range(len(windows)):
         found, tokens = folded(case, layer, cuts, [maker] * 3)

@@ -18,6 +18,7 @@ from services.worker.attention.flashinfer_paged import (
     RECOMMENDED_WORKSPACE_BYTES,
     FlashInferAttention,
     block_lists,
+    fixed_workspace_bytes,
     leading_decodes,
     unsupported,
     workspace_bytes,
@@ -36,10 +37,12 @@ from tests.support.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 TOLERANCE = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Half a unit in the last place, relative: the fake rounds once, at the end."""
 GROUPED = (4, 2, 64)
+WORKSPACE_BYTES = workspace_bytes(attention_spec(GROUPED, (None,)), fake_flashinfer.NUM_PROCESSORS)
+"""Of all heads here."""
 
 
 def attention_of(case: AttentionCase, library: Any = fake_flashinfer) -> FlashInferAttention:
-    return FlashInferAttention(library, case.spec, case.cache, 16)
+    return FlashInferAttention(library, case.spec, case.cache, WORKSPACE_BYTES)
 
 
 def check(case: AttentionCase) -> None:
@@ -168,6 +171,41 @@ def test_the_workspace_is_bounded_by_what_the_device_computes_at_once() -> None:
     assert workspace_bytes(attention_spec((8, 8, 64), (None,)), 132) == RECOMMENDED_WORKSPACE_BYTES
 
 
+def test_recorded_steps_find_room_for_as_many_tiles_as_rows_of_any_lengths_could_fill() -> None:
+    """512 rows, 32 heads of 128 with key heads of their own: tiles of 16 queries, 512 / 16 + 511 of them = 543.
+
+    543 * 16 queries * 32 heads * 129 numbers * 4 bytes = 143 MB, above FlashInfer's advice of 128 MiB. 8 key heads: 4
+    heads share a tile, 512 * 4 / 16 + 511 = 639 tiles of 4 queries, and that is below.
+    """
+    alone, shared = attention_spec((32, 32, 128), (None,)), attention_spec((32, 8, 128), (None,))
+    assert fixed_workspace_bytes(alone, 512) == 543 * 16 * 32 * 129 * 4 + 4096
+    assert fixed_workspace_bytes(shared, 512) == 639 * 4 * 32 * 129 * 4 + 4096
+    case = AttentionCase(alone, [(5, 1)])
+    attention = FlashInferAttention(fake_flashinfer, alone, case.cache, workspace_bytes(alone, 132))
+    ones = np.ones(512, dtype=np.int32)
+    attention.fixed(512, 1).plan(RaggedRows(ones, ones - 1, np.zeros((512, 1), dtype=np.int32)))
+
+
+def test_recorded_steps_that_the_workspace_was_not_taken_for_are_refused() -> None:
+    case = AttentionCase(attention_spec((32, 32, 128), (None,)), [(5, 1)])
+    attention = FlashInferAttention(fake_flashinfer, case.spec, case.cache, RECOMMENDED_WORKSPACE_BYTES)
+    attention.plan(case.rows)
+    with pytest.raises(AssertionError, match="taken for less"):
+        attention.fixed(512, 1)
+
+
+def test_the_stand_in_splits_contexts_as_flashinfer_does() -> None:
+    """Its figures are those that FlashInfer 0.7.2.post1's own planning gave for these, with 132 multiprocessors.
+
+    Blocks of 16 tokens. One decode of 9 000 tokens, 8 key heads of 4 heads: 33 pieces at once, so 563 blocks in pieces
+    of 18, 32 of them; each is a tile of 16 / 4 queries with 32 heads of 128 + 1 numbers. 40 such decodes are not split.
+    """
+    heads = (32, 8, 128)
+    assert fake_flashinfer.float_bytes([1], [563], *heads, 16) == 32 * 4 * 32 * 129 * 4
+    assert fake_flashinfer.float_bytes([1] * 40, [563] * 40, *heads, 16) == 0
+    assert fake_flashinfer.float_bytes([1] * 16, [563] * 16, *heads, 16, fixed=True) == 33 * 4 * 32 * 129 * 4
+
+
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "reason"),
     [
@@ -184,7 +222,7 @@ def test_what_flashinfer_cannot_compute_is_known_before(head_dim: int, dtype: to
 
 def fault(library: Any, windows: tuple[int | None, ...] = (None, 4096)) -> str | None:
     def make(spec: ModelSpec, cache: KVCache) -> FlashInferAttention:
-        return FlashInferAttention(library, spec, cache, 16)
+        return FlashInferAttention(library, spec, cache, WORKSPACE_BYTES)
 
     return attention_fault(make, attention_spec(GROUPED, windows), torch.bfloat16, CPU)
 

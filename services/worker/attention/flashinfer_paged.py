@@ -37,6 +37,8 @@ PLAN_BYTES = 8 * 2**20
 """Of what a wrapper keeps of a plan on the device, as FlashInfer takes by itself."""
 PLANS_UNDER_WAY = 4
 """For each window: those of a step's decodes and other rows, while the device may still read the last step's."""
+QUERY_TILES = (16, 64)
+"""Numbers of queries that FlashInfer computes together, each for rows that have no more of them."""
 MAX_QUERY_TILE = 128
 CTAS_PER_PROCESSOR = 2
 """FlashInfer splits contexts until there is this much work for each multiprocessor."""
@@ -211,8 +213,12 @@ class FlashInferAttention:
             num_rows: of each step.
             max_blocks: of one row at most.
         """
+        needed = fixed_workspace_bytes(self._spec, num_rows)
+        if self._workspace is None:
+            self._workspace_bytes = max(self._workspace_bytes, needed)
         self._open()
         assert self._workspace is not None
+        assert len(self._workspace) >= needed, "the workspace was taken for less than the largest recorded step"
         if self._fixed_buffers is None:
             windows = dict.fromkeys(self._spec.windows)
             self._fixed_buffers = {w: _FixedBuffers.taken(num_rows, max_blocks, self._device) for w in windows}
@@ -326,6 +332,18 @@ def workspace_bytes(spec: ModelSpec, num_processors: int) -> int:
     num_pieces = CTAS_PER_PROCESSOR * num_processors // spec.num_kv_heads
     partial_bytes = spec.num_heads * num_pieces * MAX_QUERY_TILE * (spec.head_dim + 1) * 4
     return max(partial_bytes + 4096, RECOMMENDED_WORKSPACE_BYTES)  # a page for alignment
+
+
+def fixed_workspace_bytes(spec: ModelSpec, num_rows: int) -> int:
+    """Return a bound for the partial results of recorded steps of so many decodes.
+
+    FlashInfer reserves the tiles that rows of any lengths could fill with so many queries, even if they are more than
+    the pieces of `workspace_bytes`. A row's queries are here those of all heads that share a key head.
+    """
+    tile = next((each for each in QUERY_TILES if spec.group_size <= each), MAX_QUERY_TILE)
+    num_tiles = -(-num_rows * spec.group_size // tile) + num_rows - 1
+    partial_bytes = spec.num_heads * -(-num_tiles * tile // spec.group_size) * (spec.head_dim + 1) * 4
+    return partial_bytes + 4096
 
 
 def leading_decodes(rows: RaggedRows) -> int:
