@@ -156,7 +156,7 @@ async def test_a_killed_process_is_noticed_at_once_and_everything_fails(road: Ro
     size = 1_000_000
     async with child_process(road, size) as (end, child, link):
         chunk = road.take(size).data
-        sendings = [link.send(TrafficClass.KV, BULK, number, [chunk]) for number in range(1000)]
+        sendings = [link.send(TrafficClass.KV, BULK, number, [chunk]) for number in range(300)]
         await sendings[2].done
         child.send_signal(signal.SIGKILL)
         error = await end.end()
