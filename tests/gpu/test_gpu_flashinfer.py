@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from services.worker.attention.base import RaggedRows
-from services.worker.attention.flashinfer_paged import FlashInferAttention, block_lists, workspace_bytes
+from services.worker.attention.block_lists import block_lists
+from services.worker.attention.flashinfer_paged import FlashInferAttention, workspace_bytes
 from services.worker.attention.merge import merge_states
 from services.worker.attention.remote import attended_of, new_states, remote_rows
 from services.worker.attention.torch_paged import TorchPagedAttention

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.attention.base import RaggedRows
+from services.worker.attention.block_lists import block_lists, leading_decodes
 from services.worker.attention.flashinfer_paged import (
     RECOMMENDED_WORKSPACE_BYTES,
     FlashInferAttention,
-    block_lists,
     fixed_workspace_bytes,
-    leading_decodes,
     unsupported,
     workspace_bytes,
 )

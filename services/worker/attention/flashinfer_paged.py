@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import Fold, KeyRanges, RaggedRows
+from services.worker.attention.block_lists import BlockLists, block_lists, leading_decodes, range_lists, starts_of
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
-from services.worker.attention.torch_paged import first_keys
-from services.worker.engine.types import I32
 from services.worker.memory.host_link import Turns, send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
@@ -46,20 +45,6 @@ _PLAN_SOURCE = "_pin_memory_int_workspace_buffer"
 """Where a wrapper of FlashInfer 0.7 keeps the host memory from which it sends a plan."""
 Wrappers = dict[int | None, Any]
 """FlashInfer's objects, by window of the layers that they compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLists:
-    """Rows as FlashInfer reads them: lists one behind the other, and where each begins; all on the host."""
-
-    query_starts: I32
-    """[n + 1] first query of each row, then the number of all"""
-    block_starts: I32
-    """[n + 1] the same of `blocks`"""
-    blocks: I32
-    """[block_starts[n]] of the rows' keys, in order"""
-    last_block_tokens: I32
-    """[n] keys in each row's last block, 1 to block_size"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +130,7 @@ class FlashInferAttention:
 
     def plan_by(self, rows: RaggedRows, parts: Iterable[tuple[Wrappers, slice]]) -> FlashInferPlan:
         """Plan consecutive rows by wrappers each; the plan before this one is void."""
-        starts, planned = _starts(rows.num_tokens), []
+        starts, planned = starts_of(rows.num_tokens), []
         for wrappers, span in parts:
             first, end, _ = span.indices(len(rows.num_tokens))
             if first < end:
@@ -346,53 +331,6 @@ def fixed_workspace_bytes(spec: ModelSpec, num_rows: int) -> int:
     return partial_bytes + 4096
 
 
-def leading_decodes(rows: RaggedRows) -> int:
-    """Return how many rows of one token stand at the head of the batch."""
-    longer = np.flatnonzero(rows.num_tokens > 1)
-    return int(longer[0]) if len(longer) else len(rows.num_tokens)
-
-
-def block_lists(rows: RaggedRows, part: slice, window: int | None, block_size: int) -> BlockLists:
-    """Return consecutive rows with the blocks that some query of theirs sees.
-
-    Args:
-        rows: of a step.
-        part: the rows that are wanted.
-        window: keys that a query sees at most, itself included; None: all before it.
-        block_size: token slots of a block.
-    """
-    num_keys = rows.num_keys[part]
-    first = first_keys(rows, window)[part] // block_size
-    end = -(-num_keys // block_size)
-    columns = np.arange(rows.tables.shape[1], dtype=np.int32)
-    seen = (columns >= first[:, None]) & (columns < end[:, None])
-    return BlockLists(
-        query_starts=_starts(rows.num_tokens[part]),
-        block_starts=_starts(end - first),
-        blocks=np.ascontiguousarray(rows.tables[part][seen], dtype=np.int32),
-        last_block_tokens=np.asarray((num_keys - 1) % block_size + 1, dtype=np.int32),
-    )
-
-
-def range_lists(rows: RaggedRows, first: I32, end: I32, block_size: int) -> BlockLists:
-    """Return rows with the blocks of positions [first, end).
-
-    Args:
-        rows: of a step.
-        first: [n] multiples of the block size.
-        end: [n] above `first`.
-        block_size: token slots of a block.
-    """
-    columns = np.arange(rows.tables.shape[1], dtype=np.int32) * block_size
-    wanted = (columns >= first[:, None]) & (columns < end[:, None])
-    return BlockLists(
-        query_starts=_starts(rows.num_tokens),
-        block_starts=_starts(np.asarray(wanted.sum(axis=1), dtype=np.int32)),
-        blocks=np.ascontiguousarray(rows.tables[wanted], dtype=np.int32),
-        last_block_tokens=np.asarray((end - 1) % block_size + 1, dtype=np.int32),
-    )
-
-
 def joined(states: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Return states with another part of the context in them.
 
@@ -407,8 +345,3 @@ def joined(states: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> torch.
     whole, whole_lse = merge_states(before, before_lse, out.float(), lse)
     is_there = (whole_lse > -torch.inf).to(whole.dtype)
     return torch.cat((whole, whole_lse.unsqueeze(-1), is_there.unsqueeze(-1)), dim=-1)
-
-
-def _starts(counts: I32) -> I32:
-    """Return [n + 1] where each of n consecutive lists begins, then the end of the last."""
-    return np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)))
