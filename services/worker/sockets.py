@@ -132,8 +132,9 @@ class Door:
         self._sock = sock
         self._name = name
         self._path = path
-        self._tasks = TaskOwner(max_tasks=MAX_GREETINGS + 2)
-        self._num_greeted = 0
+        self._tasks = TaskOwner(max_tasks=2 * MAX_GREETINGS)
+        self._greeted: set[socket.socket] = set()
+        self._retry: asyncio.TimerHandle | None = None
         self.num_refused = 0
         """Connections that came to nothing."""
 
@@ -185,7 +186,8 @@ class Door:
             greet: called with each connection, which it owns, and its address; runs until the connection is somebody's,
                 or refused.
         """
-        self._tasks.start(self._accept(greet), name=f"{self._name}-listener")
+        self._retry = None
+        asyncio.get_running_loop().add_reader(self._sock, self._accept, greet)
 
     @property
     def port(self) -> int:
@@ -196,7 +198,7 @@ class Door:
     @property
     def num_greeted(self) -> int:
         """Callers that are greeted, or kept waiting, now."""
-        return self._num_greeted
+        return len(self._greeted)
 
     def refuse(self, address: str, reason: str) -> None:
         """Count a caller that is not let in, and log why."""
@@ -205,27 +207,37 @@ class Door:
 
     async def close(self) -> None:
         """Listen no more; connections that are somebody's stay. Idempotent."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._sock)
         await self._tasks.close()
+        for sock in self._greeted:  # a task that is cancelled before its first step has closed nothing
+            sock.close()
+        self._greeted.clear()
         if self._path is not None and self._sock.fileno() >= 0:  # else the path may be another's by now
             self._path.unlink(missing_ok=True)
         self._sock.close()
 
-    async def _accept(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(self._sock)
-            except OSError as error:  # the caller went away at once, or there are too many open files
-                get_logger().warning(f"a {self._name} was not let in", error=str(error))
-                await asyncio.sleep(_ACCEPT_RETRY_S)
-                continue
-            if self._num_greeted >= MAX_GREETINGS:
-                sock.close()
-                self.num_refused += 1
-                continue
-            self._num_greeted += 1
-            caller = str(address[0] if isinstance(address, tuple) else self._path)
-            self._tasks.start(self._greet(greet, sock, caller), name=f"{self._name}-greeting")
+    def _accept(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
+        """Let in one caller. No task does this: one that is cancelled at the wrong time would lose the connection."""
+        try:
+            sock, address = self._sock.accept()
+        except BlockingIOError:  # the caller went away at once
+            return
+        except OSError as error:  # as there; or there are too many open files
+            get_logger().warning(f"a {self._name} was not let in", error=str(error))
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock)
+            self._retry = loop.call_later(_ACCEPT_RETRY_S, self.start, greet)
+            return
+        if len(self._greeted) >= MAX_GREETINGS:
+            sock.close()
+            self.num_refused += 1
+            return
+        self._greeted.add(sock)
+        caller = str(address[0] if isinstance(address, tuple) else self._path)
+        self._tasks.start(self._greet(greet, sock, caller), name=f"{self._name}-greeting")
 
     async def _greet(
         self, greet: Callable[[socket.socket, str], Awaitable[None]], sock: socket.socket, address: str
@@ -237,4 +249,4 @@ class Door:
             sock.close()
             raise
         finally:
-            self._num_greeted -= 1
+            self._greeted.discard(sock)

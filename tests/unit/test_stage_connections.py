@@ -217,6 +217,42 @@ async def test_a_listener_that_closes_drops_who_waits() -> None:
                 await dialling
 
 
+async def test_a_listener_that_closes_drops_who_came_this_moment() -> None:
+    """Before the task that greets has done anything."""
+    async with listening() as listener:
+        with socket.create_connection(("127.0.0.1", port_of(listener))) as caller:
+            while listener.num_greeted < 1:
+                await asyncio.sleep(0)
+            await listener.close()
+            assert listener.num_greeted == 0
+            assert caller.recv(1) == b""
+
+
+@pytest.mark.parametrize("gets_free", [True, False])
+async def test_a_listener_without_descriptors_tries_again_and_can_be_closed(
+    monkeypatch: pytest.MonkeyPatch, gets_free: bool
+) -> None:
+    monkeypatch.setattr(sockets, "_ACCEPT_RETRY_S", 0.01)
+    tried = list[int]()
+
+    class Full(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            tried.append(1)
+            if len(tried) < 4 or not gets_free:
+                raise OSError(24, "Too many open files")
+            return super().accept()
+
+    async with listening() as listener:
+        listener._door._sock = Full(fileno=listener._door._sock.detach())
+        with socket.create_connection(("127.0.0.1", port_of(listener))):
+            while len(tried) < 4:
+                await asyncio.sleep(0.001)
+            assert listener.num_greeted == gets_free
+            await listener.close()
+            await asyncio.sleep(0.03)
+            assert len(tried) == 4
+
+
 @pytest.mark.parametrize(
     ("address", "reason"),
     [("", "no host:port"), ("127.0.0.1", "no host:port"), ("127.0.0.1:x", "no host:port"), ("[::1]:1", "w2 at ")],

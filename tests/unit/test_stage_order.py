@@ -354,12 +354,13 @@ async def test_texts_survive_steps_that_end_late_and_fail_at_launch_or_at_the_en
 
 @pytest.mark.parametrize("end", ["member leaves", "leader is cut off"])
 async def test_a_pipeline_that_breaks_while_steps_are_under_way_ends_every_thread(end: str) -> None:
-    before, hold = whats_open(), Holding()
-    group = stages(3, hold)
+    before, first, behind = whats_open(), Holding(), Holding()
+    group = stages(3, behind)
+    group[0]._hold = first
     pipeline = wire_up(group, asyncio.get_running_loop())
     futures = [pipeline.executor.submit(batch) for batch in batches(6)]
-    hold.let(3)
-    await until(lambda: "launch 1" in group[1].notes)
+    first.let(2)
+    await until(lambda: "launch 1" in group[1].notes and "launch 3" in group[0].notes)
     if end == "member leaves":
         leaving = threading.Thread(target=pipeline.servers[1].close)
         leaving.start()
@@ -371,7 +372,8 @@ async def test_a_pipeline_that_breaks_while_steps_are_under_way_ends_every_threa
     broken = results[-1]
     assert isinstance(broken, BatchFailedError)
     assert broken.is_lost
-    hold.let(99)
+    first.let(99)
+    behind.let(99)
     await pipeline.executor.close()
     await asyncio.to_thread(pipeline.join)
     if leaving is not None:
