@@ -19,7 +19,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
 from services.worker.executor.channel import ModelledLink
-from services.worker.groups.modelled_device import ModelledNetwork
+from services.worker.groups.modelled_network import ModelledNetwork
 from shared.memory_bus import LATENCY_S, MemoryBroker
 from shared.systems import KvExchange, find_system
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text

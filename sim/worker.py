@@ -17,7 +17,8 @@ from services.worker.executor.modelled import FailureInjector, ModelledExecutor
 from services.worker.executor.modelled_pipeline import PipelineParams, modelled_stages
 from services.worker.executor.pipeline import PipelineExecutor
 from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
-from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice, ModelledNetwork
+from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice
+from services.worker.groups.modelled_network import ModelledNetwork
 from services.worker.policy.registry import make_scheduler
 from services.worker.policy.view import Scheduler
 from services.worker.policy.work import Work

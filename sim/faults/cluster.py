@@ -15,7 +15,7 @@ from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.executor.channel import ModelledLink
-from services.worker.groups.modelled_device import ModelledNetwork
+from services.worker.groups.modelled_network import ModelledNetwork
 from shared.ids import WorkerId
 from shared.memory_bus import Delivery, MemoryBroker
 from sim.faults.conductor import Conductor

@@ -23,7 +23,7 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from services.worker.engine.types import Batch
-from services.worker.groups.modelled_device import ModelledNetwork
+from services.worker.groups.modelled_network import ModelledNetwork
 from shared.bus import BusError
 from shared.errors import StartupError
 from shared.ids import Incarnation, WorkerId

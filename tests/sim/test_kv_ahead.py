@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.worker.executor.channel import ModelledLink
-from services.worker.groups import modelled_device
+from services.worker.groups import modelled_network
 from services.worker.groups.modelled_exchange import Share, copy_shares
 from services.worker.groups.placed_kv import PlacedKv
 from shared.ids import WorkerId
@@ -185,7 +185,7 @@ def test_blocks_that_are_said_to_be_there_and_are_not_would_be_noticed(monkeypat
     def forget_one(members: Sequence[Share], shares: Sequence[PlacedKv]) -> None:
         copy_shares(members, [share.only(range(1, len(share))) for share in shares])
 
-    monkeypatch.setattr(modelled_device, "copy_shares", forget_one)
+    monkeypatch.setattr(modelled_network, "copy_shares", forget_one)
 
     async def main(room: Room) -> None:
         await form(room)

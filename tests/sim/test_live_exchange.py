@@ -13,7 +13,7 @@ import pytest
 
 from services.worker.engine import remote_kv
 from services.worker.executor.shadow_kv import ShadowKv
-from services.worker.groups import modelled_device
+from services.worker.groups import modelled_network
 from services.worker.groups.kv_table import AreLive
 from shared.systems import KvExchange
 from sim.faults.campaign import SeedReport, run_scenario
@@ -29,7 +29,7 @@ _reports: dict[int, SeedReport] = {}
 @pytest.fixture(autouse=True)
 def _short_splits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_kv, modelled_device):
+        for module in (remote_kv, modelled_network):
             patch.setattr(module, "SPLIT_KEYS", 2 * BLOCK_SIZE)
         yield
 
@@ -48,7 +48,7 @@ def mixed(*_: object, **__: object) -> AreLive:
 
 @pytest.mark.parametrize("first", range(0, 24, 6))
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modelled_device, "modes_of", mixed)
+    monkeypatch.setattr(modelled_network, "modes_of", mixed)
     networks: dict[int, FaultCluster] = {}
     total: Counter[str] = Counter()
     num_remote, wrong = 0, []

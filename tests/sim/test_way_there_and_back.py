@@ -15,7 +15,7 @@ import pytest
 
 from services.worker.engine import remote_kv
 from services.worker.executor.channel import ModelledLink
-from services.worker.groups import modelled_device
+from services.worker.groups import modelled_network
 from services.worker.groups.modelled_device import ModelledGroupDevice
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
@@ -36,7 +36,7 @@ NUM_SEEDS = 20
 @pytest.fixture(autouse=True)
 def _short_splits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_kv, modelled_device):
+        for module in (remote_kv, modelled_network):
             patch.setattr(module, "SPLIT_KEYS", 32)
         yield
 

@@ -17,8 +17,9 @@ from services.worker.executor.modelled import ModelledExecutor
 from services.worker.executor.shadow_kv import TokenDraw
 from services.worker.groups.arrivals import Arrived
 from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
-from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice, ModelledNetwork
+from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice
 from services.worker.groups.modelled_exchange import Estate, Exchange, Share, hand_out
+from services.worker.groups.modelled_network import ModelledNetwork
 from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
