@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from services.worker.groups.kv_traffic import KvTraffic
 from services.worker.groups.kv_wire import KvProgress, KvSocket
-from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.torch_device import TorchGroupDevice
 
 
@@ -27,42 +27,42 @@ class LateKv:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: int, way: str) -> None:
         self._stage, self._way = stage, way
         self.has_come, self._may_be_written, self._was_tried = (threading.Event() for _ in range(3))
-        send, receive, write_own = LiveExchange._send, LiveExchange._receive, LiveExchange._write_own
+        send, receive, write_own = KvTraffic._send, KvTraffic._receive, KvTraffic._write_own
 
-        def send_deaf(exchange: LiveExchange, *args: object) -> None:
-            with self._deaf(exchange):
-                send(exchange, *args)  # type: ignore[arg-type]
+        def send_deaf(traffic: KvTraffic, *args: object) -> None:
+            with self._deaf(traffic):
+                send(traffic, *args)  # type: ignore[arg-type]
 
-        def receive_late(exchange: LiveExchange, table: object, peer: int, sock: KvSocket, *more: object) -> None:
-            given = LateSocket(sock, self) if self._is_late(exchange, "received") else sock
-            with self._deaf(exchange), self._trying(is_late=given is not sock):
-                receive(exchange, table, peer, given, *more)  # type: ignore[arg-type]
+        def receive_late(traffic: KvTraffic, table: object, peer: int, sock: KvSocket, *more: object) -> None:
+            given = LateSocket(sock, self) if self._is_late(traffic, "received") else sock
+            with self._deaf(traffic), self._trying(is_late=given is not sock):
+                receive(traffic, table, peer, given, *more)  # type: ignore[arg-type]
 
-        def write_late(exchange: LiveExchange, *args: object) -> None:
-            is_late = self._is_late(exchange, "own")
+        def write_late(traffic: KvTraffic, *args: object) -> None:
+            is_late = self._is_late(traffic, "own")
             if is_late:
                 self.wait()
             with self._trying(is_late=is_late):
-                write_own(exchange, *args)  # type: ignore[arg-type]
+                write_own(traffic, *args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(LiveExchange, "_send", send_deaf)
-        monkeypatch.setattr(LiveExchange, "_receive", receive_late)
-        monkeypatch.setattr(LiveExchange, "_write_own", write_late)
+        monkeypatch.setattr(KvTraffic, "_send", send_deaf)
+        monkeypatch.setattr(KvTraffic, "_receive", receive_late)
+        monkeypatch.setattr(KvTraffic, "_write_own", write_late)
 
     def wait(self) -> None:
         """Something has come: return when it may be written."""
         self.has_come.set()
         assert self._may_be_written.wait(60)
 
-    def _is_late(self, exchange: LiveExchange, way: str) -> bool:
-        return (exchange._stage, way) == (self._stage, self._way)
+    def _is_late(self, traffic: KvTraffic, way: str) -> bool:
+        return (traffic._stage, way) == (self._stage, self._way)
 
     @contextmanager
-    def _deaf(self, exchange: LiveExchange) -> Iterator[None]:
+    def _deaf(self, traffic: KvTraffic) -> Iterator[None]:
         try:
             yield
         except OSError:
-            if exchange._stage == self._stage:
+            if traffic._stage == self._stage:
                 assert self._was_tried.wait(60)
             raise
 

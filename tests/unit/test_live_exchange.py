@@ -15,7 +15,7 @@ import torch
 from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
 from services.worker.groups import kv_wire, live_exchange
 from services.worker.groups.device import Parting
-from services.worker.groups.live_exchange import LiveExchange
+from services.worker.groups.kv_traffic import KvTraffic
 from services.worker.groups.placed_kv import PlacedKv
 from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
@@ -122,9 +122,9 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
 
 async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody computes what comes; who needs nothing of it is served to the end before the first byte moves."""
-    expected, over, send = await calm(), threading.Event(), LiveExchange._send
+    expected, over, send = await calm(), threading.Event(), KvTraffic._send
 
-    def late(self: LiveExchange, *args: object) -> None:
+    def late(self: KvTraffic, *args: object) -> None:
         over.wait(30)
         send(self, *args)  # type: ignore[arg-type]
 
@@ -136,7 +136,7 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
         kept = [first.engine.leave_executor(0.0), second.engine.leave_executor(0.0)]
         own = places(devices, HALVES)
         with monkeypatch.context() as patch:
-            patch.setattr(LiveExchange, "_send", late)
+            patch.setattr(KvTraffic, "_send", late)
             leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
             await devices[1].join(own[1], lambda _: None, kept[1])
             led = await leading

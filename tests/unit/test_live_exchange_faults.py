@@ -15,6 +15,7 @@ from services.worker.executor.parameter_sources import ParameterSource
 from services.worker.groups import kv_wire, live_exchange
 from services.worker.groups.device import Led, Parting
 from services.worker.groups.kv_table import KvTable
+from services.worker.groups.kv_traffic import KvTraffic
 from services.worker.groups.kv_wire import KvSocket
 from services.worker.groups.live_exchange import LiveExchange
 from services.worker.groups.torch_device import TorchGroupDevice
@@ -159,9 +160,9 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
     killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections end while its KV is on the way, and the others wait for that."""
-    over, shut, send = threading.Event(), KvSocket.shut, LiveExchange._send
+    over, shut, send = threading.Event(), KvSocket.shut, KvTraffic._send
 
-    def never(self: LiveExchange, *args: object) -> None:
+    def never(self: KvTraffic, *args: object) -> None:
         if self._stage == killed:
             over.wait(20)
             raise ConnectionResetError("killed")
@@ -176,7 +177,7 @@ async def test_a_worker_that_is_gone_in_mid_exchange_fails_the_group_and_the_oth
         own = places(devices, ranges_of(1, 2, 4))
         ends: dict[int, list[str | None]] = {1: [], 2: []}
         with monkeypatch.context() as patch:
-            patch.setattr(LiveExchange, "_send", never)
+            patch.setattr(KvTraffic, "_send", never)
             patch.setattr(KvSocket, "shut", wake)
             leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
             await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in (1, 2)))

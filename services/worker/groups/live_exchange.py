@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,22 +35,15 @@ from functools import partial
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.groups.arrivals import Arrivals, Arrived
 from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
-from services.worker.groups.kv_progress import Complete, Landed
+from services.worker.groups.kv_progress import Complete
 from services.worker.groups.kv_table import KvLot, KvOffer, KvTable, check_table, mode_of, moving_layers
-from services.worker.groups.kv_wire import KvChunk, KvProgress, KvSocket, chunks_between
+from services.worker.groups.kv_traffic import Ears, KvTraffic
+from services.worker.groups.kv_wire import KvProgress, KvSocket
 from services.worker.groups.page_exchange import PagesKeptError
 from services.worker.groups.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
 from services.worker.groups.remote_wire import RemoteSocket
 from services.worker.groups.threads import in_thread
-from services.worker.groups.write_fence import WriteFence
-from services.worker.memory.block_copies import (
-    BlockCopies,
-    copy_blocks,
-    move_blocks,
-    scatter_block_bytes,
-    settle,
-    write_block_bytes,
-)
+from services.worker.memory.block_copies import BlockCopies, copy_blocks, move_blocks, settle
 from services.worker.memory.kv_cache import KVCache
 from shared.errors import WireError
 from shared.layers import LayerRange
@@ -111,8 +103,6 @@ class LiveExchange:
         """Blocks, and how many bytes of them moved."""
         self._complete: Complete | None = None
         """Of the leader, while the group serves."""
-        self._fence = WriteFence()
-        """Around every write to blocks."""
         self._cache: KVCache | None = None
         """To which KV comes beside the group's steps."""
         self._remote_parts = remote
@@ -126,6 +116,7 @@ class LiveExchange:
         self.failure: str | None = None
         """Why KV does not move, once that is so."""
         self._sockets = {peer: socks[peer] for peer in sorted(socks)}
+        self._traffic = KvTraffic(stage, self._sockets, self._wanted, block_bytes)
 
     @property
     def kept(self) -> KeptKv:
@@ -293,8 +284,7 @@ class LiveExchange:
         """
         if self.remote is not None:
             self.remote.finish()
-        self._fence.shut()
-        self._fence.wait()
+        self._traffic.end_writes()
         if self._cache is not None:
             settle(self._cache)
 
@@ -359,9 +349,7 @@ class LiveExchange:
         self._shut()
 
     def _shut(self) -> None:
-        self._fence.shut()
-        for sock in self._sockets.values():
-            sock.shut()
+        self._traffic.shut()
         if self.failure is not None and self.remote is not None:
             self.remote.shut()
 
@@ -429,82 +417,23 @@ class LiveExchange:
             self.close()
 
     def _move_all(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
-        table, errors = self._table, list[Exception]()
+        table = self._table
         assert table is not None, "nothing was agreed upon"
-        landed = Landed(table, self._stage, self._wanted[self._stage])
 
-        def attempt(part: Callable[[], None]) -> None:
-            try:
-                part()
-            except Exception as error:  # raised below, when nothing is under way any more
-                errors.append(error)
-                self._shut()
-
-        def land(source: int, lot: int, count: int) -> None:
-            progress = landed.note(lot, source, count)
-            if progress is not None and tell is not None:
-                settle(cache)
-                if self.remote is not None:
-                    self._last_landed_s = time.monotonic()
-                    self.remote.landed(progress.lot, progress.count)
+        def landed(progress: KvProgress) -> None:
+            if self.remote is not None:
+                self._last_landed_s = time.monotonic()
+                self.remote.landed(progress.lot, progress.count)
+            if tell is not None:
                 tell(progress)
 
-        parts: list[Callable[[], None]] = []
-        for peer, sock in self._sockets.items():
-            receive = partial(self._receive, table, peer, sock, cache, partial(land, peer))
-            parts += [partial(self._send, table, peer, sock), receive]
-        threads = [threading.Thread(target=attempt, args=(part,), name="KV of a peer", daemon=True) for part in parts]
-        for thread in threads:
-            thread.start()
-        attempt(lambda: self._write_own(table, cache, partial(land, self._stage)))
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        settle(cache)
+        self._traffic.run(table, self._copies, cache, Ears(None if tell is None else landed, self._hear, self._is_due))
         self._has_moved = True
 
-    def _send(self, table: KvTable, peer: int, sock: KvSocket) -> None:
-        for chunk in chunks_between(table, self._stage, peer, self._wanted[peer], self._block_bytes):
-            sock.send_chunk(self._copies[chunk.lot].bytes_of(chunk.layer, chunk.side, chunk.first, chunk.end))
-
-    def _receive(
-        self, table: KvTable, peer: int, sock: KvSocket, cache: KVCache, land: Callable[[int, int], None]
-    ) -> None:
-        buffer = memoryview(b"")
-        for chunk in chunks_between(table, peer, self._stage, self._wanted[self._stage], self._block_bytes):
-            size = (chunk.end - chunk.first) * self._block_bytes
-            if len(buffer) < size:
-                buffer = memoryview(bytearray(size))
-            while (progress := sock.receive(buffer[:size])) is not None:
-                self._hear(peer, progress)
-            lot = table.lots[chunk.lot]
-            with self._fence.writing():
-                _write(cache, lot, chunk, buffer[:size])
-            if chunk.is_last:
-                land(chunk.lot, chunk.end)
-        while self._complete is not None and self._complete.is_due(peer):
-            said = sock.receive(memoryview(b""))
-            if said is not None:
-                self._hear(peer, said)
+    def _is_due(self, peer: int) -> bool:
+        return self._complete is not None and self._complete.is_due(peer)
 
     def _hear(self, peer: int, progress: KvProgress) -> None:
         if self._complete is None:
             raise WireError(f"stage {peer} tells stage {self._stage}, which does not lead, how far it is")
         self._note(peer, progress)
-
-    def _write_own(self, table: KvTable, cache: KVCache, land: Callable[[int, int], None]) -> None:
-        for chunk in chunks_between(table, self._stage, self._stage, self._wanted[self._stage], self._block_bytes):
-            data = self._copies[chunk.lot].bytes_of(chunk.layer, chunk.side, chunk.first, chunk.end)
-            with self._fence.writing():
-                _write(cache, table.lots[chunk.lot], chunk, data)
-            if chunk.is_last:
-                land(chunk.lot, chunk.end)
-
-
-def _write(cache: KVCache, lot: KvLot, chunk: KvChunk, data: memoryview) -> None:
-    """Let a part of a lot hold in one layer what the bytes say."""
-    if lot.places is None:
-        write_block_bytes(cache, chunk.layer, chunk.side, lot.first + chunk.first, data)
-    else:
-        scatter_block_bytes(cache, chunk.layer, chunk.side, lot.places[chunk.first : chunk.end], data)
