@@ -268,7 +268,9 @@ async def test_dispatchers_read_write_and_watch_the_owners_and_only_read_the_vie
         seen = Seen[KvEntry]()
         watch = await owners.watch(">", seen)
         revision = await owners.create("r-1", b"a")
+        await seen.wait(1)  # of each key one value is kept: a watch that is late would not see the one before
         revision = await owners.update("r-1", b"b", revision)
+        await seen.wait(2)
         assert await owners.get("r-1") == KvEntry("r-1", b"b", revision)
         assert await owners.keys() == ["r-1"]
         await owners.delete("r-1")
