@@ -12,7 +12,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_MODEL ?= /tmp/sluice-llama3-8b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
+.PHONY: help install demo test test-seeds test-faults test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,9 +43,12 @@ install: $(VENV)/.dev $(VENV)/.native ## make .venv with sluice and its developm
 demo: $(VENV)/.demo ## start a cluster here and stream one answer at reading speed
 	$(BIN)/sluice demo
 
-test: $(VENV)/.dev $(VENV)/.native ## run every test that needs no GPU, in two processes
+test: $(VENV)/.dev $(VENV)/.native ## run the tests that need no GPU, in two processes
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-	  -m "not gpu and not faults and not compose"
+	  -m "not gpu and not faults and not compose and not seeds"
+
+test-seeds: $(VENV)/.dev ## run the seeds of random campaigns that `make test` leaves out, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "seeds and not gpu"
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
 	$(BIN)/python -m pytest -m faults tests/faults

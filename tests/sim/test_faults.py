@@ -62,6 +62,7 @@ def test_the_invariants_hold_whatever_fails(first: int) -> None:
     SEEDS.check(first)
 
 
+@pytest.mark.seeds
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_recovery_path_was_reached() -> None:
     SEEDS.check_coverage(REQUIRED)

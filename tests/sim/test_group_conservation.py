@@ -20,6 +20,7 @@ from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import Scenario, draw_group_scenario
 from tests.support.layer_watch import LayerWatch
 from tests.support.page_twins import PageWatch
+from tests.support.seeds import first_of
 
 NUM_SEEDS = 20
 PAGE_BYTES = 4096
@@ -82,11 +83,12 @@ def live_through(seed: int) -> Counter[str]:
     return _done[seed]
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("seed", first_of(range(NUM_SEEDS), 6))
 def test_parameters_and_kv_and_free_pages_are_the_budget_at_every_instant(seed: int) -> None:
     live_through(seed)
 
 
+@pytest.mark.seeds
 def test_memories_went_through_every_kind_of_change() -> None:
     """The seeds together; the test above would say little otherwise."""
     total: Counter[str] = Counter()

@@ -48,12 +48,14 @@ def test_the_invariants_hold_whatever_fails_while_groups_come_and_go(first: int)
     SEEDS.check(first)
 
 
+@pytest.mark.seeds
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_every_step_of_the_protocol_was_reached_and_struck() -> None:
     total = SEEDS.check_coverage(REQUIRED)
     assert total["commit done"] > 3 * NUM_SEEDS, "most seeds change roles several times"
 
 
+@pytest.mark.seeds
 @pytest.mark.timeout(900)  # by itself it runs all seeds
 def test_groups_of_two_became_groups_of_four_and_every_step_of_that_was_struck() -> None:
     """Struck: a fault began between the first word and the last, or the planner died in between."""

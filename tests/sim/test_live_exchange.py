@@ -19,6 +19,7 @@ from shared.systems import KvExchange
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import BLOCK_SIZE, Scenario, draw_group_scenario
+from tests.support.seeds import first_of
 
 SEEDS = (*range(56), 137, 152, 159, 163)
 """The last ones lose a group while KV is on its way."""
@@ -46,7 +47,7 @@ def mixed(*_: object, **__: object) -> AreLive:
     return lambda lots: [index % 2 == 0 for index in range(len(lots))]
 
 
-@pytest.mark.parametrize("first", range(0, 24, 6))
+@pytest.mark.parametrize("first", first_of(range(0, 24, 6), 1))
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modelled_network, "modes_of", mixed)
     networks: dict[int, FaultCluster] = {}
@@ -81,12 +82,13 @@ def report_of(seed: int) -> SeedReport:
     return _reports[seed]
 
 
-@pytest.mark.parametrize("first", range(0, len(SEEDS), 5))
+@pytest.mark.parametrize("first", first_of(range(0, len(SEEDS), 5), 2))
 def test_the_invariants_hold_while_kv_is_attended_where_it_lies(first: int) -> None:
     wrong = [f"seed {seed}: {said}" for seed in SEEDS[first : first + 5] for said in report_of(seed).violations]
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.seeds
 @pytest.mark.timeout(600)  # by itself it runs all seeds
 def test_seeds_attend_elsewhere_and_lose_what_they_attend() -> None:
     total: Counter[str] = Counter()

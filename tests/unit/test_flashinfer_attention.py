@@ -61,7 +61,7 @@ LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.one_of(st.just(1), st.integ
 WINDOWS = st.one_of(st.sampled_from([1, 2, 8, 9, 16, 17]), st.integers(1, 260))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     lengths=LENGTHS, window=WINDOWS, heads=st.sampled_from([GROUPED, (3, 1, 64), (2, 2, 64)]), seed=st.integers(0, 9)
 )
