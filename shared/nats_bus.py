@@ -137,6 +137,9 @@ class NatsBus:
         except (nats.errors.Error, OSError, TimeoutError) as error:
             await bus.close()
             raise NoBrokerError(url, _reason(bus.last_error or error)) from None
+        except BaseException:
+            await bus.close()
+            raise
         return bus
 
     async def open(
@@ -273,10 +276,7 @@ class NatsBus:
         self._check_open()
         check_size(subject, data, self.max_payload_bytes)
         try:
-            if self._client.pending_data_size < PENDING_BYTES:
-                await self._client.publish(subject, data, reply, headers)
-            else:  # it may wait now
-                await cancellable(self._client.publish(subject, data, reply, headers))
+            await cancellable(self._client.publish(subject, data, reply, headers))  # it waits where the buffer is full
         except nats.errors.OutboundBufferLimitError:
             self.stats.dropped_out += 1
             if is_power_of_two(self.stats.dropped_out):

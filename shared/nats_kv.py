@@ -174,7 +174,11 @@ class NatsKeyValue:
     async def _start_watch(self, key: str, handler: WatchHandler) -> NatsWatch:
         watch = NatsWatch(self._client, self._js, self._name, key, handler, self._stats)
         with _translated(self._name):
-            await cancellable(watch.start())
+            try:
+                await cancellable(watch.start())
+            except BaseException:
+                await watch.close()  # cancelled at the last moment, it may have begun
+                raise
         return watch
 
     def _check(self, key: str, value: bytes) -> None:

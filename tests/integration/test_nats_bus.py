@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -155,6 +156,27 @@ async def test_a_frozen_broker_is_noticed_within_seconds_and_nothing_hangs(broke
     broker.signal(signal.SIGCONT)
     await until(lambda: bus.connected)
     await bus.flush()
+    await bus.close()
+
+
+async def test_whoever_publishes_into_a_full_buffer_can_be_cancelled(broker: Broker) -> None:
+    """Also by the message that fills it: nats-py forgets a cancellation while it waits for room."""
+    bus, began_s = await NatsBus.connect(broker.url, name="b"), [math.inf]
+    broker.freeze()
+
+    async def publish() -> None:
+        while True:
+            began_s[0] = time.monotonic()
+            await bus.publish("anything", bytes(900_000))
+            began_s[0] = math.inf
+            await asyncio.sleep(0)
+
+    publishing = asyncio.create_task(publish())
+    await until(lambda: time.monotonic() - began_s[0] > 0.02)
+    publishing.cancel()
+    await asyncio.wait([publishing], timeout=5.0)
+    assert publishing.cancelled()
+    broker.signal(signal.SIGCONT)
     await bus.close()
 
 
