@@ -203,6 +203,9 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 process_group=self._group,
             )
+        except BaseException:
+            child.end_output()
+            raise
         finally:
             os.close(writing_fd)
 

@@ -40,8 +40,9 @@ async def hang(settings: UpSettings, name: str, duration_s: float, console: Cons
         CommandError: it cannot be found, or is not ours to stop.
     """
     async with _found(settings, name) as (target, _):
-        _signal(target, signal.SIGSTOP)
+        pass
     try:
+        _signal(target, signal.SIGSTOP)
         console.line(f"{name} (process {target.pid}) stands still for {duration_s:g} s (SIGSTOP)")
         console.line(f"to undo: kill -CONT {target.pid}; Ctrl-C here does it too")
         await asyncio.sleep(duration_s)

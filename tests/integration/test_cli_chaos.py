@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -91,6 +92,27 @@ async def test_a_process_that_stands_still_goes_on_afterwards(
     said = capsys.readouterr().err
     assert f"kill -CONT {sleeper.pid}" in said
     assert said.endswith("w-slow goes on\n")
+
+
+async def test_a_process_goes_on_if_whoever_stopped_it_is_interrupted_while_the_bus_closes(
+    broker: EmbeddedNats, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closing, close = asyncio.Event(), NatsBus.close
+
+    async def close_slowly(bus: NatsBus) -> None:
+        await close(bus)
+        if bus.name != "w-slow":
+            closing.set()
+            await asyncio.Event().wait()
+
+    async with serving(broker, "w-slow", host=socket.gethostname(), pid=str(sleeper.pid)):
+        monkeypatch.setattr(NatsBus, "close", close_slowly)
+        hanging = asyncio.create_task(hang(settings(broker), "w-slow", 60.0, Console()))
+        await closing.wait()
+        hanging.cancel()
+        await asyncio.wait([hanging])
+        await asyncio.sleep(0.05)  # a signal takes effect a little later
+        assert state_of(sleeper.pid) != "T"
 
 
 @pytest.mark.parametrize(

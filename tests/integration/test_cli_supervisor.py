@@ -15,6 +15,7 @@ import pytest
 from cli.restart import RestartParams
 from cli.run_dir import RunDir
 from cli.supervisor import ChildSpec, Supervisor
+from tests.support.leaks import whats_open
 from tests.support.processes import is_running, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,14 @@ async def test_stopping_ends_a_pending_restart(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         assert await supervisor.stop(["w"], LIMIT_S) == []
     await supervisor.close()
+
+
+async def test_a_program_that_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
+    supervisor, before = make_supervisor(tmp_path), whats_open()
+    with pytest.raises(FileNotFoundError):
+        await supervisor.start(ChildSpec("w", (str(tmp_path / "nothing"),)))
+    await supervisor.close()
+    assert whats_open() == before
 
 
 async def test_a_grandchild_that_keeps_the_pipe_does_not_hold_up_the_restart(tmp_path: Path) -> None:
