@@ -68,9 +68,11 @@ class SluiceClient:
 
     async def aclose(self) -> None:
         """Close every connection; answers under way lose theirs."""
-        if self._sockets is not None:
-            await self._sockets.close()
-        await self._transport.close()
+        try:
+            if self._sockets is not None:
+                await self._sockets.close()
+        finally:
+            await self._transport.close()
 
     def chat(
         self,

@@ -25,6 +25,8 @@ HEARTBEAT_S = 15.0
 """Silence after which the client asks whether the server is there; half as long later the connection counts as lost."""
 MAX_WAITING_MESSAGES = 65_536
 """Messages that wait for the reader of one answer; with more, the answer is given up."""
+_FORGET_S = 1.0
+"""Longest time in which the server is told that an answer is not wanted any more."""
 _ENDPOINTS = {"chat/completions": "chat", "completions": "completions"}
 Message = dict[str, Any]
 
@@ -224,20 +226,22 @@ class _Link:
         try:
             await self._socket.send_str(json.dumps({**message, "id": name}))
         except BaseException:
-            del self._answers[name]
+            await self.forget(name, is_done=False)  # it may have been sent
             raise
         return answer
 
     async def forget(self, name: str, *, is_done: bool) -> None:
         """Take no more messages of an answer."""
         if self._answers.pop(name, None) is not None and not is_done and not self.is_closed:
-            with suppress(aiohttp.ClientError, OSError):
-                await self._socket.send_str(json.dumps({"type": "cancel", "id": name}))
+            with suppress(aiohttp.ClientError, OSError):  # a time-out among them: what waits then has been written
+                async with asyncio.timeout(_FORGET_S):
+                    await self._socket.send_str(json.dumps({"type": "cancel", "id": name}))
 
     async def close(self) -> None:
         """End the connection; answers under way lose it."""
         self._reader.cancel()
         await asyncio.wait([self._reader])
+        self._end()  # a reader that is cancelled before its first step has told nobody
         await self._socket.close()
 
     async def _read(self) -> None:
@@ -248,12 +252,18 @@ class _Link:
         except (aiohttp.ClientError, OSError, ProtocolError) as error:
             self.reason = describe(error)
         finally:
-            self._is_closed = True
-            if self._socket.close_code is not None:
-                self.reason = f"closed with code {self._socket.close_code}"
-            for answer in self._answers.values():
-                answer.put(None)
+            self._end()
         await self._socket.close()
+
+    def _end(self) -> None:
+        """Take no more requests, and tell those whose answers are under way. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._socket.close_code is not None:
+            self.reason = f"closed with code {self._socket.close_code}"
+        for answer in self._answers.values():
+            answer.put(None)
 
     def _deliver(self, data: str) -> None:
         message = parse_object(data)
