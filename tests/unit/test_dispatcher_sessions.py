@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.dispatcher.session.gaps import GapHistogram
+from services.dispatcher.session.leases import Loss
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.session.session import MAX_HELD_PARTS, Session
 from services.dispatcher.session.table import MAX_STREAM, SessionTable
-from shared.ids import RequestId, StreamId
+from shared.ids import RequestId, StreamId, WorkerId
 from shared.messages.report import WorkerPhase
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason, SamplingParams
@@ -73,6 +74,22 @@ def test_a_worker_that_does_not_answer_is_cancelled_and_passed_over() -> None:
             assert taker.tokens == ANSWER
             assert session.worker_id == "b"
             assert [cancel.attempt for cancel in deaf.cancels] == [1]
+
+    go(main())
+
+
+def test_what_is_released_before_it_goes_on_elsewhere_goes_on_nowhere() -> None:
+    async def main() -> None:
+        async with cluster() as made:
+            one, other = await made.add("a", None), await made.add("b", None)
+            session = await made.sessions.admit(made.request())
+            here, there = (one, other) if one.submits else (other, one)
+            made.sessions.recovery.lost(session, Loss.RELEASED, WorkerId(there.worker_id))
+            made.sessions.release(session)
+            await asyncio.sleep(1.0)
+            assert (len(here.submits), there.submits) == (1, [])
+            assert session.worker_id is None
+            assert made.sessions.recovery.num_recovered == 0
 
     go(main())
 

@@ -206,11 +206,13 @@ class Placing:
         return await self._submit(session, worker_id, parent.request.request_id)
 
     async def _submit(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None = None) -> bool:
-        """Begin the next attempt on this worker; return whether it has the session.
+        """Begin the next attempt on this worker; return whether it has the session, which may have ended meanwhile.
 
         Raises:
             RequestFailedError: no worker can ever take it.
         """
+        if session.ended.is_set():  # whoever released it has found nothing to withdraw
+            return False
         outcome = await self._attempt(session, worker_id, fork_of)
         if outcome is SubmitOutcome.UNKNOWN and await self._has_killed(session, worker_id):
             raise RequestFailedError(FailureCode.REQUEST_FAILED)
