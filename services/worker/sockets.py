@@ -211,13 +211,15 @@ class Door:
             self._retry.cancel()
         if self._sock.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._sock)
-        await self._tasks.close()
-        for sock in self._greeted:  # a task that is cancelled before its first step has closed nothing
-            sock.close()
-        self._greeted.clear()
-        if self._path is not None and self._sock.fileno() >= 0:  # else the path may be another's by now
-            self._path.unlink(missing_ok=True)
-        self._sock.close()
+        try:
+            await self._tasks.close()
+        finally:
+            for sock in self._greeted:  # a task that is cancelled before its first step has closed nothing
+                sock.close()
+            self._greeted.clear()
+            if self._path is not None and self._sock.fileno() >= 0:  # else the path may be another's by now
+                self._path.unlink(missing_ok=True)
+            self._sock.close()
 
     def _accept(self, greet: Callable[[socket.socket, str], Awaitable[None]]) -> None:
         """Let in one caller. No task does this: one that is cancelled at the wrong time would lose the connection."""

@@ -12,8 +12,8 @@ import pytest
 
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_sources import ParameterSource
-from services.worker.groups import kv_wire, live_exchange
-from services.worker.groups.device import Led, Parting
+from services.worker.groups import kv_wire, live_exchange, torch_device
+from services.worker.groups.device import GroupFailedError, Led, Parting
 from services.worker.groups.kv_table import KvTable
 from services.worker.groups.kv_traffic import KvTraffic
 from services.worker.groups.kv_wire import KvSocket
@@ -334,6 +334,53 @@ async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_m
             assert was_over == [True]
             check(devices)
         await led.executor.close()
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_once(
+    fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though those who have its KV neither send it nor go away."""
+    over, send = threading.Event(), KvTraffic._send
+
+    def silent(self: KvTraffic, *args: object) -> None:
+        if self._stage != fails:
+            assert over.wait(60)
+        send(self, *args)  # type: ignore[arg-type]
+
+    async def fail(*_: object) -> None:
+        await asyncio.sleep(0.05)  # its threads wait by then; that they do is not needed
+        raise GroupFailedError("told to")
+
+    async def say_nothing(*_: object) -> None:
+        await asyncio.sleep(0.05)
+        raise OSError("told to")
+
+    async with live_devices(2) as devices:
+        servers = [Server((await device.alone()).executor, [i]) for i, device in enumerate(devices)]
+        for server in servers:
+            await server.serve(4)
+        kept = [server.engine.leave_executor(0.0) for server in servers]
+        own = places(devices, HALVES)
+        with monkeypatch.context() as patch:
+            patch.setattr(KvTraffic, "_send", silent)
+            if fails:
+                patch.setattr(torch_device, "say", say_nothing)
+            else:
+                patch.setattr(torch_device, "all_ready", fail)
+            leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
+            joining = asyncio.ensure_future(devices[1].join(own[1], lambda _: None, kept[1]))
+            await asyncio.wait([leading, joining][fails : fails + 1])
+            try:
+                async with asyncio.timeout(10):
+                    await devices[fails].alone()
+            finally:
+                over.set()
+            found = await asyncio.gather(leading, joining, return_exceptions=True)
+        assert isinstance(found[fails], GroupFailedError)
+        for device in devices:
+            await device.alone()
+        check(devices)
 
 
 async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,20 @@ async def test_a_listener_that_closes_drops_who_came_this_moment() -> None:
             assert caller.recv(1) == b""
 
 
+async def test_a_listener_whose_close_is_cancelled_is_closed() -> None:
+    async with listening() as listener:
+        with socket.create_connection(("127.0.0.1", port_of(listener))) as caller:
+            while listener.num_greeted < 1:
+                await asyncio.sleep(0)
+            closing = asyncio.create_task(listener.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert caller.recv(1) == b""
+            assert listener._door._sock.fileno() < 0
+
+
 @pytest.mark.parametrize("gets_free", [True, False])
 async def test_a_listener_without_descriptors_tries_again_and_can_be_closed(
     monkeypatch: pytest.MonkeyPatch, gets_free: bool

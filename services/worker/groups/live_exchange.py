@@ -290,14 +290,18 @@ class LiveExchange:
 
     async def stop(self) -> None:
         """End what is under way, and give back connections and memory. Idempotent."""
-        self._shut()
-        if self.remote is not None:
-            self.remote.shut()
+        self.shut()
         if self._moving is not None:
             await asyncio.wait([self._moving])
         if self.remote is not None:
             await in_thread(self.remote.close, "remote attention")
         self.close()
+
+    def shut(self) -> None:
+        """Let what is under way end soon, and the others hear of it. Idempotent; does not wait."""
+        self._traffic.shut()
+        if self.remote is not None:
+            self.remote.shut()
 
     def close(self) -> None:
         """Give back connections and memory; nothing is under way. Idempotent."""
@@ -329,7 +333,7 @@ class LiveExchange:
             return
         limit = asyncio.create_task(self._limit(), name="kv-exchange-limit")
         try:
-            await in_thread(work, "KV exchange", interrupt=self._shut)
+            await in_thread(work, "KV exchange", interrupt=self.shut)
         except Exception as error:  # whatever network, peers and torch come up with: the group goes on without KV
             self._give_up(f"{type(error).__name__}: {error}")
         finally:
@@ -346,12 +350,7 @@ class LiveExchange:
         if self.failure is None:
             self.failure = reason
             _log.warning("kv_not_exchanged", stage=self._stage, reason=reason)
-        self._shut()
-
-    def _shut(self) -> None:
-        self._traffic.shut()
-        if self.failure is not None and self.remote is not None:
-            self.remote.shut()
+        self.shut()
 
     def _end(self) -> None:
         self._is_over = True

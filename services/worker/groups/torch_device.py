@@ -204,6 +204,7 @@ class TorchGroupDevice:
                 links = await gather_as_leader(place, self._limit_s, sockets, attending=self._kv.may_attend)
                 capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
                 exchange = self._kv.to_form(place, links.kv, links.attention)
+                sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
                 stage = await self._become(place, exchange, offer)
                 try:
                     await all_ready(place, links, self._kv.limit_s + self._limit_s)
@@ -254,6 +255,7 @@ class TorchGroupDevice:
                 finally:
                     self._listener.forget(seats)
                 exchange = self._kv.to_form(place, links.kv, links.attention)
+                sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
                 stage = await self._become(place, exchange, offer)
                 try:
                     await say(links.leader, StageReady())
