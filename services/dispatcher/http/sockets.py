@@ -46,6 +46,11 @@ class Socket(Protocol):
         ...
 
     @property
+    def is_closing(self) -> bool:
+        """Whether it has been closed; the client may still have to take what it was sent."""
+        ...
+
+    @property
     def num_unsent_bytes(self) -> int:
         """Bytes that the client has not taken yet."""
         ...
@@ -97,7 +102,7 @@ class Sockets:
                 socket.full_since_s = None
             elif socket.full_since_s is None:
                 socket.full_since_s = now_s
-            elif now_s - socket.full_since_s >= self._write_limit_s:
+            elif now_s - socket.full_since_s >= self._write_limit_s and not socket.is_closing:
                 self.num_cut += 1
                 _log.warning("slow_socket_cut", unsent_bytes=socket.num_unsent_bytes)
                 socket.close(UNREAD)

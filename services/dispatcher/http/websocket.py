@@ -146,6 +146,11 @@ class Connection:
         return not self._calls
 
     @property
+    def is_closing(self) -> bool:
+        """Whether it has been closed; the client may still have to take what it was sent."""
+        return self._verdict is not None
+
+    @property
     def was_cut(self) -> bool:
         """Whether it was closed because its client did not read."""
         return self._verdict in (UNREAD, _UNREAD)
