@@ -259,7 +259,7 @@ class Life:
         group = await self.some_new_group()
         if group is None:
             return
-        self.driver.limit_s = 0.3
+        self.driver.limit_s = 2.0  # whoever is told must not have given up by then
         plan_id, answers = await self.driver.prepare(group)
         self.driver.limit_s = 5.0
         told = [stage.worker_id for stage in group.stages][: len(group.stages) - 1]

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.kernels
 
 HALVES = ranges_of(2, 4)
 WHOLE = LayerRange(0, 4)
+LONG = 150
+"""Tokens of answers that go on long after a group has begun to break."""
 CASES = sorted(
     {
         ("llama", "float32", KERNELS),
@@ -140,7 +142,7 @@ async def test_a_group_that_breaks_while_layers_load_becomes_whole_instances(gui
 
         if guilty:
             with pytest.raises(ExecutorBrokenError):
-                await texts_of(group.executor, num_blocks=blocks, steps_until=4, then=leave)
+                await texts_of(group.executor, num_tokens=LONG, num_blocks=blocks, steps_until=4, then=leave)
         else:
             leave()
         await asyncio.gather(*leaving)

@@ -129,6 +129,13 @@ def carry_out(
     assert len(run.ends) == card.num, "somebody waits for ever"
 
 
+def wait_for_end(run: Run, stage: int) -> None:
+    """Wait until a stage has ended, or for ten seconds: what became of it says whether it did."""
+    until_s = time.monotonic() + 10
+    while stage not in run.ends and time.monotonic() < until_s:
+        time.sleep(0.005)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(page_wire, "BATCH_PAGES", 5)
@@ -243,10 +250,9 @@ def test_whoever_dies_and_whenever_the_others_agree(num: int) -> None:
 def test_a_leader_that_says_nothing_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_exchange, "DECISION_S", 0.1)
     run = card_of_size(2, 2)
-    over = threading.Event()
 
     def silent(_flows: Sequence[PageFlow], swap: PageSwap) -> None:
-        over.wait(0.6)
+        wait_for_end(run, 1)
         swap.undo()
         raise PagesKeptError("it has slept")
 
@@ -323,9 +329,9 @@ def test_who_cannot_be_told_of_the_decision(
 def test_a_decision_that_does_not_come_counts_as_lost_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the leader's process is there still cannot be known."""
     monkeypatch.setattr(page_exchange, "DECISION_S", 0.1)
-    monkeypatch.setattr(PageExchange, "_commit", lambda _self: threading.Event().wait(1.5) and None)
     run = card_of_size(2, 2)
-    carry_out(run, limit_s=0.6)
+    monkeypatch.setattr(PageExchange, "_commit", lambda _self: wait_for_end(run, 1))
+    carry_out(run, limit_s=2.0)
     assert run.ends == {0: COMMITTED, 1: LOST}
     assert "does not say" in run.reasons[1]
     with pytest.raises(AssertionError, match="must start anew"):
