@@ -198,7 +198,8 @@ async def test_absurd_reports_are_refused_and_nobody_is_given_up(stage: Stage) -
                 await bus.publish(subject, data)
             await asyncio.sleep(0.02)
         _, view = await cluster.get("/v1/cluster")
-        assert {worker["liveness"] for worker in view["workers"]} == {"alive"}
+        assert len(view["workers"]) == len(cluster.workers)
+        assert "dead" not in {worker["liveness"] for worker in view["workers"]}
 
 
 async def test_repeated_and_late_messages_change_nothing(stage: Stage) -> None:
@@ -267,10 +268,10 @@ PROFILE = """\
 model = "tiny"
 gpu = "none"
 tp = 1
-source = "invented: a step takes two milliseconds, whatever it holds"
+source = "invented: a step takes five milliseconds, whatever it holds"
 mean_error_percent = 0.0
 [step_ms]
-g0 = 2.0
+g0 = 5.0
 b0 = 0.0
 d = 0.0
 a = 0.0

@@ -120,7 +120,7 @@ async def test_a_slow_link_to_one_client_slows_only_its_own_stream(hasty: Stage)
             unchanged(hasty.cluster, mixed_load(), hasty.expected, hasty.before) as readers,
             reading(hasty.cluster, mixed_load()[:1], url=f"http://127.0.0.1:{proxy.port}") as (slow,),
         ):
-            proxy.slow(delay_s=0.2, bytes_per_s=20_000)
+            proxy.slow(delay_s=0.2, bytes_per_s=8_000)
             await asyncio.gather(*(reader.task for reader in readers))
             assert not slow.task.done(), "the others did not wait for it"
             proxy.heal()

@@ -5,6 +5,7 @@ Separate processes, real requests over HTTP, counters of the reports. Row 28, fr
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from collections import Counter
@@ -28,6 +29,8 @@ LEAST_LARGE: Final = 36
 """Blocks of the large one at least: more than all that admission sets aside for the growth of the others."""
 MAX_TOKENS: Final = 8192
 """Of one step: all prompts at once, so that the answers begin within a few steps of each other."""
+PLACE_LIMIT_S: Final = 2.0
+"""For all prompts to be there: less than a worker may stand still before it is given up."""
 FLAGS: Final = {"worker": (*SYSTEM, "--memory", "98MiB"), "planner": SYSTEM, "dispatcher": SYSTEM}
 """Most of it is set aside for steps of that size; the rest is a few hundred blocks for a group."""
 
@@ -63,6 +66,24 @@ async def stream(cluster: Cluster, lengths: Sequence[int], num_output: int) -> O
                 order.append((choice["index"], counts[choice["index"]], choice["finish_reason"] is not None))
     assert sorted(counts.values()) == [num_output] * len(lengths)
     return order
+
+
+async def stream_at_once(cluster: Cluster, bus: NatsBus, lengths: Sequence[int], num_output: int) -> Order:
+    """As `stream`, but the group computes only when it has got all prompts: its last stage stands still until then."""
+    (group,) = (await plan_now(cluster, bus)).groups
+    leader, last = group.stages[0].worker_id, group.stages[-1].worker_id
+
+    async def is_placed() -> bool:
+        return len((await cluster.dump(bus, leader))["sequences"]) == len(lengths)
+
+    async with asyncio.TaskGroup() as tasks:
+        cluster.freeze(last)
+        try:
+            asking = tasks.create_task(stream(cluster, lengths, num_output))
+            await until_async(is_placed, "the leader has all prompts", PLACE_LIMIT_S)
+        finally:
+            cluster.thaw(last)
+    return asking.result()
 
 
 def counts_at_first_end(order: Order) -> dict[int, int]:
@@ -115,14 +136,14 @@ async def test_as_many_tokens_as_claimed_fit_at_once_and_one_block_more_waits(
             assert claimed * BLOCK_SIZE < MAX_TOKENS
 
             fits = [(blocks - 3) * BLOCK_SIZE for blocks in (*[each] * NUM_SMALL, rest)]
-            counts = counts_at_first_end(await stream(cluster, fits, 3 * BLOCK_SIZE + 1))
+            counts = counts_at_first_end(await stream_at_once(cluster, bus, fits, 3 * BLOCK_SIZE + 1))
             assert min(counts.values()) >= 34, counts
             claimed_still, full = await leader_of(cluster, bus)
             assert claimed_still == claimed
             assert full["num_preemptions_total"] == before["num_preemptions_total"]
 
             more = [*[(each - 1) * BLOCK_SIZE] * NUM_SMALL, rest * BLOCK_SIZE + 1]
-            counts = counts_at_first_end(await stream(cluster, more, BLOCK_SIZE + 1))
+            counts = counts_at_first_end(await stream_at_once(cluster, bus, more, BLOCK_SIZE + 1))
             assert sum(not count for count in counts.values()) == 1, f"all but one began before one ended: {counts}"
             _, after = await leader_of(cluster, bus)
             assert after["num_preemptions_total"] == before["num_preemptions_total"]

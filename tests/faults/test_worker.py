@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from shared.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import assert_nothing_left, unchanged
-from tests.support.fault_cluster import Cluster, Shape, running, until_async
-from tests.support.fault_streams import COMPLETIONS, Reader, ask, long_prompts, mixed_load, reading, seen
+from tests.support.fault_checks import among_prompts, assert_nothing_left, unchanged
+from tests.support.fault_cluster import Cluster, Shape, running
+from tests.support.fault_streams import COMPLETIONS, Reader, ask, mixed_load, reading, seen
 from tests.support.odd_worker import POISON
 
 pytestmark = pytest.mark.timeout(180)
@@ -21,17 +22,12 @@ LOSS_S = 3.0
 """After so long without an answer to renewals a worker is given up."""
 
 
-async def in_mid_prompt(cluster: Cluster, name: str) -> None:
-    """Return when the worker has a prompt of which it has computed a part, and one that it has only accepted."""
-    async with cluster.bus() as bus:
-
-        async def is_so() -> bool:
-            sequences = (await cluster.dump(bus, name))["sequences"]
-            begun = [0 < seq["num_computed_tokens"] < seq["num_prompt_tokens"] for seq in sequences]
-            untouched = [seq["num_computed_tokens"] == 0 for seq in sequences]
-            return any(begun) and any(untouched)
-
-        await until_async(is_so, f"{name} computes prompts")
+async def in_mid_prompt(cluster: Cluster, bus: NatsBus, name: str) -> bool:
+    """Return whether the worker has a prompt of which it has computed a part, and one that it has only accepted."""
+    sequences = (await cluster.dump(bus, name))["sequences"]
+    begun = [0 < seq["num_computed_tokens"] < seq["num_prompt_tokens"] for seq in sequences]
+    untouched = [seq["num_computed_tokens"] == 0 for seq in sequences]
+    return any(begun) and any(untouched)
 
 
 async def num_recovered(cluster: Cluster) -> int:
@@ -78,8 +74,12 @@ async def test_streams_of_a_lost_worker_go_on_with_the_same_text(stage: Stage, f
 async def test_prompts_of_a_lost_worker_are_computed_elsewhere(stage: Stage, fault: str) -> None:
     """Rows 4, 5, 6: prompts that were accepted, begun and waiting."""
     before = await num_recovered(stage.cluster)
-    async with unchanged(stage.cluster, long_prompts(), stage.expected, stage.before):
-        await in_mid_prompt(stage.cluster, VICTIM)
+    cluster = stage.cluster
+    async with (
+        cluster.bus() as bus,
+        unchanged(cluster, [], stage.expected, stage.before),
+        among_prompts(cluster, stage.expected, lambda: in_mid_prompt(cluster, bus, VICTIM)),
+    ):
         await strike(stage, fault)
     assert await num_recovered(stage.cluster) > before
 
@@ -90,7 +90,7 @@ async def test_a_worker_that_stands_still_for_a_moment_keeps_its_requests(stage:
     async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
         await seen(readers, 15)
         stage.cluster.freeze(VICTIM)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(0.5)
         stage.cluster.thaw(VICTIM)
         await asyncio.gather(*(reader.task for reader in readers))
     assert await num_recovered(stage.cluster) == before

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,11 +14,14 @@ from typing import Any, Final
 from shared.bus import BusError
 from shared.nats_bus import NatsBus
 from tests.support.fault_cluster import Cluster, until_async
-from tests.support.fault_streams import Ask, Reader, answers, reading
+from tests.support.fault_streams import Ask, Reader, answers, joined, long_prompts, reading
 from tests.support.mapped_pages import MEMORY_NAME
 
 CALM_LIMIT_S: Final = 20.0
 """Longest time until all is as before: renewals, cancellations and reports have to come by."""
+WAVE_S: Final = 0.5
+"""In which the prompts of a wave are computed."""
+MAX_WAVES: Final = 30
 TAIL: Final = 60
 """How much of two answers is shown from where on they differ."""
 _HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_drops")
@@ -190,3 +194,37 @@ async def unchanged(
         for asked in asks:
             assert_same(asked.name, found[asked.name], expected[asked.name], broken.get(asked.name, ""))
     await assert_nothing_left(cluster, before)
+
+
+@asynccontextmanager
+async def among_prompts(
+    cluster: Cluster, expected: Mapping[str, Any], is_met: Callable[[], Awaitable[bool]], count: int = 10
+) -> AsyncIterator[None]:
+    """Send waves of `long_prompts` until a state is met that soon passes, and may pass unseen; the body finds it.
+
+    Afterwards all answers must be as expected.
+
+    Raises:
+        AssertionError: they are not, or the state was not met in any wave.
+    """
+    readers: list[Reader] = []
+    async with AsyncExitStack() as stack:
+        for _ in range(MAX_WAVES):
+            readers += await stack.enter_async_context(reading(cluster, long_prompts(count)))
+            if await _is_met_in(WAVE_S, is_met):
+                break
+        else:
+            raise AssertionError(f"the state was not met in {MAX_WAVES} waves of prompts")
+        yield
+        await asyncio.gather(*(reader.task for reader in readers))
+        for reader in readers:
+            name = reader.asked.name
+            assert_same(name, joined(reader.told.answer()), expected[name], reader.told.broken_by)
+
+
+async def _is_met_in(limit_s: float, is_met: Callable[[], Awaitable[bool]]) -> bool:
+    try:
+        await until_async(is_met, "the state is met", limit_s)
+    except AssertionError:
+        return False
+    return True

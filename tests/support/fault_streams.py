@@ -216,7 +216,7 @@ async def always_reading(cluster: Cluster) -> AsyncIterator[None]:
     async def read_on() -> None:
         while True:
             async with reading(cluster, [ask("lighthouse", COMPLETIONS)]) as readers:
-                await seen(readers, 1)
+                await until(lambda: readers[0].told.num_events >= 1, "it reads", 30)
                 begun.set()
                 await readers[0].task
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from shared.messages.plan import PLAN_KEY, Plan
+from shared.bus import BusError, Message
+from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.nats_bus import NatsBus
 from shared.wire import decode_json
 from tests.support.fault_cluster import Cluster, Shape, until, until_async
@@ -135,6 +136,61 @@ async def plan_now(cluster: Cluster, bus: NatsBus) -> Plan:
     assert entry is not None
     assert entry.value is not None
     return decode_json(entry.value, Plan)
+
+
+async def planner_answers(cluster: Cluster, bus: NatsBus) -> None:
+    """Return when the planner, started anew, can be asked."""
+
+    async def is_up() -> bool:
+        try:
+            await cluster.stats(bus, "planner")
+        except BusError:
+            return False
+        return True
+
+    await until_async(is_up, "the planner answers", 20.0)
+
+
+async def kill_planner_amid_drop(cluster: Cluster, bus: NatsBus, phase: PlanPhase) -> Plan:
+    """Have the planner drop, kill it in this phase of the plan, and return what it has left of the plan.
+
+    It cannot leave PREPARING, since one of the workers stands still until it is dead. It can leave COMMITTING.
+    """
+    is_committed = asyncio.Event()
+
+    def hear(message: Message) -> None:
+        if json.loads(message.data)["name"] == "plan_committed":
+            is_committed.set()
+
+    num_before, frozen = await _num_plan_answers(cluster, bus), cluster.workers[1]
+    listening = await bus.subscribe(cluster.subjects.event("planner", "planner"), hear)
+    if phase is PlanPhase.PREPARING:
+        cluster.freeze(frozen)
+    asking = asyncio.ensure_future(change(cluster, bus, "drop"))
+    try:
+        if phase is PlanPhase.PREPARING:
+            await until_async(lambda: _has_answered(cluster, bus, num_before), "a worker is prepared")
+        else:
+            await asyncio.wait_for(is_committed.wait(), ANSWER_S)
+        cluster.kill("planner")
+    finally:
+        if phase is PlanPhase.PREPARING:
+            cluster.thaw(frozen)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await listening.close()
+    return await plan_now(cluster, bus)
+
+
+async def _has_answered(cluster: Cluster, bus: NatsBus, num_before: int) -> bool:
+    return await _num_plan_answers(cluster, bus) > num_before
+
+
+async def _num_plan_answers(cluster: Cluster, bus: NatsBus) -> int:
+    """Return how often the first worker has answered a planner."""
+    stats = await cluster.stats(bus, cluster.workers[0])
+    (end,) = [end for end in stats["endpoints"] if end["name"] == "plan"]
+    return int(end["num_requests"] - end["data"]["running"] - end["data"]["waiting"])
 
 
 async def change_while_readers_leave(
