@@ -492,12 +492,16 @@ async def test_closing_cancels_a_responder_that_does_not_end(net: Net) -> None:
 @contract
 async def test_a_responder_may_close_its_own_bus(net: Net) -> None:
     server, client = await net.connect("s"), await net.connect("c")
+    closed = asyncio.Event()
 
     async def responder(_message: Message) -> bytes:
         await server.close()
+        closed.set()
         return b""
 
     await serve(server, responder)
     with pytest.raises(BusTimeoutError):
         await client.request("svc.do", b"", timeout_s=0.1)
+    async with asyncio.timeout(WAIT_S):
+        await closed.wait()
     assert not server.connected

@@ -80,16 +80,18 @@ async def test_a_service_answers_ping_info_and_stats_to_all_by_name_and_by_id(ne
 
 @contract
 async def test_stats_count_requests_errors_and_nanoseconds(net: Net) -> None:
-    """Three requests of 10 ms each: 30 ms in all, 10 ms on average, at least."""
+    """Three requests of 10 ms each: 30 ms in all, 10 ms on average, at least; at most what the test took."""
     server, tool = await net.connect("s"), await net.connect("t")
     await start(server)
+    now = asyncio.get_running_loop().time  # may be simulated, as the bus's is
+    started_s = now()
     for data in (b"", b"bad", b""):
         await asyncio.gather(tool.request(ENDPOINT["subject"], data, timeout_s=WAIT_S), return_exceptions=True)
     (figures,) = (await ask(tool, "$SRV.STATS.sluice-worker"))["endpoints"]
     assert (figures["num_requests"], figures["num_errors"]) == (3, 1)
     assert figures["last_error"] == "500: ValueError: no"
     assert isinstance(figures["processing_time"], int)
-    assert 29_000_000 <= figures["processing_time"] < 3_000_000_000
+    assert 29_000_000 <= figures["processing_time"] <= (now() - started_s + 0.01) * 1e9
     assert figures["average_processing_time"] == figures["processing_time"] // 3
 
 

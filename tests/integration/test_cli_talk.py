@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -60,7 +61,8 @@ def test_chat_reads_messages_from_a_pipe_and_remembers_the_conversation(server: 
     assert result.stdout == "0 before, then hello \n2 before, then again \n"
     lines = result.stderr.splitlines()
     assert len(lines) == 2
-    assert all(line.startswith("QoE ") and line.endswith("4 tokens · no stall") for line in lines)
+    expected = re.compile(r"QoE .* · 4 tokens · (no stall|stalled \d+\.\d s)")  # a busy machine may stall
+    assert all(expected.fullmatch(line) for line in lines), lines
 
 
 def test_chat_without_pacing_gives_the_same_text(server: Server) -> None:
@@ -222,7 +224,10 @@ def test_demo_streams_one_answer_and_ends_without_a_terminal(server: Server, tmp
     )
     assert result.returncode == 0, result.stderr
     assert "tiny: 0 before, then hello \n" in result.stdout
-    assert "QoE 1.00 · first token after " in result.stdout
+    told = re.search(r"QoE (\d\.\d\d) · first token after (\d+\.\d\d) s · 4 tokens · (.*)", result.stdout)
+    assert told is not None
+    is_late = float(told[2]) >= 1 or told[3] != "no stall"  # as on a busy machine
+    assert told[1] == "1.00" or is_late
     for text in ("4 tokens", "/v1/chat/completions", "curl -N ", "from openai import OpenAI", "nats --server"):
         assert text in result.stdout
     assert result.stderr.startswith("starting broker, monitor, planner, 2 workers, dispatcher; model tiny\n")

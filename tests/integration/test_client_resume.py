@@ -183,9 +183,9 @@ async def test_an_answer_that_is_left_is_cancelled_at_every_stage(
                 await until(lambda: answer.text)
             if how != "context":
                 await getattr(answer, how)()
-        await asyncio.wait([reading], timeout=2)
+        await asyncio.wait([reading], timeout=10)
         assert reading.done()
-        await worker.wait_cancelled(2.0)
+        await worker.wait_cancelled()
         await until(lambda: not len(running.dispatcher.front.sessions.table) and not len(running.dispatcher.front.live))
         worker.answers = True
         assert worker.running == {}

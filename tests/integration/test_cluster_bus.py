@@ -203,7 +203,6 @@ def test_nobody_gets_in_without_a_password(running: Cluster, login: str) -> None
 
 
 def test_a_worker_cannot_write_views_or_plans_nor_read_what_others_are_answered(running: Cluster) -> None:
-    before = running.get("/v1/cluster")
     with RawNats(url_of(running, Role.WORKER)) as raw:
         for subject in (
             f"$KV.{SUBJECTS.plan_bucket()}.plan",
@@ -224,8 +223,12 @@ def test_a_worker_cannot_write_views_or_plans_nor_read_what_others_are_answered(
         raw.settle()
         assert len(raw.errors) == 6
         assert all(error.startswith("Permissions Violation for Subscription") for error in raw.errors)
-    assert [status["liveness"] for status in before["workers"]] == ["alive"]
+    wait_until(lambda: _livenesses(running) == ["alive"], "the worker is alive")
     assert text(running) == text(running)
+
+
+def _livenesses(running: Cluster) -> list[str]:
+    return [status["liveness"] for status in running.get("/v1/cluster")["workers"]]
 
 
 def test_an_operator_hears_everybody_but_the_answers_to_services(running: Cluster, operator: RawNats) -> None:
@@ -282,6 +285,9 @@ async def test_dispatchers_read_write_and_watch_the_owners_and_only_read_the_vie
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await view.put("cluster", b"{}")
+        async with asyncio.timeout(5.0):
+            while not refused:
+                await asyncio.sleep(0.01)
         assert "permissions violation for publish" in str(refused[0])
     finally:
         await bus.close()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from tests.support.bad_inputs import (
     message,
     raw_inputs,
 )
-from tests.support.dispatchers import Running, load_model, running_dispatcher
+from tests.support.dispatchers import Running, end_id, load_model, running_dispatcher
 from tests.support.raw_http import check_error, connect, exchange, send, status_of
 from tests.support.reader_streams import read_once
 
@@ -42,13 +43,25 @@ LIMIT_S = 0.5
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@asynccontextmanager
+async def ending_at_once(folder: Path, **settings: Any) -> AsyncIterator[Running]:
+    """Serve answers without a text."""
+    text = load_model(folder)
+    end = end_id(text)
+    async with running_dispatcher(text, folder, lambda _: [end], **settings) as running:
+        yield running
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    folder = tmp_path_factory.mktemp("model")
-    text = load_model(folder)
-    end = text.codec.tokenizer.token_to_id("<|im_end|>")
-    assert end is not None
-    async with running_dispatcher(text, folder, lambda _: [end], body_limit_s=LIMIT_S, head_limit_s=LIMIT_S) as running:
+    async with ending_at_once(tmp_path_factory.mktemp("model")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def hasty(tmp_path: Path) -> AsyncIterator[Running]:
+    """Waits for heads and bodies for half a second only."""
+    async with ending_at_once(tmp_path, body_limit_s=LIMIT_S, head_limit_s=LIMIT_S) as running:
         yield running
 
 
@@ -76,12 +89,12 @@ async def test_what_the_parser_refuses_is_answered_in_json_too_and_the_connectio
     assert served.worker.submits == []
 
 
-async def test_what_does_not_arrive_in_time_is_given_up(served: Running) -> None:
+async def test_what_does_not_arrive_in_time_is_given_up(hasty: Running) -> None:
     """Row 20. A connection on which nothing came is closed without a word: there is nothing to answer."""
 
     async def measure(pieces: tuple[bytes, ...]) -> tuple[bytes, Any, float]:
         started_s = time.monotonic()
-        head, body = await exchange(served.url, *pieces)
+        head, body = await exchange(hasty.url, *pieces)
         return head, body, time.monotonic() - started_s
 
     answers = await asyncio.gather(*(measure(pieces) for _, pieces in LATE), measure(()))
@@ -93,9 +106,9 @@ async def test_what_does_not_arrive_in_time_is_given_up(served: Running) -> None
     assert took_s >= LIMIT_S * 0.9
 
 
-async def test_between_two_requests_a_connection_may_be_idle_for_longer_than_headers_may_take(served: Running) -> None:
+async def test_between_two_requests_a_connection_may_be_idle_for_longer_than_headers_may_take(hasty: Running) -> None:
     """And the headers of the next one are due again from their first byte on."""
-    reader, writer = await connect(served.url)
+    reader, writer = await connect(hasty.url)
     get = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
     for pause_s in (0.0, 1.3 * LIMIT_S):
         await asyncio.sleep(pause_s)
@@ -230,11 +243,12 @@ async def test_a_bug_of_our_own_is_a_500_that_tells_nothing_and_disturbs_nobody(
     ids = text.codec.tokenizer.encode("Once upon a time. " * 10, add_special_tokens=False).ids
     bodies = [{"model": "tiny", "prompt": "a", "max_tokens": len(ids)}] * 8
     async with running_dispatcher(text, folder, lambda _: ids) as running:
-        running.worker.step_s = 0.002
+        running.worker.step_s = 0.1  # none ends before all have begun
         readers = asyncio.create_task(read_once(running.http, running.url, bodies))
         async with asyncio.timeout(5):
             while len(running.dispatcher.front.streams) < len(bodies):
                 await asyncio.sleep(0)
+        running.worker.step_s = 0.005
         with monkeypatch.context() as patch:
             patch.setattr(where, broken)
             async with running.http.post(running.url + CHAT, data=as_json(messages=HELLO), headers=JSON) as response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -105,13 +106,15 @@ async def test_tokens_are_charged_in_full_at_the_start_and_given_back_at_the_end
 ) -> None:
     """200 per minute. 13 of the prompt and 100 asked for leave 87; 2 are used, so 185 are there at the end."""
     async with limited(text, folder, tmp_path, "tokens_per_min = 200") as running:
+        started_s = time.monotonic()
         status, headers, _ = await ask(running, max_tokens=100, stream=streamed)
         assert status == 200
         assert int(headers["x-ratelimit-remaining-tokens"]) == 200 - NUM_PROMPT - 100
         assert headers["x-ratelimit-limit-tokens"] == "200"
         _, headers, _ = await ask(running, max_tokens=100)
         left = 200 - (NUM_PROMPT + 2) - (NUM_PROMPT + 100)
-        assert left <= int(headers["x-ratelimit-remaining-tokens"]) <= left + 3
+        refilled = (time.monotonic() - started_s) * 200 / 60 + 1
+        assert left <= int(headers["x-ratelimit-remaining-tokens"]) <= left + refilled
         assert await samples(running, "sluice:tenant_tokens_total") == {
             ("generation", "a"): 4,
             ("prompt", "a"): 2 * NUM_PROMPT,
@@ -150,7 +153,7 @@ async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, f
     async with limited(text, folder, tmp_path, "tokens_per_min = 1000", script=None) as running:
         headers = {"Authorization": "Bearer a", "Idempotency-Key": "mine"}
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 100, "stream": True}
-        front = running.dispatcher.front
+        front, started_s = running.dispatcher.front, time.monotonic()
         for number, (tokens, finish) in enumerate(
             (([65, 66, 67, 68], FinishReason.NONE), ([65, 66, 67], FinishReason.STOP))
         ):
@@ -166,7 +169,8 @@ async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, f
         (tenant,) = {grant.tenant for grant in [front.access.authenticate("Bearer a", "")] if isinstance(grant, Grant)}
         (rate,) = front.tenants.rates(tenant, front.now())
         used = 2 * NUM_PROMPT + 4 + 3
-        assert 1000 - used <= rate.remaining <= 1000 - used + 10
+        refilled = (time.monotonic() - started_s) * 1000 / 60 + 1
+        assert 1000 - used <= rate.remaining <= 1000 - used + refilled
 
 
 async def test_a_request_that_can_never_fit_is_not_to_be_tried_again(
@@ -391,12 +395,12 @@ async def test_a_reader_of_a_whole_answer_that_does_not_read_is_cut_too(text: Mo
         await until(lambda: len(running.worker.running) == 1)
         (item,) = running.worker.running.values()
         words = running.encode("The quick brown fox jumps over the lazy dog. ") * 10_000
-        for _ in range(20):
+        for _ in range(10):  # 4.5 MB, of which the kernel takes 2.8 MB
             await running.worker.emit(item, words)
         await running.worker.emit(item, [65], FinishReason.STOP)
         streams = running.dispatcher.front.streams
-        await until(lambda: len(streams) == 1)
-        await until(lambda: streams.num_cut == 1)
+        await until(lambda: len(streams) == 1, limit_s=60.0)  # a busy machine takes long to make the text
+        await until(lambda: streams.num_cut == 1, limit_s=60.0)
         assert len(streams) == 0
         sock.close()
 

@@ -174,9 +174,9 @@ async def test_closing_a_stream_early_cancels_the_request(client: openai.AsyncOp
     await anext(aiter(streamed))
     assert len(served.worker.running) == 1
     await streamed.close()
-    await served.worker.wait_cancelled(limit_s=1.0)
+    await served.worker.wait_cancelled()
     assert served.worker.running == {}
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         while len(served.dispatcher.service.sessions.table):
             await asyncio.sleep(0.005)
 

@@ -158,7 +158,7 @@ async def test_an_answer_that_was_cut_off_is_resumed_at_its_worker_and_not_made_
             (item,) = worker.running.values()
             await worker.emit(item, ids[:3])
             got = await events_of(response, 1)
-        await worker.wait_cancelled(1.0)
+        await worker.wait_cancelled()
         await until(lambda: not len(running.dispatcher.front.live))
         assert worker.running == {}
         assert running.dispatcher.front.live.num_kept_tokens == 3

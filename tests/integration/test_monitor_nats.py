@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import KvEntry, Message, NoRespondersError
+from shared.bus import BusTimeoutError, KvEntry, Message, NoRespondersError
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan
@@ -52,12 +52,13 @@ async def ask_until_answered(bus: NatsBus, subject: str) -> bytes:
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
-                return await bus.request(subject, b"", timeout_s=1.0)
-            except NoRespondersError:
+                return await bus.request(subject, b"", timeout_s=5.0)
+            except (NoRespondersError, BusTimeoutError):
                 await asyncio.sleep(0.05)
 
 
 async def test_reports_become_views_and_events_over_a_real_broker(nats_url: str) -> None:
+    """A monitor that itself stands still across two limits skips a judgement, but never takes one back."""
     process = start("monitor", nats_url, "--suspect-after-s", "0.3", "--dead-after-s", "0.6", "--forget-after-s", "0.9")
     bus = await NatsBus.connect(nats_url, name="test")
     events: list[str] = []
@@ -78,14 +79,16 @@ async def test_reports_become_views_and_events_over_a_real_broker(nats_url: str)
         report = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY, pid=1)
         await bus.publish(SUBJECTS.report(report.worker_id), encode_json(report))
         async with asyncio.timeout(LIMIT_S):
-            while len(events) < 4:
+            while "worker_gone" not in events:
                 await asyncio.sleep(0.02)
-        assert events == ["worker_ready", "worker_suspect", "worker_dead", "worker_gone"]
+        assert (events[0], events[-1]) == ("worker_ready", "worker_gone")
+        worse = ["worker_suspect", "worker_dead"]
+        assert events[1:-1] == [name for name in worse if name in events]
         # a bucket keeps the newest value only, so a slow reader may miss a judgement, but never sees one get better
         judged = [view.workers[0].liveness for view in views if view.workers]
         assert judged
         assert judged == sorted(judged, key=list(Liveness).index)
-        info = json.loads(await bus.request("$SRV.INFO.sluice-monitor", b"", timeout_s=1.0))
+        info = json.loads(await bus.request("$SRV.INFO.sluice-monitor", b"", timeout_s=5.0))
         assert info["description"]
         assert info["id"] == "monitor"
     finally:

@@ -36,7 +36,8 @@ from tests.support.link_child import BULK, CHILD, ECHO, NEWS, PARENT, body_of, i
 from tests.support.link_ends import LIMIT_S, End, two_links
 from tests.support.link_roads import ROADS, Road, open_socket
 
-FAST = LinkParams(ping_s=0.1, dead_after_s=0.5)
+IDLE = LinkParams(ping_s=0.1, dead_after_s=2.0)
+WATCHFUL = LinkParams(ping_s=0.2, dead_after_s=1.0)
 
 
 @pytest.fixture(params=ROADS)
@@ -48,12 +49,20 @@ def road(request: pytest.FixtureRequest) -> Iterator[Road]:
 
 @asynccontextmanager
 async def child_process(
-    road: Road, zone_bytes: int
+    road: Road, zone_bytes: int, params: LinkParams | None = None, dies_at: int = -1
 ) -> AsyncIterator[tuple[End, asyncio.subprocess.Process, SocketLink]]:
+    """Run the other end in a process of its own.
+
+    Args:
+        road: between the two.
+        zone_bytes: of the zone in which it lands bulk.
+        params: of this end.
+        dies_at: number of the bulk at whose arrival it kills itself; -1: it does not.
+    """
     made: asyncio.Queue[SocketLink] = asyncio.Queue()
-    listener, address = await road.listen(identity(PARENT), made.put_nowait)
+    listener, address = await road.listen(identity(PARENT, params), made.put_nowait)
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.link_child", address, str(zone_bytes)),
+        *(sys.executable, "-m", "tests.support.link_child", address, str(zone_bytes), str(dies_at)),
     )
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -153,14 +162,15 @@ async def test_an_activation_overtakes_kv_between_processes(road: Road) -> None:
 
 
 async def test_a_killed_process_is_noticed_at_once_and_everything_fails(road: Road) -> None:
+    """It dies in the midst of 300 MB: as the third chunk arrives."""
     size = 1_000_000
-    async with child_process(road, size) as (end, child, link):
+    async with child_process(road, size, dies_at=2) as (end, child, link):
         chunk = road.take(size).data
         sendings = [link.send(TrafficClass.KV, BULK, number, [chunk]) for number in range(300)]
-        await sendings[2].done
-        child.send_signal(signal.SIGKILL)
         error = await end.end()
+        assert await child.wait() == -signal.SIGKILL
         assert isinstance(error, LinkBrokenError)
+        assert "nothing" not in error.reason, "it was the silence that was noticed"
         assert error.peer_id == CHILD
         assert isinstance(sendings[-1].done.exception(), LinkBrokenError)
         assert all(sending.done.done() for sending in sendings)
@@ -173,7 +183,7 @@ async def test_a_killed_process_is_noticed_at_once_and_everything_fails(road: Ro
 
 
 async def test_a_process_that_stands_still_is_noticed_in_time(road: Road) -> None:
-    async with child_process(road, 1) as (end, child, _):
+    async with child_process(road, 1, WATCHFUL) as (end, child, _):
         child.send_signal(signal.SIGSTOP)
         error = await end.end()
         assert "1 s" in error.reason
@@ -184,9 +194,9 @@ async def test_a_process_that_stands_still_is_noticed_in_time(road: Road) -> Non
 
 
 async def test_an_idle_link_lives_and_a_closed_one_says_so(road: Road) -> None:
-    async with two_links(road, FAST) as (one, other):
+    async with two_links(road, IDLE) as (one, other):
         a, b = End(one), End(other)
-        await asyncio.sleep(3 * FAST.dead_after_s)
+        await asyncio.sleep(1.25 * IDLE.dead_after_s)
         assert a.link.is_up
         assert b.link.is_up
         waiting = b.link.send(TrafficClass.CONTROL, 1, 1, [b"last"])

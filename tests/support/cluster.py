@@ -60,19 +60,26 @@ class Cluster:
         return sum(report[name] for report in self.reports())
 
     def wait_for_reports(self, limit_s: float = 10.0) -> None:
-        """Return when the view has a report of every live worker that was made after the call: the next but one.
+        """Return when the view has a report of every worker that was made after the call: the next but one.
+
+        A suspect worker is waited for too; one that is dead, gone or replaced by another process is not.
 
         Raises:
             AssertionError: a worker does not report.
         """
         deadline = time.monotonic() + limit_s
-        known = {(report["worker_id"], report["pid"]): report["sequence_number"] for report in self.reports()}
-        while True:
-            live = [worker["report"] for worker in self.get("/v1/cluster")["workers"] if worker["liveness"] == "alive"]
-            if all(new["sequence_number"] >= known.get((new["worker_id"], new["pid"]), -2) + 2 for new in live):
-                return
-            assert time.monotonic() < deadline, "a worker does not report any more"
+        known = {(report["worker_id"], report["pid"]): report["sequence_number"] for report in self._living()}
+        while late := [
+            report["worker_id"]
+            for report in self._living()
+            if report["sequence_number"] < known.get((report["worker_id"], report["pid"]), -2) + 2
+        ]:
+            assert time.monotonic() < deadline, f"no report any more of {late}"
             time.sleep(0.05)
+
+    def _living(self) -> list[dict[str, Any]]:
+        """Return the last reports of the workers that are not dead."""
+        return [worker["report"] for worker in self.get("/v1/cluster")["workers"] if worker["liveness"] != "dead"]
 
     def wait_until_idle(self, limit_s: float = 10.0) -> None:
         """Return when no worker holds a block or a sequence, by reports that were made after the call.

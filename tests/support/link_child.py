@@ -1,13 +1,16 @@
-"""A process at the other end of a link: `python -m tests.support.link_child ADDRESS ZONE_BYTES`; for tests.
+"""A process at the other end of a link: `python -m tests.support.link_child ADDRESS ZONE_BYTES DIES_AT`.
 
 It dials, returns each activation of stream 1 from a thread, lands KV of stream 2 in one zone again and again, and tells
-of each on stream 3 of the control class.
+of each on stream 3 of the control class. When the KV of number DIES_AT arrives, it kills itself; -1: it never does.
+For tests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 import threading
 
@@ -29,7 +32,8 @@ def body_of(arrival: Arrival) -> bytes:
 
 
 def identity(worker_id: WorkerId, params: LinkParams | None = None) -> Identity:
-    return Identity(worker_id, Incarnation(7), TOKEN, params or LinkParams(ping_s=0.2, dead_after_s=1.0))
+    """Without params: patient, so that a busy machine ends no link."""
+    return Identity(worker_id, Incarnation(7), TOKEN, params or LinkParams(ping_s=0.2, dead_after_s=15.0))
 
 
 def echo(link: SocketLink, inbox: Inbox) -> None:
@@ -44,13 +48,15 @@ def echo(link: SocketLink, inbox: Inbox) -> None:
             link.send_from_thread(TrafficClass.ACTIVATION, ECHO, arrival.number, [arrival.body])
 
 
-async def main(address: str, zone_bytes: int) -> None:
+async def main(address: str, zone_bytes: int, dies_at: int) -> None:
     link = await dial(address, identity(CHILD), Expected(PARENT))
     echoing = threading.Thread(target=echo, args=(link, link.inbox(ECHO)), daemon=True)
     ended = asyncio.Event()
     zone = memoryview(bytearray(zone_bytes))
 
     def take(arrival: Arrival) -> None:
+        if arrival.number == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         link.release(arrival)
         link.post(BULK, arrival.number + 2, [zone])
         link.send(TrafficClass.CONTROL, NEWS, arrival.number, [arrival.checksum.to_bytes(4, "little")])
@@ -65,4 +71,4 @@ async def main(address: str, zone_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
