@@ -19,7 +19,7 @@ def _flushed() -> Generator[None, None, None]:
     try:
         return (yield)
     finally:
-        flush_log()
+        flush_log(30.0)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -120,7 +120,10 @@ def test_a_broker_that_does_not_answer_is_named() -> None:
         (b'INFO {"server_id":"x","cluster":"c1"} \r\n', None),
     ],
 )
-def test_a_broker_that_cannot_serve_is_refused_by_its_greeting(greeting: bytes, line: str | None) -> None:
+def test_a_broker_that_cannot_serve_is_refused_by_its_greeting(
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes, line: str | None
+) -> None:
+    monkeypatch.setattr(checks, "BROKER_LIMIT_S", 30.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"nats://127.0.0.1:{server.getsockname()[1]}"
         connected: list[socket.socket] = []
@@ -141,7 +144,8 @@ def test_a_broker_that_cannot_serve_is_refused_by_its_greeting(greeting: bytes, 
         connected[0].close()
 
 
-def test_a_broker_of_our_own_kind_passes(tmp_path: Path) -> None:
+def test_a_broker_of_our_own_kind_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "BROKER_LIMIT_S", 30.0)
     with EmbeddedNats() as broker:
         checks.check_broker(broker.start(tmp_path))
 

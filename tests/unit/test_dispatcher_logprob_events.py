@@ -101,13 +101,18 @@ STOPS = st.lists(st.sampled_from(["x the", "你z", "🦊🦊", "fo fo", "zzz"]),
 def test_events_are_short_and_bring_what_single_tokens_bring_before_and_after_a_cut(
     answer: list[list[int]], sizes: list[int], sizes_again: list[int], stops: list[str], data: st.DataObject
 ) -> None:
-    """A token at a time is the reference. The stop strings are shorter than an event, so few tokens are held back."""
+    """A token at a time is the reference. Behind text that may become a stop string tokens wait, however many."""
     tokens = [token for word in answer for token in word]
     expected, whole = play(tokens, [1] * len(tokens), stops), play(tokens, sizes, stops)
-    assert max(len(choice["logprobs"]["tokens"]) for choice in whole.choices) <= MAX_LOGPROB_TOKENS
+    if not stops:
+        assert max(len(choice["logprobs"]["tokens"]) for choice in whole.choices) <= MAX_LOGPROB_TOKENS
     assert (whole.text(), whole.numbers()) == (expected.text(), expected.numbers())
-    assert sum(whole.num_tokens) == sum(expected.num_tokens)
-    assert whole.ids[-1] == expected.ids[-1]
+    if sum(expected.num_tokens) == len(tokens):  # else a stop string has ended it, with whatever came in that part
+        assert sum(whole.num_tokens) == len(tokens)
+        assert whole.ids[-1] == expected.ids[-1]
+    if not whole.ids:
+        assert stops
+        return
     cut = data.draw(st.integers(1, len(whole.ids)))
     rest = play(tokens, sizes_again, stops, whole.ids[cut - 1])
     assert whole.text(0, cut) + rest.text() == whole.text()

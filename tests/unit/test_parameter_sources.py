@@ -26,6 +26,7 @@ from shared.layers import LayerRange
 from tests.support.leaks import whats_open
 from tests.support.live_groups import SHAPES, open_elastic_model
 from tests.support.loading_gate import wait_until_loaded
+from tests.support.processes import wait_until
 
 FIRST, LAST, WHOLE = LayerRange(0, 2), LayerRange(2, 4), LayerRange(0, 4)
 WELCOME = StageWelcome(num_blocks=1, block_size=16)
@@ -255,7 +256,7 @@ def test_a_peer_lends_what_it_computes_with_and_nothing_else() -> None:
             asking.close()
         lender.close()
         lender.close()
-    assert whats_open() == before
+    wait_until(lambda: whats_open() == before, "threads that have lent are over")
 
 
 def ask(source: PeerSource, layer: int | None, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,9 @@ def test_a_process_without_a_broker_and_one_that_stands_still_are_not_well(tmp_p
     write_health(path, connected=False)
     assert check(path) == (1, "no connection to the broker")
     path.write_text(json.dumps({"at_s": time.monotonic() - MAX_AGE_S - 2, "connected": True}))
-    assert find_illness(path) == f"the process has stood still for {MAX_AGE_S + 2:.0f} s"
+    illness = re.fullmatch(r"the process has stood still for (\d+) s", find_illness(path) or "")
+    assert illness is not None
+    assert int(illness[1]) >= MAX_AGE_S + 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"at_s": "x", "connected": true}', '{"at_s": null}'])

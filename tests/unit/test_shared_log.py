@@ -26,7 +26,7 @@ def _restored() -> Iterator[None]:
     root = logging.getLogger()
     before = (list(root.handlers), root.level)
     yield
-    flush_log()
+    flush_log(30.0)
     root.handlers[:], root.level = before[0], before[1]
     logging.captureWarnings(capture=False)
     structlog.reset_defaults()
@@ -34,7 +34,7 @@ def _restored() -> Iterator[None]:
 
 
 def lines_of(stream: io.StringIO) -> list[str]:
-    flush_log()
+    flush_log(30.0)
     return stream.getvalue().splitlines()
 
 
@@ -167,10 +167,10 @@ def test_a_closed_stream_raises_nothing() -> None:
     configure("worker", "w0", stream=stream)
     stream.close()
     get_logger().error("nobody listens")
-    flush_log()
+    flush_log(30.0)
     configure("worker", "w0", stream=stream)
     get_logger().error("nobody listens")
-    flush_log()
+    flush_log(30.0)
 
 
 def test_a_pipe_whose_reader_is_gone_raises_nothing() -> None:
@@ -180,7 +180,7 @@ def test_a_pipe_whose_reader_is_gone_raises_nothing() -> None:
     configure("worker", "w0", stream=stream)
     for _ in range(3):
         get_logger().error("nobody listens")
-        flush_log()
+        flush_log(30.0)
     with pytest.raises(BrokenPipeError):
         stream.close()
 
@@ -189,7 +189,7 @@ def test_before_it_is_configured_events_go_to_stderr_and_never_to_stdout(capsys:
     structlog.reset_defaults()
     get_logger().info("early")
     get_logger().debug("too fine")
-    flush_log()
+    flush_log(30.0)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert [json.loads(line)["event"] for line in captured.err.splitlines()] == ["early"]

@@ -17,7 +17,7 @@ def log_lines() -> Iterator[io.StringIO]:
     stream = io.StringIO()
     configure("probe", "p0", "info", "json", stream=stream)
     yield stream
-    flush_log()
+    flush_log(30.0)
     structlog.reset_defaults()
 
 
@@ -69,7 +69,7 @@ async def test_a_task_that_dies_is_logged_and_reported_once(log_lines: io.String
         await asyncio.sleep(0)
         assert [(name, type(error)) for name, error in failures] == [("reader", KeyError)]
         assert not other.done()
-    flush_log()
+    flush_log(30.0)
     (event,) = [json.loads(line) for line in log_lines.getvalue().splitlines()]
     assert (event["event"], event["task"]) == ("task died", "reader")
     assert "KeyError: 'lost'" in event["exception"]
@@ -89,7 +89,7 @@ async def test_a_task_that_dies_while_it_is_cancelled_is_reported_too(log_lines:
     await asyncio.sleep(0)
     await owner.close()
     assert failures == ["writer"]
-    flush_log()
+    flush_log(30.0)
     assert "disk full" in log_lines.getvalue()
 
 
