@@ -40,7 +40,7 @@ async def hang(settings: UpSettings, name: str, duration_s: float, console: Cons
         CommandError: it cannot be found, or is not ours to stop.
     """
     async with _found(settings, name) as (target, _):
-        pass
+        pass  # while the bus closes, an interruption must still find it going
     try:
         _signal(target, signal.SIGSTOP)
         console.line(f"{name} (process {target.pid}) stands still for {duration_s:g} s (SIGSTOP)")

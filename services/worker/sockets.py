@@ -134,6 +134,7 @@ class Door:
         self._path = path
         self._tasks = TaskOwner(max_tasks=2 * MAX_GREETINGS)
         self._greeted: set[socket.socket] = set()
+        """From when they were accepted until they are somebody's, or refused."""
         self._retry: asyncio.TimerHandle | None = None
         self.num_refused = 0
         """Connections that came to nothing."""

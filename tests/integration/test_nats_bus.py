@@ -22,8 +22,10 @@ from shared.nats_bus import NatsBus, NoBrokerError, NotPermittedError
 from shared.nats_config import new_passwords
 from shared.nats_roles import Role, inbox_prefix
 from shared.nats_server import EmbeddedNats
+from shared.nats_watch import NatsWatch
 from shared.subjects import Subjects
 from tests.support.broker import Seen, listen, open_descriptors
+from tests.support.leaks import whats_open
 
 LIMIT_S = 15.0
 
@@ -177,6 +179,36 @@ async def test_whoever_publishes_into_a_full_buffer_can_be_cancelled(broker: Bro
     await asyncio.wait([publishing], timeout=5.0)
     assert publishing.cancelled()
     broker.signal(signal.SIGCONT)
+    await bus.close()
+
+
+async def test_a_connect_that_is_cancelled_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        before, tasks = whats_open(), asyncio.all_tasks()
+        url = f"nats://127.0.0.1:{silent.getsockname()[1]}"
+        connecting = asyncio.create_task(NatsBus.connect(url, name="b"))
+        await until(lambda: whats_open() != before)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        await until(lambda: whats_open() == before)
+        assert asyncio.all_tasks() == tasks
+
+
+async def test_a_watch_that_is_cancelled_as_it_begins_is_over(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, start = await NatsBus.connect(broker.url, name="b"), NatsWatch.start
+    bucket = await bus.key_value("plans")
+
+    async def start_and_be_cancelled(watch: NatsWatch) -> None:
+        await start(watch)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    monkeypatch.setattr(NatsWatch, "start", start_and_be_cancelled)
+    watching = asyncio.create_task(bucket.watch(">", lambda _: None))
+    await asyncio.wait([watching])
+    assert watching.cancelled()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("watch ")]
     await bus.close()
 
 
