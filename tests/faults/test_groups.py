@@ -53,6 +53,8 @@ pytestmark = pytest.mark.timeout(180)
 
 PHASES = (PlanPhase.PREPARING, PlanPhase.COMMITTING, PlanPhase.COMMITTING, PlanPhase.COMMITTING)
 """In which a planner is killed; the last one may be over too soon, so it is tried more than once."""
+MAX_ROUNDS = 5
+BLOCK_TOKENS = 16
 
 
 def load() -> list[Ask]:
@@ -176,6 +178,7 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
     """All by hand and at once, since answers are short: nobody's text changes.
 
     The group has so many times the blocks of one worker meanwhile; with more, each has all layers of its share only.
+    Answers may be over before the group dissolves, if somebody is late; then it is done once more.
     """
     long: dict[str, Any] = {"max_tokens": 800, "ignore_eos": True}
     asks = [replace(each, body={**each.body, **long}) for each in long_prompts(3, num_repeats=6)]
@@ -185,26 +188,46 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
             driver = PlanDriver(bus)
             await driver.start()
             await until(lambda: len(driver.reports) == 2, "both have reported")
-            whole_blocks = min(report.num_blocks for report in driver.reports.values())
-            whole = LayerRange(0, next(iter(driver.reports.values())).num_layers)
-            async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
-                await seen(readers, 5)
-                await change_until_done(cluster, bus, "drop")
-                plan = await plan_now(cluster, bus)
-                driver.epoch = plan.plan_id
-                names = [stage.worker_id for stage in plan.groups[0].stages]
-                await until(
-                    lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group"
-                )
-                assert states(await driver.reside(names, int(ratio * whole_blocks), whole)) == ["done"] * 2
-                assert states(await driver.restore(names)) == ["done"] * 2
-        copied = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_copied"]
-        moved = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_exchanged"]
-        assert [event["is_whole"] for event in copied] == [True]
-        assert copied[0]["num_blocks"] > 3 * 8, "of three prompts and more"
-        parted = [event["num_moved"] for event in moved if event["num_moved"] < event["num_blocks"]]
-        assert parted, "a block that was there already did not move again"
-        assert max(parted) <= 3 * 5
+            room = int(ratio * min(report.num_blocks for report in driver.reports.values()))
+            for _ in range(MAX_ROUNDS):
+                async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
+                    await seen(readers, 5)
+                    is_met = await copy_and_dissolve(cluster, bus, driver, room, len(asks))
+                if is_met:
+                    break
+        assert is_met, "three answers, in a group that dissolves"
+        num_full = sum(answer["usage"][0] // BLOCK_TOKENS for answer in stage.expected.values())
+        copied = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_copied"][-1]
+        assert copied["is_whole"]
+        assert copied["num_blocks"] >= num_full, "what the prompts have filled, and more"
+        moved = [[e for e in cluster.events(name) if e.get("event") == "kv_exchanged"][-1] for name in cluster.workers]
+        num_blocks = sum(event["num_blocks"] for event in moved)
+        assert max(event["num_moved"] for event in moved) <= num_blocks - num_full, "a full block does not move again"
+
+
+async def copy_and_dissolve(
+    cluster: Cluster, bus: NatsBus, driver: PlanDriver, num_blocks: int, num_answers: int
+) -> bool:
+    """Have a group formed, its KV copied as it serves, and its members parted; were all answers there to the end?"""
+    await change_until_done(cluster, bus, "drop")
+    plan = await plan_now(cluster, bus)
+    driver.epoch = plan.plan_id
+    names = [stage.worker_id for stage in plan.groups[0].stages]
+    whole = LayerRange(0, driver.reports[names[0]].num_layers)
+    await until(lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group")
+    await until_async(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
+    assert states(await driver.reside(names, num_blocks, whole)) == ["done"] * 2
+    assert states(await driver.restore(names)) == ["done"] * 2
+    parted = role_changes(cluster, names[0])[-1]
+    return bool(parted["num_decodes"] == num_answers)
+
+
+async def _decode_or_end(cluster: Cluster, bus: NatsBus, leader: str, num_answers: int) -> bool:
+    """Return whether the leader decodes so many answers, or one has ended."""
+    sequences = (await cluster.dump(bus, leader))["sequences"]
+    num_decodes = sum(each["num_computed_tokens"] >= each["num_prompt_tokens"] for each in sequences)
+    _, view = await cluster.get("/v1/cluster")
+    return num_decodes == num_answers or view["dispatcher"]["num_requests"] < num_answers
 
 
 def done(cluster: Cluster, lever: str) -> list[dict[str, Any]]:
