@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import platform
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cli.checks import find_port
 from shared.nats_server import EmbeddedNats
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +44,8 @@ def num_open_files(pid: int) -> int:
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of 127.0.0.1 that was free a moment ago, and is none that an outgoing connection may take."""
+    return find_port("127.0.0.1", 0)
 
 
 @asynccontextmanager

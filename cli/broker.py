@@ -107,15 +107,18 @@ class Broker:
         else:
             checks.check_broker(self._settings.nats_url)
 
-    async def start(self) -> BrokerAccess:
+    async def start(self, promised_port: int) -> BrokerAccess:
         """Return how to reach a broker that answers.
+
+        Args:
+            promised_port: at which the dispatcher will listen.
 
         Raises:
             StartupError: it does not start.
         """
         if not self._settings.has_own_broker:
             return named_broker(self._settings)
-        port = checks.find_port("127.0.0.1", 0)
+        port = checks.find_port("127.0.0.1", 0, promised_port)
         access = BrokerAccess(f"nats://127.0.0.1:{port}", new_passwords())
         try:
             command = server_command(self._run_dir / "nats", port, access.passwords, self._settings.cluster)

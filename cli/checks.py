@@ -47,13 +47,21 @@ def check_settings(settings: UpSettings) -> None:
         raise StartupError(f"there is no file of keys {settings.api_keys_file}", hint)
 
 
-def find_port(host: str, port: int) -> int:
+def find_port(host: str, port: int, promised: int = 0) -> int:
     """Return the port if it is free, or a free one for 0.
+
+    Args:
+        host: at which somebody will listen.
+        port: at which; 0 = any.
+        promised: a port that somebody else will listen at, and does not yet: it is not chosen.
 
     Raises:
         StartupError: it is taken or not allowed, or the address is not this machine's.
     """
-    for candidate in random.sample(_QUIET_PORTS, _NUM_TRIES) if port == 0 else ():
+    candidates = random.sample(_QUIET_PORTS, _NUM_TRIES) if port == 0 else []
+    for candidate in candidates:
+        if candidate == promised:
+            continue
         with contextlib.suppress(StartupError):
             return _probe(host, candidate)
     return _probe(host, port)

@@ -68,7 +68,7 @@ class Cluster:
         broker = Broker(settings, self.supervisor, self._run_dir.path)
         broker.check()
         self._announce(", ".join(names_of(settings, model)))
-        access = await broker.start()
+        access = await broker.start(port)
         self._plan = ClusterPlan(settings, model, access, port)
         for spec in self._plan.specs():
             await self.supervisor.start(spec)

@@ -227,7 +227,7 @@ async def _decode_or_end(cluster: Cluster, bus: NatsBus, leader: str, num_answer
     sequences = (await cluster.dump(bus, leader))["sequences"]
     num_decodes = sum(each["num_computed_tokens"] >= each["num_prompt_tokens"] for each in sequences)
     _, view = await cluster.get("/v1/cluster")
-    return num_decodes == num_answers or view["dispatcher"]["num_requests"] < num_answers
+    return bool(num_decodes == num_answers or view["dispatcher"]["num_requests"] < num_answers)
 
 
 def done(cluster: Cluster, lever: str) -> list[dict[str, Any]]:

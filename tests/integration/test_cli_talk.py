@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_services import DRIVER, start_fake_dispatcher, write_fake_services
+from tests.support.ports import free_port
 from tests.support.processes import wait_until
 
 LIMIT_S = 30.0
@@ -39,9 +40,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("talk")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     trace = folder / "trace"
     process = start_fake_dispatcher(write_fake_services(folder / "code"), port, trace)
     wait_until(lambda: _accepts(port), "the server listens")

@@ -26,6 +26,7 @@ from shared.nats_watch import NatsWatch
 from shared.subjects import Subjects
 from tests.support.broker import Seen, listen, open_descriptors
 from tests.support.leaks import whats_open
+from tests.support.ports import free_port
 
 LIMIT_S = 15.0
 
@@ -36,7 +37,7 @@ class Broker:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.server = EmbeddedNats()
-        self.url = self.server.start(folder)
+        self.url = self.server.start(folder, port=free_port())
 
     def signal(self, number: signal.Signals) -> None:
         assert self.server.pid is not None
@@ -329,7 +330,7 @@ async def test_an_answer_to_a_request_of_a_broken_connection_is_late_and_not_fat
         return {"name": role, "inbox_prefix": inbox_prefix(role, "x"), "credentials": (role, passwords[role])}
 
     with EmbeddedNats() as server:
-        url = server.start(tmp_path, passwords=passwords)
+        url = server.start(tmp_path, port=free_port(), passwords=passwords)
         worker = await NatsBus.connect(url, **login(Role.WORKER), on_fatal=errors.append)
         dispatcher = await NatsBus.connect(url, **login(Role.DISPATCHER), on_fatal=errors.append)
         subject = Subjects().submit(WorkerId("w"))

@@ -15,6 +15,7 @@ from shared.bus import KvEntry
 from shared.errors import StartupError
 from shared.nats_bus import NatsBus
 from shared.nats_server import EmbeddedNats, accepts_connections, find_binary
+from tests.support.ports import free_port
 
 
 def test_it_accepts_connections_on_a_free_port_and_is_gone_after_stop(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_it_accepts_connections_on_a_free_port_and_is_gone_after_stop(tmp_path: 
 
 async def test_what_was_stored_is_there_after_a_restart_on_the_same_port(tmp_path: Path) -> None:
     with EmbeddedNats() as server:
-        url = server.start(tmp_path)
+        url = server.start(tmp_path, port=free_port())
         bus = await NatsBus.connect(url, name="test")
         revision = await (await bus.key_value("plans")).put("epoch", b"7")
         await bus.close()

@@ -19,6 +19,7 @@ from shared.errors import ConfigError, StartupError
 from shared.nats_config import new_passwords
 from shared.nats_roles import Role
 from shared.nats_server import EmbeddedNats
+from tests.support.ports import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +84,9 @@ def test_unknown_names_are_refused_with_the_known_ones(fields: dict[str, object]
 
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        port = free_port()
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is taken. Choose another with --port"):
             checks.find_port("127.0.0.1", port)
     assert checks.find_port("127.0.0.1", port) == port
@@ -95,6 +96,12 @@ def test_port_0_gives_a_free_port() -> None:
     port = checks.find_port("127.0.0.1", 0)
     assert checks.find_port("127.0.0.1", port) == port > 1023
     assert port < 32_768, "no outgoing connection takes it meanwhile"
+
+
+def test_a_port_that_is_promised_to_somebody_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = range(31_000, 31_012)
+    monkeypatch.setattr(checks, "_QUIET_PORTS", few)
+    assert few[0] not in [checks.find_port("127.0.0.1", 0, promised=few[0]) for _ in range(40)]
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
