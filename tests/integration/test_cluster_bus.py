@@ -163,9 +163,9 @@ def test_tap_shows_requests_tokens_and_reports_as_lines_of_json(running: Cluster
     )
     try:
         assert tap.stdout is not None
-        lines = [json.loads(tap.stdout.readline())]  # a report comes twice a second
+        lines = [json.loads(tap.stdout.readline())]  # it listens: a report comes twice a second, a view every second
         expected = text(running)
-        while not any(row.get("finish") for line in lines for row in line.get("message", {}).get("rows", [])):
+        while not (_has_ended(lines) and any(line["subject"].endswith(".report") for line in lines)):
             lines.append(json.loads(tap.stdout.readline()))
     finally:
         tap.terminate()
@@ -179,6 +179,10 @@ def test_tap_shows_requests_tokens_and_reports_as_lines_of_json(running: Cluster
     assert set(submit["message"]["prompt"]) == {"num_tokens"}
     batches = [line["message"] for line in lines if line["format"] == "token_batch"]
     assert sum(row["num_tokens"] for batch in batches for row in batch["rows"]) == BODY["max_tokens"]
+
+
+def _has_ended(lines: list[dict[str, Any]]) -> bool:
+    return any(row.get("finish") for line in lines for row in line.get("message", {}).get("rows", []))
 
 
 def test_tap_says_in_one_line_that_a_subject_is_refused(running: Cluster) -> None:
