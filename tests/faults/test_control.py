@@ -16,8 +16,9 @@ import pytest
 from shared.bus import BusError, KeyValue
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up, set_up_with
 from tests.support.fault_checks import assert_no_errors, unchanged
-from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, running, until_async
+from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, running, until, until_async
 from tests.support.fault_streams import CHAT, Told, ask, long_prompts, mixed_load, reading, seen
+from tests.support.group_changes import service_answers
 from tests.support.wall_clock import WallClock
 
 pytestmark = pytest.mark.timeout(180)
@@ -84,7 +85,7 @@ async def test_a_frozen_monitor_is_excused(stage: Stage) -> None:
         cluster.thaw("monitor")
         await asyncio.sleep(1.0)
         async with cluster.bus() as bus:
-            await cluster.stats(bus, "monitor")  # it goes on
+            await service_answers(cluster, bus, "monitor")  # it goes on
         said = {event.get("event") for event in cluster.events("monitor")[num_events:]}
         assert not said & {"worker_dead", "worker_gone"}
 
@@ -135,7 +136,7 @@ async def test_a_full_store_of_the_broker_stops_nothing(tmp_path_factory: pytest
                 await asyncio.gather(*(reader.task for reader in later))
             for reader in later:
                 assert reader.told.texts == stage.expected[reader.asked.name]["texts"], reader.told
-        assert any(event.get("event") == "view_not_written" for event in cluster.events("monitor"))
+        await until(lambda: any(e.get("event") == "view_not_written" for e in cluster.events("monitor")), "it is told")
 
 
 async def fill(bucket: KeyValue) -> None:

@@ -20,7 +20,7 @@ from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
 from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import set_up_with
-from tests.support.fault_checks import among_prompts, unchanged
+from tests.support.fault_checks import among_prompts, rounds, unchanged
 from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
 from tests.support.fault_streams import (
     Ask,
@@ -43,7 +43,7 @@ from tests.support.group_changes import (
     kill_planner_amid_drop,
     leaving,
     plan_now,
-    planner_answers,
+    service_answers,
     shape,
 )
 from tests.support.mapped_pages import check_process
@@ -54,7 +54,6 @@ pytestmark = pytest.mark.timeout(180)
 PHASES = (PlanPhase.PREPARING, PlanPhase.COMMITTING, PlanPhase.COMMITTING, PlanPhase.COMMITTING)
 """In which a planner is killed; the last one may be over too soon, so it is tried more than once."""
 MET = ("num_prefills", "num_decodes")
-MAX_ROUNDS = 5
 BLOCK_TOKENS = 16
 
 
@@ -78,15 +77,15 @@ async def in_prefill(cluster: Cluster, bus: NatsBus) -> bool:
 
 async def drop_among_prompts(
     cluster: Cluster, bus: NatsBus, expected: dict[str, Any], tap: StageTap | None = None
-) -> None:
-    """Drop while new prompts are computed, whose answers are as ever; with a tap readers leave meanwhile."""
+) -> bool:
+    """Drop while new prompts are computed, whose answers are as ever; with a tap readers leave meanwhile: have they?"""
     async with reading(cluster, leaving() if tap is not None else []) as leavers:
         await seen(leavers, 2)
         async with among_prompts(cluster, expected, lambda: in_prefill(cluster, bus), count=5):
-            if tap is None:
-                await change_until_done(cluster, bus, "drop")
-            else:
-                await change_while_readers_leave(cluster, bus, "drop", tap, leavers)
+            if tap is not None:
+                return await change_while_readers_leave(cluster, bus, "drop", tap, leavers)
+            await change_until_done(cluster, bus, "drop")
+    return False
 
 
 async def check_pages(cluster: Cluster, num_stages: int) -> None:
@@ -119,8 +118,10 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
         stage = set_up_with(cluster, asks)
         async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
             await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
-            for num_rounds in range(1, MAX_ROUNDS + 1):
-                await drop_among_prompts(cluster, bus, stage.expected, tap if num_rounds == 1 else None)
+            has_left, met = False, set[str]()
+            for number in rounds(f"drops have met {MET} and a reader that leaves"):
+                round_tap = None if has_left else tap
+                has_left = await drop_among_prompts(cluster, bus, stage.expected, round_tap) or has_left
                 await check_pages(cluster, num_stages=2)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
                 await change_until_done(cluster, bus, "restore")
@@ -128,11 +129,10 @@ async def test_texts_are_those_of_an_undisturbed_run_through_drops_and_restores(
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
                 changes = [event for name in cluster.workers for event in role_changes(cluster, name)]
                 met = {kind for kind in MET if any(event[kind] for event in changes if event["group"])}
-                met |= {"released decodes" for event in released(cluster) if event["tokens"] > 0}
-                if num_rounds > 1 and len(met) == len(MET) + 1:
+                met |= {"tokens" for event in released(cluster) if event["tokens"] > 0}
+                if number > 0 and has_left and met == {*MET, "tokens"}:
                     break
-        assert met == {*MET, "released decodes"}, "what drops have met"
-        assert len(changes) == 4 * num_rounds, "each worker has changed its role twice a round"
+        assert len(changes) == 4 * (number + 1), "each worker has changed its role twice a round"
 
 
 @pytest.mark.parametrize(("seed", "load_from"), [(0, "host"), (1, "peers")])
@@ -168,7 +168,11 @@ async def test_texts_are_the_same_while_parameters_come_back_beside_serving(
         }
         first, second = cluster.workers
         peers = {(first, second), (second, first)}
-        assert given == (peers if load_from == "peers" else {(name, "the checkpoint") for name in (first, second)})
+        files = {(name, "the checkpoint") for name in (first, second)}
+        if load_from == "peers":  # one that is not found within a second is done without
+            assert peers <= given <= peers | files
+        else:
+            assert given == files
         restored = [event for name in cluster.workers for event in role_changes(cluster, name) if not event["group"]]
         assert len(restored) == 4
 
@@ -191,15 +195,14 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
             await driver.start()
             await until(lambda: len(driver.reports) == 2, "both have reported")
             room = int(ratio * min(report.num_blocks for report in driver.reports.values()))
-            for _ in range(MAX_ROUNDS):
+            for _ in rounds("three answers were there when the group dissolved"):
                 async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
                     await seen(readers, 5)
-                    is_met = await copy_and_dissolve(cluster, bus, driver, room, len(asks))
-                if is_met:
+                    leader, num_decodes = await copy_and_dissolve(cluster, bus, driver, room, len(asks))
+                if num_decodes == len(asks):
                     break
-        assert is_met, "three answers, in a group that dissolves"
         num_full = sum(answer["usage"][0] // BLOCK_TOKENS for answer in stage.expected.values())
-        copied = [e for name in cluster.workers for e in cluster.events(name) if e.get("event") == "kv_copied"][-1]
+        copied = [event for event in cluster.events(leader) if event.get("event") == "kv_copied"][-1]
         assert copied["is_whole"]
         assert copied["num_blocks"] >= num_full, "what the prompts have filled, and more"
         moved = [[e for e in cluster.events(name) if e.get("event") == "kv_exchanged"][-1] for name in cluster.workers]
@@ -209,8 +212,8 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
 
 async def copy_and_dissolve(
     cluster: Cluster, bus: NatsBus, driver: PlanDriver, num_blocks: int, num_answers: int
-) -> bool:
-    """Have a group formed, its KV copied as it serves, and its members parted; were all answers there to the end?"""
+) -> tuple[str, int]:
+    """Have a group formed, its KV copied as it serves, and its members parted: who led it, how many decoded then?"""
     await change_until_done(cluster, bus, "drop")
     plan = await plan_now(cluster, bus)
     driver.epoch = plan.plan_id
@@ -220,8 +223,7 @@ async def copy_and_dissolve(
     await until_async(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
     assert states(await driver.reside(names, num_blocks, whole)) == ["done"] * 2
     assert states(await driver.restore(names)) == ["done"] * 2
-    parted = role_changes(cluster, names[0])[-1]
-    return bool(parted["num_decodes"] == num_answers)
+    return names[0], int(role_changes(cluster, names[0])[-1]["num_decodes"])
 
 
 async def _decode_or_end(cluster: Cluster, bus: NatsBus, leader: str, num_answers: int) -> bool:
@@ -297,9 +299,10 @@ async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_ha
         stage = set_up_with(cluster, asks)
         met: list[PlanPhase] = []
         async with cluster.bus() as bus:
-            await planner_answers(cluster, bus)
+            await service_answers(cluster, bus)
             await be_whole(cluster, bus)
-            for phase in PHASES:
+            for number in rounds("a planner was killed in each phase"):
+                phase = PHASES[number % len(PHASES)]
                 async with unchanged(cluster, asks, stage.expected, stage.before) as readers:
                     await seen(readers[:NUM_LASTING], 3)
                     left = await kill_planner_amid_drop(cluster, bus, phase)
@@ -310,9 +313,10 @@ async def test_a_planner_that_dies_while_it_carries_a_plan_out_leaves_nothing_ha
                     await until(lambda left=left: all(ends_of(cluster, left)), "each worker has ended it", 20.0)
                     if left.phase is PlanPhase.PREPARING:
                         assert ends_of(cluster, left) == [["plan_not_done"]] * 2
-                    await planner_answers(cluster, bus)
+                    await service_answers(cluster, bus)
                     await be_whole(cluster, bus)
-        assert set(met) >= set(PHASES)
+                if number + 1 >= len(PHASES) and set(met) >= set(PHASES):
+                    break
 
 
 def ends_of(cluster: Cluster, plan: Plan) -> list[list[str]]:

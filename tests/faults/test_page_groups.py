@@ -13,7 +13,7 @@ import pytest
 from shared.messages.report import WorkerReport
 from tests.faults.conftest import set_up_with
 from tests.faults.test_groups import check_pages, drop_among_prompts, load
-from tests.support.fault_checks import unchanged
+from tests.support.fault_checks import rounds, unchanged
 from tests.support.fault_cluster import Cluster, Shape, running, until_async
 from tests.support.fault_streams import seen
 from tests.support.group_changes import FLAGS, NUM_LASTING, change, change_until_done, group_env
@@ -30,7 +30,10 @@ def hand_overs(cluster: Cluster) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_texts_are_those_of_an_undisturbed_run(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Three drops and restores at moments that the seed chooses; each time the system is asked who has which pages."""
+    """Drops and restores at moments that the seed chooses; each time the system is asked who has which pages.
+
+    At least three hand over pages, by both stages; a drop that comes when no answer is open hands over none.
+    """
     rng = np.random.default_rng(seed)
     shape = Shape(num_workers=2, env=ENV, flags=FLAGS)
     with running(tmp_path_factory.mktemp("cluster"), shape) as cluster:
@@ -38,15 +41,18 @@ async def test_texts_are_those_of_an_undisturbed_run(seed: int, tmp_path_factory
         stage = set_up_with(cluster, asks)
         async with cluster.bus() as bus, unchanged(cluster, asks, stage.expected, stage.before) as readers:
             await seen(readers[:NUM_LASTING], 1 + int(rng.integers(3)))
-            for _ in range(3):
+            for _ in rounds("both stages of three groups have handed over pages", 10):
+                num_told = len(hand_overs(cluster))
                 await drop_among_prompts(cluster, bus, stage.expected)
                 await check_pages(cluster, num_stages=2)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
                 await change_until_done(cluster, bus, "restore")
                 await check_pages(cluster, num_stages=1)
                 await asyncio.sleep(float(rng.uniform(0.05, 0.5)))
-        told = hand_overs(cluster)
-        assert len(told) == 6, "both stages of each group"
+                told = hand_overs(cluster)
+                assert len(told) - num_told in (0, 2), "both stages of a group, or none"
+                if len(told) >= 6:
+                    break
         assert all(event["num_pages"] for event in told)
         names = {event.get("event") for name in cluster.workers for event in cluster.events(name)}
         assert "kv_arrived" not in names, "nothing came later"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
+from shared.bus import BusError
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import among_prompts, assert_nothing_left, unchanged
-from tests.support.fault_cluster import Cluster, Shape, running
+from tests.support.fault_checks import among_prompts, assert_nothing_left, rounds, unchanged
+from tests.support.fault_cluster import Cluster, Shape, running, until_async
 from tests.support.fault_streams import COMPLETIONS, Reader, ask, mixed_load, reading, seen
 from tests.support.odd_worker import POISON
 
@@ -62,12 +64,14 @@ def hurry(readers: Sequence[Reader]) -> float:
 async def test_streams_of_a_lost_worker_go_on_with_the_same_text(stage: Stage, fault: str) -> None:
     """Rows 1, 3, 5, 6."""
     before = await num_recovered(stage.cluster)
-    async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 15)
-        await strike(stage, fault)
-        await asyncio.gather(*(reader.task for reader in readers))
-    assert hurry(readers) < LOSS_S + 5
-    assert await num_recovered(stage.cluster) > before
+    for _ in rounds("a request went on elsewhere"):
+        async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
+            await seen(readers, 15)
+            await strike(stage, fault)
+            await asyncio.gather(*(reader.task for reader in readers))
+        assert hurry(readers) < LOSS_S + 5
+        if await num_recovered(stage.cluster) > before:
+            break
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "terminated"])
@@ -75,24 +79,31 @@ async def test_prompts_of_a_lost_worker_are_computed_elsewhere(stage: Stage, fau
     """Rows 4, 5, 6: prompts that were accepted, begun and waiting."""
     before = await num_recovered(stage.cluster)
     cluster = stage.cluster
-    async with (
-        cluster.bus() as bus,
-        unchanged(cluster, [], stage.expected, stage.before),
-        among_prompts(cluster, stage.expected, lambda: in_mid_prompt(cluster, bus, VICTIM)),
-    ):
-        await strike(stage, fault)
-    assert await num_recovered(stage.cluster) > before
+    for _ in rounds("a prompt was computed elsewhere"):
+        async with (
+            cluster.bus() as bus,
+            unchanged(cluster, [], stage.expected, stage.before),
+            among_prompts(cluster, stage.expected, partial(in_mid_prompt, cluster, bus, VICTIM)),
+        ):
+            await strike(stage, fault)
+        if await num_recovered(stage.cluster) > before:
+            break
 
 
 async def test_a_worker_that_stands_still_for_a_moment_keeps_its_requests(stage: Stage) -> None:
     """Row 5, below the limit."""
-    before = await num_recovered(stage.cluster)
-    async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
-        await seen(readers, 15)
-        stage.cluster.freeze(VICTIM)
-        await asyncio.sleep(0.5)
-        stage.cluster.thaw(VICTIM)
-        await asyncio.gather(*(reader.task for reader in readers))
+    for _ in rounds("it stood still for a moment, and not for so long that it is given up"):
+        before = await num_recovered(stage.cluster)
+        async with unchanged(stage.cluster, mixed_load(), stage.expected, stage.before) as readers:
+            await seen(readers, 15)
+            stage.cluster.freeze(VICTIM)
+            frozen_s = time.monotonic()
+            await asyncio.sleep(0.5)
+            stage.cluster.thaw(VICTIM)
+            frozen_s = time.monotonic() - frozen_s
+            await asyncio.gather(*(reader.task for reader in readers))
+        if frozen_s < LOSS_S / 2:
+            break
     assert await num_recovered(stage.cluster) == before
 
 
@@ -152,13 +163,28 @@ async def test_a_step_that_never_ends_moves_the_requests(tmp_path_factory: pytes
     )
     with running(folder, shape) as cluster:
         stage = set_up(cluster)
-        async with unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
-            await seen(readers, 15)
-            file.touch()
-            await asyncio.gather(*(reader.task for reader in readers))
-            assert await cluster.ended(VICTIM) != 0, "nothing else can free such a device"
-            file.unlink()
-        assert hurry(readers) < 3 + 5
+        for _ in rounds("a step was stuck"):
+            async with cluster.bus() as bus, unchanged(cluster, mixed_load(), stage.expected, stage.before) as readers:
+                await seen(readers, 15)
+                file.touch()
+                await asyncio.gather(*(reader.task for reader in readers))
+                await until_async(partial(is_idle_or_gone, cluster, bus), "nothing else can free such a device", 20.0)
+                code = cluster.processes[VICTIM].poll()
+                file.unlink()
+            assert hurry(readers) < 3 + 5
+            if code is not None:
+                break
+        assert code != 0
+
+
+async def is_idle_or_gone(cluster: Cluster, bus: NatsBus) -> bool:
+    """Return whether the victim has ended, or had nothing to compute when its device was to be stuck."""
+    if not cluster.is_running(VICTIM):
+        return True
+    try:
+        return not (await cluster.dump(bus, VICTIM))["sequences"]
+    except BusError:  # it is ending
+        return False
 
 
 @pytest.mark.parametrize("moment", ["at-accept", "at-step"])

@@ -26,6 +26,7 @@ from sluice_client import (
 from tests.support.cutting_proxy import cutting
 from tests.support.dispatchers import Running, end_id, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
+from tests.support.waiting import until
 
 TEXT = "Hello 🦊 world, 你好! The end."
 LIMITS = ClientLimits(retry=RetryPolicy(first_backoff_s=0.002, max_backoff_s=0.01))
@@ -46,12 +47,6 @@ async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
     async with running_dispatcher(text, folder, script) as running:
         running.worker.step_s = 0.001  # so that events come one by one
         yield running
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def client_of(*urls: str, way: Way = "http", limits: ClientLimits = LIMITS) -> SluiceClient:

@@ -13,18 +13,13 @@ import pytest
 from services.dispatcher.build import ModelText
 from shared.messages.request import RefusalReason
 from tests.support.dispatchers import Running, running_dispatcher
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 MINE = {"Authorization": "Bearer mine"}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def cancel(running: Running, name: str, **headers: str) -> tuple[int, Any]:

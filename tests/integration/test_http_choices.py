@@ -17,6 +17,7 @@ from shared.messages.request import RefusalReason, Submit
 from shared.types import MAX_SEED, FinishReason
 from tests.support.dispatchers import Running, running_dispatcher
 from tests.support.fake_worker import FakeWorker, make_status, publish_view
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -62,12 +63,6 @@ def texts_of(events: list[Any], count: int) -> list[str]:
         for choice in event.get("choices", ()):
             texts[choice["index"]] += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
     return texts
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def billed(running: Running) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shared.messages.request import RefusalReason
 from shared.types import FinishReason, RequestClass
 from tests.support.dispatchers import Running, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
+from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -52,12 +53,6 @@ async def ask(running: Running, key: str = "a", **body: Any) -> tuple[int, dict[
         is_json = response.content_type == "application/json"
         data = await response.json() if is_json else (await response.read()).decode()
         return response.status, {name.lower(): value for name, value in response.headers.items()}, data
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def samples(running: Running, name: str, key: str = "a") -> dict[tuple[str, ...], float]:
@@ -100,6 +95,12 @@ async def test_requests_per_minute_end_in_a_429_that_says_when_to_come_back(
         assert await samples(running, "sluice:shed_total") == {("rate_limit_exceeded", "default"): 1}
 
 
+def check_left(headers: Mapping[str, str], what: str, left: int, per_min: int, since_s: float) -> None:
+    """Check what the headers say is left, which is more where it was refilled since (a time of `time.monotonic`)."""
+    found = int(headers[f"x-ratelimit-remaining-{what}"])
+    assert left <= found <= left + (time.monotonic() - since_s) * per_min / 60 + 1
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_tokens_are_charged_in_full_at_the_start_and_given_back_at_the_end(
     text: ModelText, folder: Path, tmp_path: Path, streamed: bool
@@ -109,12 +110,10 @@ async def test_tokens_are_charged_in_full_at_the_start_and_given_back_at_the_end
         started_s = time.monotonic()
         status, headers, _ = await ask(running, max_tokens=100, stream=streamed)
         assert status == 200
-        assert int(headers["x-ratelimit-remaining-tokens"]) == 200 - NUM_PROMPT - 100
+        check_left(headers, "tokens", 200 - NUM_PROMPT - 100, 200, started_s)
         assert headers["x-ratelimit-limit-tokens"] == "200"
         _, headers, _ = await ask(running, max_tokens=100)
-        left = 200 - (NUM_PROMPT + 2) - (NUM_PROMPT + 100)
-        refilled = (time.monotonic() - started_s) * 200 / 60 + 1
-        assert left <= int(headers["x-ratelimit-remaining-tokens"]) <= left + refilled
+        check_left(headers, "tokens", 200 - (NUM_PROMPT + 2) - (NUM_PROMPT + 100), 200, started_s)
         assert await samples(running, "sluice:tenant_tokens_total") == {
             ("generation", "a"): 4,
             ("prompt", "a"): 2 * NUM_PROMPT,
@@ -124,9 +123,10 @@ async def test_tokens_are_charged_in_full_at_the_start_and_given_back_at_the_end
 async def test_each_choice_is_charged(text: ModelText, folder: Path, tmp_path: Path) -> None:
     limits = "tokens_per_min = 1000\nrequests_per_min = 100"
     async with limited(text, folder, tmp_path, limits) as running:
+        started_s = time.monotonic()
         _, headers, _ = await ask(running, n=4, max_tokens=50)
-        assert int(headers["x-ratelimit-remaining-tokens"]) == 1000 - NUM_PROMPT - 200
-        assert int(headers["x-ratelimit-remaining-requests"]) == 96
+        check_left(headers, "tokens", 1000 - NUM_PROMPT - 200, 1000, started_s)
+        check_left(headers, "requests", 96, 100, started_s)
 
 
 async def test_limits_hold_over_a_websocket_too(text: ModelText, folder: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ async def test_places_are_held_until_the_answer_ends_or_the_client_leaves(
         assert (status, headers["retry-after"], headers["x-should-retry"]) == (429, "1", "true")
         assert "2 requests at a time" in body["error"]["message"]
         first.cancel()
-        await until(lambda: tenants.num_open("a") == 0)
+        await until(lambda: tenants.num_open("a") == 0 and not running.worker.running)
         second = asyncio.create_task(ask(running))
         await until(lambda: len(running.worker.running) == 1)
         assert tenants.num_open("a") == 1
@@ -384,7 +384,7 @@ async def test_a_stream_that_nobody_reads_is_noticed_within_a_megabyte(text: Mod
             await running.worker.emit(item, words)
             await asyncio.sleep(0)
         assert stream.num_written < 1_000_000
-        await running.worker.wait_cancelled(limit_s=5.0)
+        await running.worker.wait_cancelled(limit_s=20.0)
         assert streams.num_cut == 1
         sock.close()
 
@@ -399,7 +399,9 @@ async def test_a_reader_of_a_whole_answer_that_does_not_read_is_cut_too(text: Mo
             await running.worker.emit(item, words)
         await running.worker.emit(item, [65], FinishReason.STOP)
         streams = running.dispatcher.front.streams
-        await until(lambda: len(streams) == 1, limit_s=60.0)  # a busy machine takes long to make the text
+        await until(
+            lambda: len(streams) == 1 or streams.num_cut, limit_s=60.0
+        )  # a busy machine takes long to make the text
         await until(lambda: streams.num_cut == 1, limit_s=60.0)
         assert len(streams) == 0
         sock.close()

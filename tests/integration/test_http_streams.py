@@ -20,6 +20,7 @@ from shared.messages.request import RefusalReason, Submit
 from shared.types import FinishReason, QoeTarget, RequestClass
 from tests.support.dispatchers import Running, end_id, running_dispatcher
 from tests.support.fake_worker import make_status, publish_view
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -206,6 +207,7 @@ async def test_a_stop_string_cuts_the_answer_the_bill_and_the_work(served: Runni
         assert body["choices"][0]["finish_reason"] == "stop"
         billed = body["usage"]["completion_tokens"]
     assert billed == len(served.encode(shown + "world"))
+    await until(lambda: len(served.worker.cancels) > num_cancels)
     await asyncio.sleep(0.05)
     assert len(served.worker.cancels) == num_cancels + 1
 
@@ -221,12 +223,6 @@ async def test_max_tokens_ends_an_answer_as_length(served: Running) -> None:
 @pytest.fixture
 def head() -> bytes:
     return b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def open_raw(running: Running, head: bytes, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -281,7 +277,7 @@ async def test_a_client_that_leaves_while_its_prompt_is_tokenised_never_reaches_
         _, writer = await open_raw(running, head)
         await until(entered.is_set)
         writer.close()
-        await asyncio.sleep(0.05)
+        await until(lambda: not running.dispatcher.front.doorway.num_open)
         leave.set()
         await until(lambda: running.dispatcher.front.pool.num_pending == 0)
         await asyncio.sleep(0.05)
@@ -305,7 +301,7 @@ async def test_a_reader_that_does_not_read_is_cut_alone(text: ModelText, folder:
                 break
             await asyncio.sleep(0)
         await asyncio.sleep(0.05)
-        await worker.wait_cancelled(limit_s=8.0)
+        await worker.wait_cancelled(limit_s=20.0)
         assert streams.num_cut == 1
         assert [cancel.request_id for cancel in worker.cancels] == [victim.submit.request_id]
         await worker.emit(healthy, running.encode("fine"), FinishReason.STOP)

@@ -20,6 +20,7 @@ from shared.api_keys import hash_key
 from shared.messages.request import RefusalReason
 from shared.types import FinishReason
 from tests.support.dispatchers import Running, end_id, running_dispatcher
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -34,12 +35,6 @@ async def served(text: ModelText, folder: Path) -> AsyncIterator[Running]:
     ids = [*text.codec.tokenizer.encode(TEXT, add_special_tokens=False).ids, end_id(text)]
     async with running_dispatcher(text, folder, lambda submit: ids) as running:
         yield running
-
-
-async def until(condition: Any, limit_s: float = 5.0) -> None:
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 class Talk:
@@ -103,7 +98,8 @@ async def sse_events(running: Running, path: str, body: dict[str, Any]) -> list[
 def without_names(event: dict[str, Any]) -> dict[str, Any]:
     event = {key: value for key, value in event.items() if key not in ("id", "created")}
     if "qoe" in event.get("sluice", {}):
-        event["sluice"] = {**event["sluice"], "ttft_s": 0}
+        assert 0 <= event["sluice"]["qoe"] <= 1
+        event["sluice"] = {**event["sluice"], "ttft_s": 0, "qoe": 1}  # both depend on how busy the machine is
     return event
 
 
@@ -364,12 +360,12 @@ async def test_a_reader_that_stalls_is_cut_alone(text: ModelText, folder: Path) 
         await asyncio.sleep(0.15)
         sockets.sweep()
         sockets.sweep()  # it is counted once, though it may stay open for a while
-        await worker.wait_cancelled(limit_s=8.0)
+        await worker.wait_cancelled(limit_s=20.0)
         assert sockets.num_cut == 1
         assert [cancel.request_id for cancel in worker.cancels] == [victim.submit.request_id]
         await worker.emit(healthy, [*running.encode("fine"), end_id(text)], FinishReason.STOP)
         assert text_of((await good.all_of("fine"))["fine"]) == "fine"
-        await until(lambda: len(sockets) == 1, limit_s=8.0)
+        await until(lambda: len(sockets) == 1)
         stuck.close()
 
 

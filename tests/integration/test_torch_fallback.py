@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import ROOT, cluster
+from tests.support.processes import wait_until
 
 pytestmark = pytest.mark.kernels
 
@@ -42,7 +43,7 @@ def test_without_compiler_and_library_a_worker_serves_by_torch_and_says_so(tmp_p
     flags = ("--model", str(folder), "--served-model-name", "tiny", "--memory", "96MiB", "--workers", "1")
     with cluster(*flags, "--log-dir", str(logs), env=env, root=code) as running:
         assert [report["kernels"] for report in running.reports()] == ["torch"]
-        assert "no library is built for this processor" in running.log.read_text(), "the person hears of it"
+        wait_until(lambda: "no library is built for this processor" in running.log.read_text(), "the person hears it")
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         text = running.post("/v1/completions", body)["choices"][0]["text"]
         expected = greedy_text(reference, PROMPT, NUM_TOKENS)

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -194,17 +195,34 @@ async def test_a_process_that_stands_still_is_noticed_in_time(road: Road) -> Non
 
 
 async def test_an_idle_link_lives_and_a_closed_one_says_so(road: Road) -> None:
-    async with two_links(road, IDLE) as (one, other):
-        a, b = End(one), End(other)
-        await asyncio.sleep(1.25 * IDLE.dead_after_s)
-        assert a.link.is_up
-        assert b.link.is_up
-        waiting = b.link.send(TrafficClass.CONTROL, 1, 1, [b"last"])
-        await waiting.done
-        assert body_of(await a.next()) == b"last"
-        await a.link.close()
-        assert isinstance(await a.end(), LinkClosedError)
-        assert "the peer closed it" in (await b.end()).reason
+    """Where this process has stood still meanwhile, which is a silence too, it is done once more."""
+    while True:
+        async with two_links(road, IDLE) as (one, other):
+            a, b = End(one), End(other)
+            if await longest_pause(1.25 * IDLE.dead_after_s) < IDLE.dead_after_s / 2:
+                await check_idle_link(a, b)
+                return
+
+
+async def longest_pause(duration_s: float) -> float:
+    """Sleep for so long, and return for how long this process got no turn at most, in seconds."""
+    began_s = last_s = time.monotonic()
+    longest_s = 0.0
+    while last_s < began_s + duration_s:
+        await asyncio.sleep(0.02)
+        longest_s, last_s = max(longest_s, time.monotonic() - last_s), time.monotonic()
+    return longest_s
+
+
+async def check_idle_link(a: End, b: End) -> None:
+    assert a.link.is_up
+    assert b.link.is_up
+    waiting = b.link.send(TrafficClass.CONTROL, 1, 1, [b"last"])
+    await waiting.done
+    assert body_of(await a.next()) == b"last"
+    await a.link.close()
+    assert isinstance(await a.end(), LinkClosedError)
+    assert "the peer closed it" in (await b.end()).reason
 
 
 async def test_a_link_that_was_never_started_closes(road: Road) -> None:

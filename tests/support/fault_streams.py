@@ -131,11 +131,27 @@ class Reader:
 
     def __init__(self, http: aiohttp.ClientSession, url: str, asked: Ask, headers: Mapping[str, str]) -> None:
         self.asked = asked
-        self.told = Told()
+        self.earlier: list[Told] = []
+        """What it was told before, where it has asked more than once."""
         self._http = http
         self._url = url
         self._headers = headers
-        self.task = asyncio.create_task(self._run(), name=f"reader {asked.name}")
+        self._ask()
+
+    def _ask(self) -> None:
+        self.told = Told()
+        self.task = asyncio.create_task(self._run(), name=f"reader {self.asked.name}")
+
+    def ask_anew(self) -> None:
+        """Ask for the same once more; the answer has come, whole.
+
+        Raises:
+            AssertionError: it is not whole, or would not be given anew.
+        """
+        assert self.told.is_whole, f"{self.asked.name} was told {self.told}"
+        assert "Idempotency-Key" not in self._headers, f"{self.asked.name} ended before the fault: ask for more tokens"
+        self.earlier.append(self.told)
+        self._ask()
 
     async def _run(self) -> None:
         try:
@@ -231,15 +247,19 @@ async def always_reading(cluster: Cluster) -> AsyncIterator[None]:
 
 
 async def seen(readers: Sequence[Reader], num_events: int) -> None:
-    """Return when every streaming reader has got so many events with text, and none has all."""
+    """Return when every streaming reader has got so many events with text, and none has all.
+
+    One that has all before another has so many asks anew: the worker of the other one may be late.
+    """
     streaming = [reader for reader in readers if reader.asked.is_streamed]
-    await until(
-        lambda: all(reader.told.num_events >= num_events or reader.task.done() for reader in streaming),
-        f"every reader has {num_events} events",
-        30,
-    )
-    done = [reader.asked.name for reader in streaming if reader.task.done()]
-    assert not done, f"{done} ended before the fault: ask for more tokens"
+
+    def all_read() -> bool:
+        for reader in streaming:
+            if reader.task.done():
+                reader.ask_anew()
+        return all(reader.told.num_events >= num_events for reader in streaming)
+
+    await until(all_read, f"every reader has {num_events} events", 30)
 
 
 async def answers(readers: Sequence[Reader]) -> dict[str, dict[str, Any]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
 
+from services.dispatcher.http.connection import LINGER_S
 from tests.support.bad_inputs import BadInput
 
 PIECE_PAUSE_S = 0.1
@@ -51,7 +53,20 @@ async def exchange(url: str, *pieces: bytes, limit_s: float = 10.0) -> tuple[byt
         url: of the server.
         pieces: sent one after the other with pauses.
         limit_s: for all of it.
+
+    Raises:
+        ConnectionError: it was reset. One that sends for longer than the server lingers may be, and sends anew here.
     """
+    while True:
+        began_s = time.monotonic()
+        try:
+            return await _exchange(url, pieces, limit_s)
+        except ConnectionError:
+            if time.monotonic() - began_s < LINGER_S:
+                raise
+
+
+async def _exchange(url: str, pieces: Iterable[bytes], limit_s: float) -> tuple[bytes, Any]:
     reader, writer = await connect(url)
     sender = asyncio.create_task(_send_pieces(writer, pieces))
     try:
