@@ -7,12 +7,16 @@ SOURCES := pyproject.toml client/pyproject.toml constraints.txt
 # a script that starts a container engine and a compose file, runs a command, and takes all down again
 COMPOSE_CHECK := ../shared/tools/compose-check.sh
 
+# of `make test-pauses`
+KIND ?= all
+SEED ?= 0
+
 # with a torch that has CUDA, which `make install` does not bring
 GPU_PYTHON ?= $(BIN)/python
 GPU_MODEL ?= /tmp/sluice-llama3-8b
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-seeds test-faults test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
+.PHONY: help install demo test test-seeds test-faults test-pauses test-torch-kernels test-compose gpu-check gpu-figures mutation check format clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +56,10 @@ test-seeds: $(VENV)/.dev ## run the seeds of random campaigns that `make test` l
 
 test-faults: $(VENV)/.dev $(VENV)/.native ## kill, freeze and cut off real processes under load
 	$(BIN)/python -m pytest -m faults tests/faults
+
+test-pauses: $(VENV)/.dev $(VENV)/.native ## look for tests that fail when the machine stands still: KIND=all|one|tests, SEED=n
+	$(BIN)/python -m tests.support.pauses --kind $(KIND) --seed $(SEED) -- \
+	  $(BIN)/python -m pytest -m "not gpu and not compose" tests/integration tests/contract tests/faults
 
 test-torch-kernels: $(VENV)/.dev ## run every test that computes with a model once more without the CPU kernels
 	SLUICE_WORKER_KERNELS=torch $(BIN)/python -m pytest -m "kernels and not gpu and not faults"
