@@ -19,7 +19,7 @@ from shared.systems import UnknownSystemError, find_live_system
 BROKER_LIMIT_S = 0.8
 MAX_GREETING_BYTES = 64 * 1024
 _OWN_BROKER_HINT = "Start it, or unset NATS_URL and --nats-url so that a broker is started here"
-_QUIET_PORTS = range(20_000, 32_000)
+QUIET_PORTS = range(20_000, 32_000)
 """Below those from which systems choose for outgoing connections: one of them could take a port before it is used."""
 _NUM_TRIES = 8
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -58,12 +58,10 @@ def find_port(host: str, port: int, promised: int = 0) -> int:
     Raises:
         StartupError: it is taken or not allowed, or the address is not this machine's.
     """
-    candidates = random.sample(_QUIET_PORTS, _NUM_TRIES) if port == 0 else []
-    for candidate in candidates:
-        if candidate == promised:
-            continue
-        with contextlib.suppress(StartupError):
-            return _probe(host, candidate)
+    for candidate in random.sample(QUIET_PORTS, _NUM_TRIES) if port == 0 else ():
+        if candidate != promised:
+            with contextlib.suppress(StartupError):
+                return _probe(host, candidate)
     return _probe(host, port)
 
 

@@ -30,7 +30,8 @@ def step_limit(setting_s: float, dry_step_s: float) -> float:
 class AwakeAge:
     """How long a step has run while somebody could look: a machine that stood still has not computed either.
 
-    A process that was stopped, or whose whole machine was, notices it by a look that comes much too late.
+    A process that was stopped, or whose whole machine was, notices it by a look that comes much too late. So it does
+    where a step keeps the interpreter's lock, which no kernel does.
 
     Args:
         period_s: from one look to the next.

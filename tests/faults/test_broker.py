@@ -15,9 +15,10 @@ from shared.bus import BusError, Message
 from shared.ids import DispatcherId, WorkerId
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import rounds, unchanged
+from tests.support.fault_checks import unchanged
 from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until, until_async
 from tests.support.fault_streams import CHAT, COMPLETIONS, Reader, ask, long_prompts, mixed_load, reading, seen
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import assert_nothing_left, rounds, unchanged
+from tests.support.fault_checks import assert_nothing_left, unchanged
 from tests.support.fault_cluster import Cluster, Shape, running, until_async
 from tests.support.fault_streams import CHAT, Ask, ask, mixed_load, reading, seen, undisturbed
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

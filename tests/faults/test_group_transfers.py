@@ -19,7 +19,7 @@ from shared.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
 from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import Stage, set_up_with
-from tests.support.fault_checks import rounds, unchanged
+from tests.support.fault_checks import unchanged
 from tests.support.fault_cluster import Cluster, running, until, until_async
 from tests.support.fault_streams import Ask, long_prompts, mixed_load, reading, seen
 from tests.support.group_changes import (
@@ -36,6 +36,7 @@ from tests.support.group_changes import (
     struck,
 )
 from tests.support.stage_tap import StageTap, tapped, tapping
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -20,7 +20,7 @@ from shared.messages.report import WorkerReport
 from shared.nats_bus import NatsBus
 from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import set_up_with
-from tests.support.fault_checks import among_prompts, rounds, unchanged
+from tests.support.fault_checks import among_prompts, unchanged
 from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
 from tests.support.fault_streams import (
     Ask,
@@ -48,6 +48,7 @@ from tests.support.group_changes import (
 )
 from tests.support.mapped_pages import check_process
 from tests.support.stage_tap import StageTap, tapped, tapping
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

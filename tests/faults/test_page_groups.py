@@ -13,11 +13,12 @@ import pytest
 from shared.messages.report import WorkerReport
 from tests.faults.conftest import set_up_with
 from tests.faults.test_groups import check_pages, drop_among_prompts, load
-from tests.support.fault_checks import rounds, unchanged
+from tests.support.fault_checks import unchanged
 from tests.support.fault_cluster import Cluster, Shape, running, until_async
 from tests.support.fault_streams import seen
 from tests.support.group_changes import FLAGS, NUM_LASTING, change, change_until_done, group_env
 from tests.support.mapped_pages import check_process
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -10,9 +10,10 @@ import pytest
 
 from sluice_client import Answer, ClientLimits, RetryPolicy, SluiceClient
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import assert_nothing_left, rounds
+from tests.support.fault_checks import assert_nothing_left
 from tests.support.fault_cluster import Shape, running
 from tests.support.fault_streams import CHAT, Ask, mixed_load
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -12,10 +12,11 @@ import pytest
 from shared.bus import BusError
 from shared.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
-from tests.support.fault_checks import among_prompts, assert_nothing_left, rounds, unchanged
+from tests.support.fault_checks import among_prompts, assert_nothing_left, unchanged
 from tests.support.fault_cluster import Cluster, Shape, running, until_async
 from tests.support.fault_streams import COMPLETIONS, Reader, ask, mixed_load, reading, seen
 from tests.support.odd_worker import POISON
+from tests.support.waiting import rounds
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from shared.subjects import Subjects
 from tests.support.broker import Seen, listen, open_descriptors
 from tests.support.leaks import whats_open
 from tests.support.ports import free_port
+from tests.support.waiting import until
 
 LIMIT_S = 15.0
 
@@ -65,12 +66,6 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
     if made.server.pid is not None:
         made.signal(signal.SIGCONT)
     made.server.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def echo(message: Message) -> bytes:

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from services.worker.transfer.link import Buffer, LinkBrokenError, LinkRefusedEr
 from tests.support.link_child import CHILD, PARENT, identity
 from tests.support.link_ends import LIMIT_S, End, two_links
 from tests.support.link_roads import PAGE_BYTES, Road, open_socket
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -42,12 +43,6 @@ async def started(road: Road) -> AsyncIterator[tuple[End, End, FdLink]]:
     async with two_links(road) as (one, other):
         assert isinstance(one, FdLink)
         yield End(one), End(other), one
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def memory_files() -> tuple[int, int]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shared.ids import Incarnation, RequestId
 from tests.support.link_child import CHILD, PARENT, body_of, identity
 from tests.support.link_ends import LIMIT_S
 from tests.support.shared_kv import ASK, BLOCK_BYTES, LAYERS, SharedKv, request
+from tests.support.waiting import until
 
 NUM_BLOCKS = 120
 
@@ -57,12 +58,6 @@ class Pair:
                 if not said["moves"] and not said["held"]:
                     return said
                 await asyncio.sleep(0.05)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from tests.support.processes import wait_until
+from tests.support.waiting import rounds
 
 _WHO = ("a fox", "a hare", "the sea", "a king", "snow", "a mill", "an owl", "a boat")
 PROMPTS = [f"Tell me a {kind} story about {who}." for kind in ("short", "long") for who in _WHO]
 MAX_TOKENS = 900
 """So many that a disturbance comes long before the end."""
 READ_LIMIT_S = 240.0
-MAX_ROUNDS = 5
 
 
 @dataclass
@@ -88,22 +88,20 @@ def read_all(
     Raises:
         AssertionError: an answer had ended before the disturbance each time.
     """
-    for _ in range(MAX_ROUNDS if disturb is not None else 1):
+    for _ in rounds("all stream, and none has ended: ask for more tokens"):
         chosen = enumerate(PROMPTS[:count])
         readers = [Reader(urls[index % len(urls)], prompt, index, max_tokens) for index, prompt in chosen]
-        is_disturbed = disturb is None
         try:
-            if disturb is not None:
-                wait_until(partial(_all_stream, readers), "all stream", 60)
-                if not any(reader.finish for reader in readers):
-                    is_disturbed = True
-                    disturb()
+            if disturb is None:
+                return readers
+            wait_until(partial(_all_stream, readers), "all stream", 60)
+            if not any(reader.finish for reader in readers):
+                disturb()
+                return readers
         finally:
             for reader in readers:
                 reader.thread.join(READ_LIMIT_S)
-        if is_disturbed:
-            return readers
-    raise AssertionError("the answers are too short for a disturbance")
+    raise AssertionError("rounds have an end")
 
 
 def _all_stream(readers: Sequence[Reader]) -> bool:

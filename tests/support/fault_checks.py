@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ CALM_LIMIT_S: Final = 20.0
 WAVE_S: Final = 0.5
 """In which the prompts of a wave are computed."""
 MAX_WAVES: Final = 30
-MAX_ROUNDS: Final = 6
 TAIL: Final = 60
 """How much of two answers is shown from where on they differ."""
 _HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_drops")
@@ -198,16 +197,6 @@ async def unchanged(
             for told in reader.earlier:
                 assert_same(reader.asked.name, joined(told.answer()), expected[reader.asked.name])
     await assert_nothing_left(cluster, before)
-
-
-def rounds(what: str, count: int = MAX_ROUNDS) -> Iterator[int]:
-    """Give the number of each round, from 0, until the caller ends the loop: what it waits for may pass unseen.
-
-    Raises:
-        AssertionError: it was not met in any round.
-    """
-    yield from range(count)
-    raise AssertionError(f"not in {count} rounds: {what}")
 
 
 @asynccontextmanager

@@ -42,6 +42,8 @@ FLAGS: Final = {"worker": (*SYSTEM, "--memory", "28MiB"), "planner": SYSTEM, "di
 ANSWER_S: Final = 30.0
 NOT_NOW: Final = ("no fresh view of the cluster", "a plan is being carried out")
 """Words of a planner that has not judged: somebody was late."""
+BEGIN_S: Final = 1.5
+"""In which KV is on its way after a drop is done, if any is."""
 VIEW_S: Final = 1.5
 """In which a change of roles shows in the view: some of the monitor's periods."""
 NUM_LASTING: Final = len(mixed_load())
@@ -97,7 +99,7 @@ async def struck(met: threading.Event, asking: asyncio.Future[Any]) -> bool:
     await until(lambda: met.is_set() or asking.done(), "KV is on its way", 20.0)
     if not met.is_set() and not asking.exception():  # what a drop moves may be on its way when it is done
         with contextlib.suppress(AssertionError):
-            await until(met.is_set, "KV is on its way", VIEW_S)
+            await until(met.is_set, "KV is on its way", BEGIN_S)
     return met.is_set()
 
 

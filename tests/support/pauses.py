@@ -1,8 +1,8 @@
 """Run tests on a machine that stands still now and then: python -m tests.support.pauses --kind all -- COMMAND …
 
 Every process of the command is stopped for a moment, again and again, as a virtual machine is when its host is busy;
-or one by chance, as a process is that gets no turn. A test that fails only then says something of the machine, and not
-of the product. Processes that a test has stopped itself stay stopped.
+or one by chance, as a process is that gets no turn. Where something fails only then, a test depends on the machine, or
+the product does. Processes that a test has stopped itself stay stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,7 +55,7 @@ def pause(root: int, kind: str, rng: random.Random, stand_still: Callable[[], No
     """Stop what runs until `stand_still` returns; return how many processes that were."""
     running = [pid for pid, state in processes_of(root).items() if state not in _STOPPED]
     if kind == "tests":
-        running = [pid for pid in running if pid == root or _runs_tests(pid)][-2:]
+        running = list(filter(_runs_tests, running)) or running[:1]
     chosen = running if kind == "all" else rng.sample(running, min(1, len(running)))
     stopped = [pid for pid in chosen if _signal(pid, signal.SIGSTOP)]
     try:
@@ -65,14 +64,6 @@ def pause(root: int, kind: str, rng: random.Random, stand_still: Callable[[], No
         for pid in reversed(stopped):
             _signal(pid, signal.SIGCONT)
     return len(stopped)
-
-
-def pause_again_and_again(root: int, kind: str, rng: random.Random, is_over: threading.Event) -> int:
-    """Pause processes until it is over; return how often."""
-    count = 0
-    while not is_over.wait(rng.uniform(*_BETWEEN_S)):
-        count += pause(root, kind, rng, partial(time.sleep, rng.choice(PAUSES_S[kind]))) > 0
-    return count
 
 
 def _runs_tests(pid: int) -> bool:
@@ -95,18 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and their lengths (default: 0)")
     parser.add_argument("command", nargs="+", help="after --")
     chosen = parser.parse_args(argv)
-    process, is_over, counts = subprocess.Popen(chosen.command), threading.Event(), list[int]()
-    rng = random.Random(chosen.seed)
-    pausing = threading.Thread(
-        target=lambda: counts.append(pause_again_and_again(process.pid, chosen.kind, rng, is_over))
-    )
-    pausing.start()
-    try:
-        code = process.wait()
-    finally:
-        is_over.set()
-        pausing.join()
-    sys.stderr.write(f"stood still {counts[0]} times ({chosen.kind})\n")
+    process, rng, count = subprocess.Popen(chosen.command), random.Random(chosen.seed), 0
+    while True:
+        try:
+            code = process.wait(rng.uniform(*_BETWEEN_S))
+            break
+        except subprocess.TimeoutExpired:
+            duration_s = rng.choice(PAUSES_S[chosen.kind])
+            count += pause(process.pid, chosen.kind, rng, partial(time.sleep, duration_s)) > 0
+    sys.stderr.write(f"stood still {count} times ({chosen.kind})\n")
     return code
 
 
