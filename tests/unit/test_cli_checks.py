@@ -7,14 +7,16 @@ import socket
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from cli import checks, model
-from cli.broker import BrokerAccess, named_broker
+from cli.broker import Broker, BrokerAccess, named_broker
 from cli.children import ClusterPlan, device_of, num_devices
 from cli.model import Model, find_model
 from cli.settings import UpSettings, load_up_settings
+from cli.supervisor import Supervisor
 from shared.errors import ConfigError, StartupError
 from shared.nats_config import new_passwords
 from shared.nats_roles import Role
@@ -104,6 +106,16 @@ def test_a_port_that_is_promised_to_somebody_is_not_given_away(monkeypatch: pyte
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
     assert checks.find_port("127.0.0.1", 0) == port
     assert checks.find_port("127.0.0.1", 0, promised=port) != port
+
+
+async def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    port = free_port()
+    monkeypatch.setattr(checks, "QUIET_PORTS", [port])
+    monkeypatch.setattr(checks, "_NUM_TRIES", 1)
+    monkeypatch.setattr("cli.broker.accepts_connections", lambda _url: True)
+    broker = Broker(settings(), AsyncMock(Supervisor), tmp_path)
+    assert (await broker.start(0)).url == f"nats://127.0.0.1:{port}"
+    assert (await broker.start(port)).url != f"nats://127.0.0.1:{port}"
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
