@@ -31,7 +31,6 @@ from services.worker.executor.shadow_kv import ShadowKv
 from services.worker.groups.arrivals import Arrived
 from services.worker.groups.kv_table import AreLive, KvOffer, MovingKv, mode_of, moving_layers, none_live, table_to_part
 from services.worker.groups.placed_kv import PlacedKv
-from services.worker.transfer.exchange import chunk_blocks
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 
@@ -264,7 +263,7 @@ class Exchange:
         size = len(lot.names)
         if not isinf(self._bytes_per_s):
             layers = sum(len(stage.layers) for stage in self._stages)
-            size = chunk_blocks(PIECE_S, self._bytes_per_s, layers * self._before[0].block_bytes)
+            size = max(int(PIECE_S * self._bytes_per_s) // (layers * self._before[0].block_bytes), 1)
         for first in range(0, len(lot.names), max(size, 1)):
             yield _Piece(lot, first, min(first + size, len(lot.names)))
 
