@@ -33,14 +33,14 @@ from benchmarks.harness import (
     service,
     wait_ready,
 )
-from shared.bus import Endpoint, Message, ServiceInfo
 from shared.ids import NOBODY, DispatcherId, WorkerId
 from shared.messages.lease import Renew, Renewed
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.messages.request import Accepted, Cancel, Cancelled, Submit
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
+from shared.transport.bus import Endpoint, Message, ServiceInfo
+from shared.transport.nats_bus import NatsBus
 from shared.types import FinishReason
 from shared.wire import decode, encode, encode_json
 

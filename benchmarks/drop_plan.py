@@ -20,9 +20,9 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.harness import machine, print_table
-from services.planner.policy.drop import DropStrategy, plan_drop
-from services.planner.policy.drop_facts import ClusterFacts, DropParams, InstanceFacts, ModelFacts
-from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.plans.drop import DropStrategy, plan_drop
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, ModelFacts
+from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import BatchOutput
-from services.worker.policy.registry import SCHEDULERS, make_scheduler
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, SamplingParams
 

@@ -21,9 +21,6 @@ import torch
 from benchmarks.gpu_step import copy_roof, seconds
 from benchmarks.harness import print_table
 from benchmarks.on_device import name_of, parse
-from services.worker.executor.draw import RowSampling
-from services.worker.executor.sampler import Sampler
-from services.worker.executor.scoring import Scoring, TorchScoring
 from services.worker.executor.step_graphs import CudaRecorder
 from services.worker.fused.library import FusedKernels
 from services.worker.memory.kv_cache import KVCache
@@ -31,6 +28,9 @@ from services.worker.models.operators import LayerOperators, TorchOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
+from services.worker.sampling.draw import RowSampling
+from services.worker.sampling.sampler import Sampler
+from services.worker.sampling.scoring import Scoring, TorchScoring
 
 ROWS = (1, 16, 256, 4096)
 CHOSEN_ROWS = (1, 16, 256)

@@ -30,13 +30,13 @@ from benchmarks.harness import DEMO_MODEL, machine, print_table
 from services.worker.engine.types import Batch, Executor, KeptKv, RowInit, TableDelta
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.model_runner import RunnerSettings
-from services.worker.groups.connect import StageListener
-from services.worker.groups.device import GroupPlace, Led, Parting, StagePlace
-from services.worker.groups.kv_table import MAX_EXCHANGED
-from services.worker.groups.torch_device import TorchGroupDevice
-from shared.config import parse_size
+from services.worker.kv_moves.kv_table import MAX_EXCHANGED
+from services.worker.peers.connect import StageListener
+from services.worker.roles.device import GroupPlace, Led, Parting, StagePlace
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
+from shared.process.config import parse_size
 from shared.types import SamplingParams
 
 STEP_TOKENS = 64

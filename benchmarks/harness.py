@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.checks import find_port
-from shared.nats_server import EmbeddedNats
+from cli.cluster.checks import find_port
+from shared.transport.nats_server import EmbeddedNats
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "demo_model" / "model"

@@ -29,12 +29,12 @@ from benchmarks.harness import (
     service,
     wait_ready,
 )
-from shared.bus import Message
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.request import Accepted, Submit, pack_token_ids
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
+from shared.transport.bus import Message
+from shared.transport.nats_bus import NatsBus
 from shared.types import SamplingParams
 from shared.wire import decode, encode
 

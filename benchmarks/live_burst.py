@@ -36,9 +36,9 @@ from cli.replay.records import is_silent, lateness_p99_s, records_of
 from cli.replay.sender import Sender, token_prompts
 from shared.cluster_views import ViewFeed
 from shared.messages.report import ClusterView, WorkerReport
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
 from shared.systems import find_live_system
+from shared.transport.nats_bus import NatsBus
 from shared.wire import WireError
 from sim.experiment.summary import SystemFacts, summarise
 from sim.workload.workload import Workload

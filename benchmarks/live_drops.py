@@ -22,8 +22,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.harness import machine, percentiles, print_table
-from shared.bus import BusError
-from shared.nats_bus import NatsBus
+from shared.transport.bus import BusError
+from shared.transport.nats_bus import NatsBus
 from tests.support.fault_cluster import Cluster, Shape, running
 from tests.support.fault_streams import CHAT, Ask, Reader, answers, ask, reading, undisturbed
 

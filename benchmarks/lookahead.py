@@ -21,15 +21,15 @@ from typing import Final
 import numpy as np
 
 from benchmarks.harness import machine, percentiles, print_table
+from benchmarks.paper_lookahead.formations import by_halving, by_tokens
+from benchmarks.paper_lookahead.microbatch import Microbatch, Waiting, form_ahead
+from benchmarks.paper_lookahead.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.policy.chunked import ChunkedScheduler
-from services.worker.policy.formations import by_halving, by_tokens
-from services.worker.policy.lookahead import LookaheadScheduler
-from services.worker.policy.microbatch import Microbatch, Waiting, form_ahead
-from services.worker.policy.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
-from services.worker.policy.view import Limits, Scheduler, SchedulerOutput, SchedulerView
-from services.worker.policy.work import Work
+from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.lookahead import LookaheadScheduler
+from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.scheduling.work import Work
 from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams

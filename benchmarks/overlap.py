@@ -29,7 +29,7 @@ from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.policy.registry import make_scheduler
+from services.worker.scheduling.registry import make_scheduler
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams
 

@@ -18,9 +18,9 @@ from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.executor.model_runner import ModelRunner, RunnerSettings
 from services.worker.executor.runner import load_runner
-from services.worker.policy.registry import make_scheduler
-from shared.config_fields import parse_size
+from services.worker.scheduling.registry import make_scheduler
 from shared.ids import RequestId, StreamId
+from shared.process.config_fields import parse_size
 from shared.types import SamplingParams
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.harness import print_table
 from shared.layers import even_split
-from shared.log import only_from
+from shared.process.log import only_from
 from sim.experiment.records import Records
 from sim.experiment.result import RunResult
 from sim.experiment.run import run_workload

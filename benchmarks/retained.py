@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.harness import print_table
 from shared.cost import load_profile
-from shared.log import only_from
+from shared.process.log import only_from
 from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimRequest
 from sim.virtual_time import run

@@ -17,9 +17,9 @@ import torch
 
 from benchmarks.harness import machine, print_table
 from services.worker.engine.types import EMPTY_I32, Batch, RowInit
-from services.worker.executor.logit_rules import LogitRules
-from services.worker.executor.logprobs import LogprobTable
-from services.worker.executor.sampler import Sampler, SamplingTable
+from services.worker.sampling.logit_rules import LogitRules
+from services.worker.sampling.logprobs import LogprobTable
+from services.worker.sampling.sampler import Sampler, SamplingTable
 from shared.types import SamplingParams
 
 CASES: tuple[tuple[str, float, dict[str, Any]], ...] = (

@@ -25,7 +25,7 @@ from benchmarks.harness import machine, print_table
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.types import Batch, BatchOutput
-from shared.log import only_from
+from shared.process.log import only_from
 from sim.experiment.result import RunResult
 from sim.experiment.run import run_workload
 from sim.experiment.setup import build_cluster
@@ -34,14 +34,14 @@ from sim.scenarios.scenario import Scenario
 
 ROOT = str(Path(__file__).parents[1]) + "/"
 PARTS = (
-    ("engine: sequences, blocks", ("services/worker/engine/",)),
-    ("scheduling policy", ("services/worker/policy/",)),
-    ("modelled device and KV", ("services/worker/executor/", "shared/cost")),
+    ("engine: sequences, blocks", ("services/worker/engine/", "services/worker/blocks/", "services/worker/sequences/")),
+    ("scheduling policy", ("services/worker/scheduling/",)),
+    ("modelled device and KV", ("services/worker/modelled/", "sim/devices/", "shared/cost")),
     ("worker around the engine", ("services/worker/",)),
     ("messages: packing, checks", ("shared/token_batch", "shared/wire", "shared/messages/", "shared/checksum")),
     ("dispatcher: sessions, readers' QoE", ("services/dispatcher/", "client/")),
     ("monitor and planner", ("services/monitor/", "services/planner/")),
-    ("bus in memory", ("shared/memory_", "shared/bus", "shared/subjects", "shared/nats_service")),
+    ("bus in memory", ("shared/transport/", "shared/subjects")),
     ("virtual clock", ("sim/virtual_time",)),
     ("experiment: feeding, recording", ("sim/",)),
 )

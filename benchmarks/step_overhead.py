@@ -29,7 +29,6 @@ import uvloop
 
 from benchmarks.engine_step import decoding_engine
 from benchmarks.harness import broker, machine, percentiles, print_table
-from services.worker.emitter import Emitter
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
@@ -37,9 +36,10 @@ from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch, BatchOutput, HostCopy, KvCapacity
 from services.worker.executor.launched import Done, Launched
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.serving.emitter import Emitter
 from shared.ids import DispatcherId, WorkerId
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
+from shared.transport.nats_bus import NatsBus
 
 WARM_UP = 200
 STEP_MS = 2.0

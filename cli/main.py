@@ -84,7 +84,7 @@ by decodes, P query-key pairs of prefill chunks. A quarter of the steps is held 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-# name, metavar, help; the meaning and the check of each value are in cli.settings
+# name, metavar, help; the meaning and the check of each value are in cli.cluster.settings
 _CLUSTER_OPTIONS = (
     ("model", "DIR|ID", "Checkpoint folder in Hugging Face format, or an id there. [the model that ships]"),
     ("served-model-name", "NAME,…", "Names under which it is served. [the id, or the folder's name]"),
@@ -145,9 +145,9 @@ def cli(context: click.Context) -> None:
 @click.option("--json", "as_json", is_flag=True, help='One line {"url", "nats_url", "pids"} on stdout once ready.')
 def up(*, as_json: bool, **flags: Any) -> int:
     """Serve a model on this machine: broker, monitor, planner, workers, dispatcher."""
+    from cli.cluster.settings import load_up_settings
+    from cli.cluster.up import run_up
     from cli.console import Console
-    from cli.settings import load_up_settings
-    from cli.up import run_up
 
     return asyncio.run(run_up(load_up_settings(flags), Console(), as_json=as_json))
 
@@ -160,10 +160,10 @@ def demo(*, prompt: str | None, **flags: Any) -> int:
 
     In a terminal the cluster then stays up until Ctrl-C; otherwise the command ends after the answer.
     """
+    from cli.cluster.demo import DEFAULTS, run_demo
+    from cli.cluster.hints import EXAMPLE_PROMPT
+    from cli.cluster.settings import load_up_settings
     from cli.console import Console
-    from cli.demo import DEFAULTS, run_demo
-    from cli.hints import EXAMPLE_PROMPT
-    from cli.settings import load_up_settings
 
     settings = load_up_settings(flags, DEFAULTS)
     is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
@@ -241,9 +241,9 @@ def profile(**flags: Any) -> int:
     With a broker (--nats-url, NATS_URL) and no --model, a worker of the cluster there is measured; it need not be idle,
     but other work makes the figures worse. Otherwise a cluster is started for it.
     """
+    from cli.cluster.settings import load_up_settings
     from cli.console import Console
     from cli.profile.command import DEFAULTS, ProfileSettings, run_profile
-    from cli.settings import load_up_settings
 
     settings = ProfileSettings(**{name: flags.pop(name) for name in ProfileSettings.__dataclass_fields__})
     return asyncio.run(run_profile(load_up_settings(flags, DEFAULTS), settings, Console()))

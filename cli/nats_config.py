@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shared.errors import StartupError
-from shared.nats_config import ROUTE_PORT, BrokerConfig, ServerCluster, config_text, new_password
-from shared.nats_roles import Role
-from shared.nats_server import write_private
 from shared.subjects import check_token
+from shared.transport.nats_config import ROUTE_PORT, BrokerConfig, ServerCluster, config_text, new_password
+from shared.transport.nats_roles import Role
+from shared.transport.nats_server import write_private
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cli.cluster.progress import bar
 from cli.console import Console
 from cli.hub import HubUnreachableError, Progress, fetch, find_cached, parse_source
-from cli.progress import bar
 from shared.errors import StartupError
 
 LINE_PERIOD_S = 10.0

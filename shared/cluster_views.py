@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from shared.bus import Bus, KvEntry, Message, Subscription
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
+from shared.transport.bus import Bus, KvEntry, Message, Subscription
 from shared.wire import WireError, decode_json
 
 VIEW_KEY: Final = "cluster"

@@ -19,9 +19,9 @@ from typing import Annotated, Final
 
 from pydantic import Field, ValidationError
 
-from shared.config_fields import nearest
 from shared.errors import ProfileError
 from shared.layers import LayerRange
+from shared.process.config_fields import nearest
 from shared.types import Value
 
 PROFILES: Final = Path(__file__).parent / "profiles"

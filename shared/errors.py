@@ -8,7 +8,7 @@
         ├── WireSizeError       a message is over the size limit
         └── WireVersionError    a message of another major version of the protocol
 
-Kept elsewhere, beside what they are about: `shared.bus.BusError` (transport), `shared.systems.UnknownSystemError`.
+Kept elsewhere, beside what they are about: `transport.bus.BusError`, `shared.systems.UnknownSystemError`.
 """
 
 from __future__ import annotations

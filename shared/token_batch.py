@@ -32,13 +32,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.bus import MAX_PAYLOAD_BYTES
 from shared.checksum import SEAL_BYTES, check_seal, seal
 from shared.errors import WireError, WireSizeError
 from shared.hot import hot_dataclass
 from shared.ids import StreamId, WorkerId
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras
 from shared.subjects import check_token
+from shared.transport.bus import MAX_PAYLOAD_BYTES
 from shared.types import FinishReason
 
 __all__ = ["MAX_STREAMS", "TokenBatch", "WireError"]

@@ -24,10 +24,10 @@ import msgpack
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, from_json
 
-from shared.bus import MAX_PAYLOAD_BYTES
 from shared.checksum import check_seal, seal
 from shared.errors import WireError, WireSizeError, WireVersionError
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
+from shared.transport.bus import MAX_PAYLOAD_BYTES
 
 __all__ = [
     "MAX_MESSAGE_BYTES",

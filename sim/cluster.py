@@ -18,10 +18,10 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
-from services.worker.executor.channel import ModelledLink
-from services.worker.groups.modelled_network import ModelledNetwork
-from shared.memory_bus import LATENCY_S, MemoryBroker
+from services.worker.pipeline.channel import ModelledLink
 from shared.systems import KvExchange, find_system
+from shared.transport.memory_bus import LATENCY_S, MemoryBroker
+from sim.devices.modelled_network import ModelledNetwork
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shared.config_fields import nearest
 from shared.errors import StartupError
+from shared.process.config_fields import nearest
 
 
 def unknown_name(problem: str, name: str, known: Iterable[str], besides: str = "") -> StartupError:

@@ -15,8 +15,8 @@ import numpy as np
 
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.table import Status
-from services.worker.policy.view import Scheduler
+from services.worker.scheduling.view import Scheduler
+from services.worker.sequences.table import Status
 
 _HEADROOM_BLOCKS = 2
 """Per sequence, beyond its full length: the schedulers keep one free for each that runs and for each that comes in."""

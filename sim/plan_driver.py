@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shared.bus import Bus, BusError, Message
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import (
@@ -19,6 +18,7 @@ from shared.messages.plan import (
 )
 from shared.messages.report import WorkerReport
 from shared.subjects import Subjects
+from shared.transport.bus import Bus, BusError, Message
 from shared.wire import decode_json, encode_json
 
 SUBJECTS = Subjects()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
 from services.dispatcher.session.session import Session
-from services.worker.executor.shadow_kv import TokenDraw, expected_outputs
+from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from shared.ids import RequestId
 from shared.messages.request import pack_token_ids
 from shared.stream_extras import TokenLogprob

@@ -12,24 +12,24 @@ from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import Executor, HostMemory
-from services.worker.executor.channel import ModelledLink
-from services.worker.executor.modelled import FailureInjector, ModelledExecutor
-from services.worker.executor.modelled_pipeline import PipelineParams, modelled_stages
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
-from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice
-from services.worker.groups.modelled_network import ModelledNetwork
-from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import Scheduler
-from services.worker.policy.work import Work
-from services.worker.service import WorkerService
-from shared.bus import Bus
+from services.worker.modelled.executor import FailureInjector, ModelledExecutor
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
+from services.worker.pipeline.channel import ModelledLink
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import Scheduler
+from services.worker.scheduling.work import Work
+from services.worker.serving.service import WorkerService
 from shared.cost import CostModel
 from shared.ids import Incarnation
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
+from shared.process.tasks import TaskOwner
 from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
-from shared.tasks import TaskOwner
+from shared.transport.bus import Bus
+from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
+from sim.devices.modelled_network import ModelledNetwork
+from sim.devices.modelled_pipeline import PipelineParams, modelled_stages
 from sim.oracle import UnlimitedEngine
 
 NO_FOLDER = Path("modelled")

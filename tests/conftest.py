@@ -7,7 +7,7 @@ from collections.abc import Generator
 import pytest
 from hypothesis import settings
 
-from shared.log import flush_log
+from shared.process.log import flush_log
 
 # Examples come from the test's own text, so that a run repeats; a slow machine is not a failure.
 settings.register_profile("sluice", deadline=None, derandomize=True)

@@ -20,12 +20,12 @@ from cli.bench.server import Server
 from cli.profile.driver import find_worker, read_steps
 from cli.replay.records import is_silent, lateness_p99_s, records_of
 from cli.replay.sender import Sender, token_prompts
-from shared.bus import Bus
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
+from shared.transport.bus import Bus
+from shared.transport.nats_bus import NatsBus
 from sim.workload.workload import Workload
 
 READ_PERIOD_S = 1.0

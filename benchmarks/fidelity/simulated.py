@@ -14,8 +14,8 @@ from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
 from shared.cost import CostModel
 from shared.cost_fit import Fit, fit_held_out, predict_s
 from shared.ids import WorkerId
-from shared.log import only_from
 from shared.messages.steps import StepRecord
+from shared.process.log import only_from
 from shared.subjects import Subjects
 from sim.cluster import ClusterParams, SimCluster
 from sim.experiment.records import Recorder, Records

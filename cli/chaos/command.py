@@ -11,12 +11,12 @@ from typing import Final
 
 from cli.chaos.processes import is_running
 from cli.chaos.targets import BROKER, Target, current_pid, find_broker, find_service
+from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import FAILED, REFUSED, CommandError
-from cli.settings import UpSettings
-from shared.bus import Bus
-from shared.nats_bus import NatsBus
-from shared.nats_server import accepts_connections
+from shared.transport.bus import Bus
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import accepts_connections
 
 LOOK_S: Final = 0.1
 

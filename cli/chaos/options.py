@@ -50,8 +50,8 @@ def _where(command: Any) -> Any:
 def kill(target: str, **where: str | None) -> int:
     """End TARGET at once (SIGKILL)."""
     from cli.chaos import command
+    from cli.cluster.settings import load_up_settings
     from cli.console import Console
-    from cli.settings import load_up_settings
 
     asyncio.run(command.kill(load_up_settings(where), target, Console()))
     return 0
@@ -65,8 +65,8 @@ def kill(target: str, **where: str | None) -> int:
 def hang(target: str, duration_s: float, **where: str | None) -> int:
     """Let TARGET stand still for a while (SIGSTOP, then SIGCONT)."""
     from cli.chaos import command
+    from cli.cluster.settings import load_up_settings
     from cli.console import Console
-    from cli.settings import load_up_settings
 
     asyncio.run(command.hang(load_up_settings(where), target, duration_s, Console()))
     return 0
@@ -86,8 +86,8 @@ def hang(target: str, duration_s: float, **where: str | None) -> int:
 def restart(target: str, limit_s: float, **where: str | None) -> int:
     """Ask TARGET to finish and end (SIGTERM), and wait until it is back."""
     from cli.chaos import command
+    from cli.cluster.settings import load_up_settings
     from cli.console import Console
-    from cli.settings import load_up_settings
 
     asyncio.run(command.restart(load_up_settings(where), target, limit_s, Console()))
     return 0

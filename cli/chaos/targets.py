@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from cli.chaos.processes import command_line, is_local_address, listener_on
 from cli.exit_codes import FAILED, REFUSED, UNREACHABLE, CommandError
-from shared.bus import Bus, BusError, BusTimeoutError
+from shared.transport.bus import Bus, BusError, BusTimeoutError
 
 BROKER: Final = "nats"
 SERVICES: Final = ("worker", "dispatcher", "monitor", "planner")

@@ -8,12 +8,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cli.broker import named_broker
+from cli.cluster.broker import named_broker
+from cli.cluster.settings import load_up_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
-from cli.settings import load_up_settings
-from shared.bus import Bus, BusError, BusTimeoutError, Message
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
+from shared.transport.bus import Bus, BusError, BusTimeoutError, Message
+from shared.transport.nats_bus import NatsBus
 
 LOOK_S: Final = 0.5
 """In which every planner has said that it is there."""

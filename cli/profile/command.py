@@ -15,24 +15,24 @@ from pathlib import Path
 
 import numpy as np
 
-from cli.broker import BrokerAccess, named_broker
-from cli.checks import check_broker
-from cli.cluster import Cluster, run_cluster
+from cli.cluster.broker import BrokerAccess, named_broker
+from cli.cluster.checks import check_broker
+from cli.cluster.cluster import Cluster, run_cluster
+from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import WARM_UP, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
-from cli.settings import UpSettings
-from shared.bus import Bus
 from shared.cost import Profile, profile_toml
 from shared.cost_fit import Fit, TooFewStepsError, fit_held_out
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
-from shared.nats_bus import NatsBus
 from shared.subjects import Subjects
+from shared.transport.bus import Bus
+from shared.transport.nats_bus import NatsBus
 
 DEFAULTS = {"port": 0}
 """Where the cluster of `sluice profile` differs from that of `sluice up`."""

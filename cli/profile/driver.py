@@ -12,7 +12,6 @@ import numpy as np
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.profile.shapes import Shape
-from shared.bus import Bus, BusError, Message, Subscription
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.lease import Renew
 from shared.messages.report import WorkerPhase, WorkerReport
@@ -20,6 +19,7 @@ from shared.messages.request import Accepted, Cancel, Refused, Submit, pack_toke
 from shared.messages.steps import StepLogPage, StepRecord
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
+from shared.transport.bus import Bus, BusError, Message, Subscription
 from shared.types import FinishReason, SamplingParams
 from shared.wire import WireError, decode, decode_json, encode
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.exit_codes import FAILED, CommandError
-from shared.log import only_from
+from shared.process.log import only_from
 from sim.experiment.result import RunResult
 from sim.experiment.run import Progress, run_system
 from sim.experiment.slo_scales import Latencies

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from cli.broker import named_broker
+from cli.cluster.broker import named_broker
+from cli.cluster.settings import load_up_settings
 from cli.exit_codes import DONE, KILLED, CommandError
-from cli.settings import load_up_settings
 from cli.signals import StopSignals
 from cli.tap.describe import describe
-from shared.bus import Message
-from shared.bus_rules import check_pattern
-from shared.nats_bus import NatsBus, NotPermittedError
+from shared.transport.bus import Message
+from shared.transport.bus_rules import check_pattern
+from shared.transport.nats_bus import NatsBus, NotPermittedError
 from shared.wire import MAX_MESSAGE_BYTES
 
 

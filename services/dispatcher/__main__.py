@@ -8,8 +8,8 @@ from services.dispatcher.build import Dispatcher, load_text
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.http.doorway import raise_file_limit
 from shared.addresses import check_reachable, is_own_address
-from shared.log import get_logger
-from shared.service_process import ServiceProcess, run_service_process
+from shared.process.log import get_logger
+from shared.process.service_process import ServiceProcess, run_service_process
 
 _log = get_logger()
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.dispatcher.access.access import Access
+from services.dispatcher.answers.live import LiveCalls
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.endpoints.params import ParamRules
 from services.dispatcher.http.doorway import Doorway, affordable_connections
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.live import LiveCalls
-from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.server import HttpServer
 from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
@@ -27,12 +27,12 @@ from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
 from services.dispatcher.text.template import MAX_MESSAGES, ChatTemplate
 from services.dispatcher.text.template_trial import find_max_messages
-from shared.bus import Bus
 from shared.errors import StartupError
 from shared.ids import new_incarnation
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 from shared.systems import UnknownSystemError, find_live_system
-from shared.tasks import TaskOwner
+from shared.transport.bus import Bus
 
 _log = get_logger()
 

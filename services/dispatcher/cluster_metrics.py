@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from services.dispatcher.session.sessions import Sessions
-from shared.bus import Bus
 from shared.messages.report import WorkerReport
-from shared.metrics import Counter, Metrics
+from shared.process.metrics import Counter, Metrics
+from shared.transport.bus import Bus
 
 
 class Growing:

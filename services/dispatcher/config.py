@@ -1,4 +1,4 @@
-"""Settings of one dispatcher process: flag > environment > sluice.toml > default (`shared.config`)."""
+"""Settings of one dispatcher process: flag > environment > sluice.toml > default (`shared.process.config`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.config import ModelNames, ServiceSettings, Size
+from shared.process.config import ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=86_400)]

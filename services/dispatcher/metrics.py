@@ -8,8 +8,8 @@ from typing import Final
 from services.dispatcher.cluster_metrics import ClusterMetrics, Growing
 from services.dispatcher.session.gaps import BOUNDS_S, GapHistogram
 from services.dispatcher.session.sessions import Sessions
-from shared.bus import Bus
-from shared.metrics import CONTENT_TYPE, Metrics
+from shared.process.metrics import CONTENT_TYPE, Metrics
+from shared.transport.bus import Bus
 
 _LONG_S: Final = (0.1, 0.25, 0.5, 1, 2, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _QOE: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)

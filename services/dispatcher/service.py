@@ -13,17 +13,17 @@ from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
-from shared.bus import Bus, BusError, Endpoint, Message, ServiceInfo, Subscription
-from shared.bus_rules import is_power_of_two
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.ids import NOBODY, DispatcherId, Incarnation
-from shared.log import get_logger
 from shared.messages.report import ClusterView
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 from shared.systems import find_system
-from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
+from shared.transport.bus import Bus, BusError, Endpoint, Message, ServiceInfo, Subscription
+from shared.transport.bus_rules import is_power_of_two
 from shared.version import VERSION
 from shared.wire import WireError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.monitor.config import MonitorSettings
 from services.monitor.service import build_monitor
-from shared.log import get_logger
-from shared.service_process import ServiceProcess, run_service_process
+from shared.process.log import get_logger
+from shared.process.service_process import ServiceProcess, run_service_process
 
 
 async def serve(settings: MonitorSettings, process: ServiceProcess) -> None:

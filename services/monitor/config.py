@@ -1,4 +1,4 @@
-"""Settings of the monitor: flag > environment > sluice.toml > default (`shared.config`)."""
+"""Settings of the monitor: flag > environment > sluice.toml > default (`shared.process.config`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from services.monitor.policy.liveness import LivenessParams
 from services.monitor.policy.throttling import ThrottlingParams
-from shared.config import ServiceSettings
+from shared.process.config import ServiceSettings
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
 

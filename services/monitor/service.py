@@ -15,16 +15,16 @@ from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
 from services.monitor.policy.throttling import Throttling, ThrottlingDetector, ThrottlingRule
 from services.monitor.state import ClusterState, Verdict
-from shared.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
 from shared.cluster_views import VIEW_KEY
 from shared.host import process_facts
 from shared.ids import WorkerId
-from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import WorkerReport
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects, check_token
-from shared.tasks import TaskOwner
+from shared.transport.bus import Bus, BusError, Endpoint, KeyValue, KvEntry, Message, ServiceInfo, Subscription
 from shared.version import VERSION
 from shared.wire import WireError, WireVersionError, decode_json, encode_json
 

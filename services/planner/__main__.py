@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack
 
 from services.planner.config import PlannerSettings
 from services.planner.service import build_planner
-from shared.log import get_logger
-from shared.metrics_server import serve_metrics
-from shared.service_process import ServiceProcess, run_service_process
+from shared.process.log import get_logger
+from shared.process.metrics_server import serve_metrics
+from shared.process.service_process import ServiceProcess, run_service_process
 
 
 async def serve(settings: PlannerSettings, process: ServiceProcess) -> None:

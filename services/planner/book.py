@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shared.bus import BusError, KeyValue, WrongRevisionError
 from shared.errors import StartupError
 from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase, WantedInstances
+from shared.transport.bus import BusError, KeyValue, WrongRevisionError
 from shared.wire import WireError, decode_json, encode_json
 
 MAX_CLAIM_ATTEMPTS = 16

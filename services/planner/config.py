@@ -1,4 +1,4 @@
-"""Settings of the planner: flag > environment > sluice.toml > default (`shared.config`)."""
+"""Settings of the planner: flag > environment > sluice.toml > default (`shared.process.config`)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.planner.execution import ExecutionParams
-from services.planner.policy.drop import DropStrategy
-from services.planner.policy.drop_facts import DropParams, KvFate
-from services.planner.policy.ladder import LadderParams
+from services.planner.policy.levers.ladder import LadderParams
 from services.planner.policy.observe import ObserveParams, linear_profile
 from services.planner.policy.pacing import PacingParams, RestoreBy
+from services.planner.policy.plans.drop import DropStrategy
+from services.planner.policy.plans.drop_facts import DropParams, KvFate
 from services.planner.policy.scale_signal import ScaleParams
-from shared.config import ServiceSettings
-from shared.config_sources import split_values
+from shared.process.config import ServiceSettings
+from shared.process.config_sources import split_values
 from shared.systems import DEFAULT_SYSTEM
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]

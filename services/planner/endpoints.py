@@ -14,21 +14,21 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from services.planner.config import PlannerSettings
-from services.planner.decisions import Decider
 from services.planner.execution import Outcome
-from services.planner.policy.chosen import plan_chosen
-from services.planner.policy.drop import plan_drop, tokens_short
-from services.planner.policy.drop_facts import ClusterFacts
-from services.planner.policy.drop_plan import DropPlan
-from services.planner.policy.intent import Intent, drop_intent, restore_intent
-from services.planner.policy.ladder import NO_LEVER, Decision
-from services.planner.policy.residence import beside_groups
-from services.planner.policy.restore import RestoreRefusal, plan_restore
+from services.planner.policy.decisions import Decider
+from services.planner.policy.levers.ladder import NO_LEVER, Decision
+from services.planner.policy.plans.chosen import plan_chosen
+from services.planner.policy.plans.drop import plan_drop, tokens_short
+from services.planner.policy.plans.drop_facts import ClusterFacts
+from services.planner.policy.plans.drop_plan import DropPlan
+from services.planner.policy.plans.intent import Intent, drop_intent, restore_intent
+from services.planner.policy.restoring.residence import beside_groups
+from services.planner.policy.restoring.restore import RestoreRefusal, plan_restore
 from services.planner.policy.scale_signal import ScaleWish
-from shared.bus import Endpoint, Message
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
+from shared.transport.bus import Endpoint, Message
 
 MAX_NAMES = 4096
 """Of one question."""

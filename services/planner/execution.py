@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.planner.book import PlanBook, SupersededError
-from services.planner.policy.intent import Intent, names_of, stages_of
-from shared.bus import Bus, BusError
+from services.planner.policy.plans.intent import Intent, names_of, stages_of
 from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.plan import (
@@ -42,6 +41,7 @@ from shared.messages.plan import (
     PreparePlan,
 )
 from shared.subjects import Subjects
+from shared.transport.bus import Bus, BusError
 from shared.wire import WireError, decode_json, encode_json
 
 _R = TypeVar("_R")

@@ -7,7 +7,7 @@ from typing import Final
 from services.planner.execution import Outcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.messages.report import ClusterView, Liveness
-from shared.metrics import Metrics
+from shared.process.metrics import Metrics
 
 _PLAN_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 MAX_GAP_S: Final = 5.0

@@ -14,13 +14,13 @@ from typing import TypeVar
 
 from services.planner.policy.overflow import Overflow, find_overflow, plan_moves
 from services.planner.policy.rebalance import Move
-from shared.bus import Bus, BusError
 from shared.ids import WorkerId
-from shared.log import get_logger
 from shared.messages.base import ControlMessage
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
 from shared.messages.report import ClusterView
+from shared.process.log import get_logger
 from shared.subjects import Subjects
+from shared.transport.bus import Bus, BusError
 from shared.wire import WireError, decode_json, encode_json
 
 _log = get_logger()

@@ -14,25 +14,25 @@ from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.decisions import Decider, levers_of
 from services.planner.endpoints import PlannerEndpoints
 from services.planner.execution import Outcome, PlanExecution
 from services.planner.metrics import PlannerMetrics
-from services.planner.policy.intent import Intent
-from services.planner.policy.ladder import Decision, Lever
+from services.planner.policy.decisions import Decider, levers_of
+from services.planner.policy.levers.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
+from services.planner.policy.plans.intent import Intent
 from services.planner.policy.scale_signal import ScaleWish
 from services.planner.rebalancing import Rebalancer
-from shared.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.ids import WorkerId
-from shared.log import get_logger
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase, WantedInstances
 from shared.messages.report import ClusterView
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
-from shared.tasks import TaskOwner
+from shared.transport.bus import Bus, BusError, KvEntry, ServiceInfo, Subscription
 from shared.version import VERSION
 from shared.wire import WireError, encode_json
 

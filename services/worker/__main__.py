@@ -8,12 +8,12 @@ from services.worker.build import build_worker, make_reporter
 from services.worker.config import WorkerSettings
 from services.worker.load import Loaded, check_start, load_executor
 from services.worker.models.spec import ModelSpec
-from services.worker.reporter import Reporter
-from shared.bus import Bus
+from services.worker.serving.reporter import Reporter
 from shared.ids import new_incarnation
-from shared.log import get_logger
-from shared.service_process import ServiceProcess, run_service_process
-from shared.tasks import TaskOwner
+from shared.process.log import get_logger
+from shared.process.service_process import ServiceProcess, run_service_process
+from shared.process.tasks import TaskOwner
+from shared.transport.bus import Bus
 
 
 async def serve(settings: WorkerSettings, process: ServiceProcess) -> None:

@@ -7,32 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.worker.config import WorkerSettings
-from services.worker.emitter import Emitter
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_queued_for_memory
 from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity, overlaps
-from services.worker.groups.agent import PlanAgent
-from services.worker.groups.device import GroupDevice
-from services.worker.groups.role_changes import RoleChanges
-from services.worker.groups.role_executor import RoleExecutor
-from services.worker.intake import Intake
-from services.worker.leases import Leases
-from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import MoveCost, Scheduler
-from services.worker.policy.work import Work
-from services.worker.reporter import Reporter, WorkerFacts
-from services.worker.service import WorkerService
-from services.worker.step_log import StepLog
-from services.worker.watchdog import step_limit
-from shared.bus import Bus, ServiceInfo
+from services.worker.roles.agent import PlanAgent
+from services.worker.roles.device import GroupDevice
+from services.worker.roles.role_changes import RoleChanges
+from services.worker.roles.role_executor import RoleExecutor
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import MoveCost, Scheduler
+from services.worker.scheduling.work import Work
+from services.worker.serving.emitter import Emitter
+from services.worker.serving.intake import Intake
+from services.worker.serving.leases import Leases
+from services.worker.serving.reporter import Reporter, WorkerFacts
+from services.worker.serving.service import WorkerService
+from services.worker.serving.step_log import StepLog
+from services.worker.serving.watchdog import step_limit
 from shared.host import process_facts
 from shared.ids import Incarnation, WorkerId
+from shared.process.tasks import TaskOwner
 from shared.subjects import Subjects
 from shared.systems import Preemption, System, find_system
-from shared.tasks import TaskOwner
+from shared.transport.bus import Bus, ServiceInfo
 from shared.version import VERSION
 
 DESCRIPTION = "Runs the model on one device, and owns its memory"

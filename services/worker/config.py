@@ -1,4 +1,4 @@
-"""Settings of one worker process: flag > environment > sluice.toml > default (`shared.config`)."""
+"""Settings of one worker process: flag > environment > sluice.toml > default (`shared.process.config`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from shared.config import ModelNames, ServiceSettings, Size
+from shared.process.config import ModelNames, ServiceSettings, Size
 from shared.systems import DEFAULT_SYSTEM
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, TypeVar
 from services.worker.build import ModelFacts
 from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
 from services.worker.engine.types import Executor, HostMemory
-from services.worker.executor.modelled import ModelledExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
-from services.worker.groups.device import GroupDevice
+from services.worker.modelled.executor import ModelledExecutor
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.roles.device import GroupDevice
 from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
@@ -127,8 +127,8 @@ async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
 
 
 async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
-    from services.worker.groups.connect import StageListener
-    from services.worker.groups.torch_device import TorchGroupDevice
+    from services.worker.peers.connect import StageListener
+    from services.worker.roles.torch_device import TorchGroupDevice
 
     limit_s, facts = settings.stage_limit_s, _facts(settings, model.info)
     try:

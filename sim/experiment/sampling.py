@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shared.bus import KvEntry
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import Liveness, WorkerPhase
 from shared.subjects import Subjects
+from shared.transport.bus import KvEntry
 from shared.wire import decode_json
 from sim.cluster import SimCluster
 from sim.experiment.result import Samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.executor.channel import ModelledLink
+from services.worker.pipeline.channel import ModelledLink
 from shared.errors import StartupError
 from shared.layers import even_split
 from shared.messages.report import ElasticFacts

@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.executor.shadow_kv import TokenDraw
-from services.worker.watchdog import StuckStepError
+from services.worker.modelled.shadow_kv import TokenDraw
+from services.worker.serving.watchdog import StuckStepError
 from shared.subjects import Subjects
 from sim.faults.checkers import Checker, judge_numbers, judge_peaks
 from sim.faults.cluster import FaultCluster, Outcome

@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from services.dispatcher.session.request import FailureCode
-from services.worker.executor.shadow_kv import TokenDraw
+from services.worker.modelled.shadow_kv import TokenDraw
 from shared.types import FinishReason
 from sim.faults.cluster import Call, Outcome, Peaks, describe_call
 from sim.faults.kinds import BROKER, GROUP_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind

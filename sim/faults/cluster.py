@@ -14,10 +14,10 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
-from services.worker.executor.channel import ModelledLink
-from services.worker.groups.modelled_network import ModelledNetwork
+from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
-from shared.memory_bus import Delivery, MemoryBroker
+from shared.transport.memory_bus import Delivery, MemoryBroker
+from sim.devices.modelled_network import ModelledNetwork
 from sim.faults.conductor import Conductor
 from sim.faults.kinds import BROKER, CHANGE_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind
 from sim.faults.nodes import Cut, DispatcherNode, LostConnectionError, MonitorNode, Node, PlannerNode, WorkerNode

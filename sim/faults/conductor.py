@@ -6,15 +6,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ClusterFacts, DropParams
-from services.planner.policy.merging import Merger
 from services.planner.policy.observe import ObserveParams, observe
-from services.planner.policy.residence import ahead_blocks
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.plans.merging import Merger
+from services.planner.policy.restoring.residence import ahead_blocks
 from shared.layers import LayerRange, even_split
-from shared.memory_bus import MemoryBroker
 from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlanState
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.transport.memory_bus import MemoryBroker
 from sim.faults.kinds import CHANGE_KINDS, Fault, FaultKind
 from sim.plan_driver import PlanDriver, alone, beside, group_of
 

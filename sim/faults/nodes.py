@@ -23,11 +23,11 @@ from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
 from services.worker.engine.types import Batch
-from services.worker.groups.modelled_network import ModelledNetwork
-from shared.bus import BusError
 from shared.errors import StartupError
 from shared.ids import Incarnation, WorkerId
-from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.transport.bus import BusError
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
+from sim.devices.modelled_network import ModelledNetwork
 from sim.faults.process import ProcessState, SimProcess
 from sim.virtual_time import VirtualTimeLoop
 from sim.worker import SimWorker, SimWorkerParams

@@ -13,10 +13,10 @@ from typing import Any
 import structlog
 from pydantic import TypeAdapter
 
-from shared.bus import KvEntry, Message
-from shared.memory_bus import MemoryBroker
 from shared.messages.plan import Plan
 from shared.messages.request import Accepted, RequestMessage, Submit
+from shared.transport.bus import KvEntry, Message
+from shared.transport.memory_bus import MemoryBroker
 from shared.wire import WireError, decode_json, decode_union
 
 SPY = "spy"

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import Field, ValidationError, model_validator
 
-from shared.config_fields import did_you_mean
 from shared.errors import StartupError
+from shared.process.config_fields import did_you_mean
 from shared.systems import SYSTEMS, UnknownSystemError, find_system
 from sim.catalog.instance import InstanceFacts, find_instance
 from sim.scenarios.arrivals import RECORDED, RepeatedBurstArrivals

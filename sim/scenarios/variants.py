@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from services.planner.config import PlannerSettings
-from services.worker.policy.registry import SCHEDULERS
-from shared.config import ServiceSettings
-from shared.config_fields import did_you_mean
+from services.worker.scheduling.registry import SCHEDULERS
+from shared.process.config import ServiceSettings
+from shared.process.config_fields import did_you_mean
 from shared.systems import KvExchange, Preemption, UnknownSystemError, find_system
 from shared.types import Value
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shared import nats_service
-from shared.bus import (
+from shared.transport import nats_service
+from shared.transport.bus import (
     Bus,
     BusClosedError,
     BusTimeoutError,
@@ -18,7 +18,7 @@ from shared.bus import (
     Responder,
     ServiceInfo,
 )
-from shared.nats_service import ServiceError
+from shared.transport.nats_service import ServiceError
 from tests.support.broker import WAIT_S, Net, Seen, contract, listen
 
 INFO = ServiceInfo("sluice-test", "1.2.3", "A service for tests", {"role": "test"}, "t1")

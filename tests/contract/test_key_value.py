@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shared.bus import KeyValue, KvEntry, MessageTooLargeError, WrongRevisionError
+from shared.transport.bus import KeyValue, KvEntry, MessageTooLargeError, WrongRevisionError
 from tests.support.broker import Net, Seen, contract
 
 HISTORY = 64

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from shared.bus import Bus, Endpoint, Message, NoRespondersError, ServiceInfo
 from shared.checksum import seal
 from shared.messages.plan import Plan
-from shared.nats_service import ServiceError
+from shared.transport.bus import Bus, Endpoint, Message, NoRespondersError, ServiceInfo
+from shared.transport.nats_service import ServiceError
 from shared.wire import decode, encode
 from tests.support.broker import WAIT_S, Net, Seen, contract, listen
 

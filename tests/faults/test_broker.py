@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shared.bus import BusError, Message
 from shared.ids import DispatcherId, WorkerId
-from shared.nats_bus import NatsBus
+from shared.transport.bus import BusError, Message
+from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
 from tests.support.fault_checks import unchanged
 from tests.support.fault_cluster import DEMO_MODEL, NATS, Cluster, Shape, running, until, until_async

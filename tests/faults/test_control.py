@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import BusError, KeyValue
+from shared.transport.bus import BusError, KeyValue
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up, set_up_with
 from tests.support.fault_checks import assert_no_errors, unchanged
 from tests.support.fault_cluster import DEMO_MODEL, ROOT, Cluster, Shape, running, until, until_async

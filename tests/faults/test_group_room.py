@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from shared.nats_bus import NatsBus
+from shared.transport.nats_bus import NatsBus
 from tests.support.fault_cluster import MODEL_NAME, Cluster, Shape, http_session, running, until_async
 from tests.support.fault_streams import COMPLETIONS
 from tests.support.group_changes import SYSTEM, change_until_done, group_env, plan_now

@@ -15,7 +15,7 @@ import pytest
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
-from shared.nats_bus import NatsBus
+from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
 from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import Stage, set_up_with

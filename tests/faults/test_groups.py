@@ -17,7 +17,7 @@ from cli.status import run_status
 from shared.layers import LayerRange
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import WorkerReport
-from shared.nats_bus import NatsBus
+from shared.transport.nats_bus import NatsBus
 from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import among_prompts, unchanged

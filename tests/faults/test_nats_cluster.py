@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from cli.nats_config import NatsConfigOptions, write_nats_config
-from shared.bus import BusTimeoutError
-from shared.nats_bus import NatsBus
-from shared.nats_roles import Role
-from shared.nats_server import accepts_connections, find_binary
 from shared.subjects import Subjects
+from shared.transport.bus import BusTimeoutError
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_roles import Role
+from shared.transport.nats_server import accepts_connections, find_binary
 from tests.support.chat_readers import read_all, texts_of
 from tests.support.cluster import ROOT, Cluster, cluster
 from tests.support.processes import wait_until

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from shared.bus import BusError
-from shared.nats_bus import NatsBus
+from shared.transport.bus import BusError
+from shared.transport.nats_bus import NatsBus
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up
 from tests.support.fault_checks import among_prompts, assert_nothing_left, unchanged
 from tests.support.fault_cluster import Cluster, Shape, running, until_async

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.executor.draw import RowSampling, draw
 from services.worker.memory.cuda import CudaMemory
+from services.worker.sampling.draw import RowSampling, draw
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driver

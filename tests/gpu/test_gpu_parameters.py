@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.executor.link_turns import LinkTurns
-from services.worker.groups.greeting import StageWelcome
-from services.worker.groups.parameter_lending import ParameterLender, PeerSource
 from services.worker.models.digests import PartKey, digest, wrong_parts
 from services.worker.models.weights import ModelWeights, ParameterBuffer, Part, buffer_bytes
+from services.worker.peers.greeting import StageWelcome
+from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.layers import LayerRange
 
 pytestmark = [

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from services.worker.engine.types import EMPTY_I32, Batch, HostCopy, RowInit
-from services.worker.executor.logit_rules import LogitRules
-from services.worker.executor.logprobs import LogprobTable
-from services.worker.executor.sampler import Sampler, SamplingTable
 from services.worker.executor.selftest import prove_deterministic
+from services.worker.sampling.logit_rules import LogitRules
+from services.worker.sampling.logprobs import LogprobTable
+from services.worker.sampling.sampler import Sampler, SamplingTable
 from shared.errors import StartupError
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint

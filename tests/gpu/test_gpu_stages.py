@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.runner_stage import RunnerStage
-from services.worker.executor.stage import MAX_LAUNCHED
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.runner_stage import RunnerStage
+from services.worker.pipeline.stage import MAX_LAUNCHED
 from shared.layers import LayerRange, even_split
 from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver

@@ -20,12 +20,12 @@ from cli import main as command
 from cli.chaos.command import hang, kill
 from cli.chaos.options import seconds_of
 from cli.chaos.processes import is_local_address, is_running, listener_on
+from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import REFUSED, UNREACHABLE, CommandError
-from cli.settings import UpSettings
-from shared.bus import ServiceInfo
-from shared.nats_bus import NatsBus
-from shared.nats_server import EmbeddedNats, accepts_connections
+from shared.transport.bus import ServiceInfo
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import EmbeddedNats, accepts_connections
 
 SLEEPER = "import time; time.sleep(60)"
 

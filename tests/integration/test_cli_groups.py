@@ -15,11 +15,11 @@ from services.planner.config import PlannerSettings
 from services.planner.service import build_planner
 from shared.ids import WorkerId
 from shared.messages.report import WorkerPhase, WorkerReport
-from shared.nats_bus import NatsBus
-from shared.nats_config import new_passwords
-from shared.nats_roles import Role, inbox_prefix
-from shared.nats_server import EmbeddedNats
 from shared.subjects import Subjects
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_config import new_passwords
+from shared.transport.nats_roles import Role, inbox_prefix
+from shared.transport.nats_server import EmbeddedNats
 from shared.wire import encode_json
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.restart import RestartParams
-from cli.run_dir import RunDir
-from cli.supervisor import ChildSpec, Supervisor
+from cli.cluster.restart import RestartParams
+from cli.cluster.run_dir import RunDir
+from cli.cluster.supervisor import ChildSpec, Supervisor
 from tests.support.leaks import whats_open
 from tests.support.processes import is_running, wait_until
 
@@ -178,8 +178,8 @@ async def test_a_grandchild_that_keeps_the_pipe_does_not_hold_up_the_restart(tmp
 PARENT = """
 import asyncio, json, sys
 from pathlib import Path
-from cli.run_dir import RunDir
-from cli.supervisor import ChildSpec, Supervisor
+from cli.cluster.run_dir import RunDir
+from cli.cluster.supervisor import ChildSpec, Supervisor
 
 async def main():
     with RunDir() as run_dir:

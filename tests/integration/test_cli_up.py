@@ -163,7 +163,7 @@ def test_a_worker_that_cannot_start_ends_everything(place: Place, env: dict[str,
 
 
 def test_a_broker_that_runs_already_is_used_and_left_running(place: Place) -> None:
-    from shared.nats_server import EmbeddedNats
+    from shared.transport.nats_server import EmbeddedNats
 
     with EmbeddedNats() as nats, tempfile.TemporaryDirectory() as store:
         url = nats.start(Path(store))
@@ -207,7 +207,8 @@ def test_bad_starts_are_one_line_with_exit_code_2(
 
 def test_without_a_broker_binary_the_line_says_what_to_install(place: Place) -> None:
     hide = (
-        "import shared.nats_server as server, types; server.sys = types.SimpleNamespace(executable='/nowhere/python')"
+        "import shared.transport.nats_server as server, types; "
+        "server.sys = types.SimpleNamespace(executable='/nowhere/python')"
     )
     driver = DRIVER.replace("from cli.main", f"{hide}\nfrom cli.main")
     process = subprocess.run(

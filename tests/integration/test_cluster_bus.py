@@ -18,15 +18,15 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from shared.bus import BusError, KvEntry, WrongRevisionError
 from shared.checksum import seal
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.plan import Plan
 from shared.messages.request import Submit, pack_token_ids
-from shared.nats_bus import NatsBus
-from shared.nats_roles import Role, inbox_prefix
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
+from shared.transport.bus import BusError, KvEntry, WrongRevisionError
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_roles import Role, inbox_prefix
 from shared.types import FinishReason, SamplingParams
 from shared.wire import encode, encode_json
 from tests.support.broker import Seen

@@ -229,7 +229,7 @@ async def test_a_body_without_a_type_is_read_as_json(served: Running) -> None:
 HEADERS = {"content-type", "content-length", "date", "server", "x-request-id"}
 BUGS: list[tuple[str, BaseException]] = [
     ("services.dispatcher.text.prompts.PromptCodec.encode_chat", RuntimeError("secret /path/of/a/file")),
-    ("services.dispatcher.http.chat.parse_messages", KeyError("secret")),
+    ("services.dispatcher.endpoints.chat.parse_messages", KeyError("secret")),
     ("services.dispatcher.session.sessions.Sessions.open", OSError(2, "secret", "/path/of/a/file")),
     ("services.dispatcher.session.sessions.Sessions.place", AssertionError("secret at 10.0.0.7")),
     ("services.dispatcher.http.server._find", RecursionError("secret")),

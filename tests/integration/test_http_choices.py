@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import ModelText
-from shared.log import flush_log
 from shared.messages.request import RefusalReason, Submit
+from shared.process.log import flush_log
 from shared.types import MAX_SEED, FinishReason
 from tests.support.dispatchers import Running, running_dispatcher
 from tests.support.fake_worker import FakeWorker, make_status, publish_view

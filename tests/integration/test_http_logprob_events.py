@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS
 from services.dispatcher.build import ModelText
-from services.dispatcher.http.answer_text import MAX_LOGPROB_TOKENS
 from shared.types import MAX_TOP_LOGPROBS, FinishReason
 from tests.support.dispatchers import Running, running_dispatcher
 

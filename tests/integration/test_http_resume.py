@@ -312,13 +312,13 @@ async def test_what_is_kept_is_bounded_in_tokens_and_time(served: Running, monke
     live._kept.clear()
     live._num_kept_tokens = 0
     num_tokens = len(served.encode(TEXT)) + 1
-    monkeypatch.setattr("services.dispatcher.http.live.MAX_KEPT_TOKENS", 3 * num_tokens)
+    monkeypatch.setattr("services.dispatcher.answers.live.MAX_KEPT_TOKENS", 3 * num_tokens)
     for _ in range(5):
         async with ask(served, new_key()) as response:
             await events_of(response)
     await until(lambda: not len(live))
     assert live.num_kept_tokens == 3 * num_tokens
-    monkeypatch.setattr("services.dispatcher.http.live.KEEP_S", -1.0)
+    monkeypatch.setattr("services.dispatcher.answers.live.KEEP_S", -1.0)
     live._forget_old()
     assert (live.num_kept_tokens, len(live._kept)) == (0, 0)
 

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.dispatcher.build import load_text
-from services.dispatcher.http.tokenize import MAX_CHARS, MAX_LISTED_TOKENS
+from services.dispatcher.endpoints.tokenize import MAX_CHARS, MAX_LISTED_TOKENS
 from tests.support.dispatchers import Running, load_model, make_settings, running_dispatcher
 from tests.support.text_models import sentencepiece_json, write_model_folder
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import BusTimeoutError, KvEntry, Message, NoRespondersError
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
-from shared.nats_bus import NatsBus
-from shared.nats_server import EmbeddedNats
 from shared.subjects import Subjects
+from shared.transport.bus import BusTimeoutError, KvEntry, Message, NoRespondersError
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
 
 ROOT = Path(__file__).parents[2]

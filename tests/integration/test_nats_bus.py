@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from shared import nats_bus
-from shared.bus import BusClosedError, BusError, BusTimeoutError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.errors import StartupError
 from shared.ids import WorkerId
-from shared.nats_bus import NatsBus, NoBrokerError, NotPermittedError
-from shared.nats_config import new_passwords
-from shared.nats_roles import Role, inbox_prefix
-from shared.nats_server import EmbeddedNats
-from shared.nats_watch import NatsWatch
 from shared.subjects import Subjects
+from shared.transport import nats_bus
+from shared.transport.bus import BusClosedError, BusError, BusTimeoutError, Endpoint, KvEntry, Message, ServiceInfo
+from shared.transport.nats_bus import NatsBus, NoBrokerError, NotPermittedError
+from shared.transport.nats_config import new_passwords
+from shared.transport.nats_roles import Role, inbox_prefix
+from shared.transport.nats_server import EmbeddedNats
+from shared.transport.nats_watch import NatsWatch
 from tests.support.broker import Seen, listen, open_descriptors
 from tests.support.leaks import whats_open
 from tests.support.ports import free_port
@@ -272,7 +272,7 @@ authorization {
 @pytest.fixture
 def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A broker with one user who may do little."""
-    from shared import nats_config
+    from shared.transport import nats_config
 
     more = AUTHORIZATION.replace("{", "{{").replace("}", "}}")
     monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD + more)
@@ -347,7 +347,7 @@ async def test_an_answer_to_a_request_of_a_broken_connection_is_late_and_not_fat
 
 
 async def test_a_broker_without_jetstream_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shared import nats_config
+    from shared.transport import nats_config
 
     monkeypatch.setattr(nats_config, "_HEAD", nats_config._HEAD.partition("jetstream")[0])
     with EmbeddedNats() as server:

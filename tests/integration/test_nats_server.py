@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shared import nats_server
-from shared.bus import KvEntry
 from shared.errors import StartupError
-from shared.nats_bus import NatsBus
-from shared.nats_server import EmbeddedNats, accepts_connections, find_binary
+from shared.transport import nats_server
+from shared.transport.bus import KvEntry
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import EmbeddedNats, accepts_connections, find_binary
 from tests.support.ports import free_port
 
 

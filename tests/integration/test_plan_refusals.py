@@ -19,16 +19,16 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import build_planner
-from shared.bus import Message
 from shared.cost import load_profile
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
 from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, WorkerReport
-from shared.nats_bus import NatsBus
-from shared.nats_server import EmbeddedNats
 from shared.subjects import Subjects
+from shared.transport.bus import Message
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
 from sim.plan_driver import PlanDriver, group_of
 from sim.worker import SimWorker, SimWorkerParams

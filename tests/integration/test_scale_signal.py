@@ -9,7 +9,7 @@ import pytest
 
 from cli.groups.command import run_planner
 from shared.messages.event import Event
-from shared.nats_server import EmbeddedNats
+from shared.transport.nats_server import EmbeddedNats
 from tests.integration.test_plan_refusals import NO_GAIN, Room, planning, report
 
 LIMIT_S = 15.0

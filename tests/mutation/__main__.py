@@ -48,13 +48,13 @@ _WORKER = (
     "tests/sim/test_worker_sampling.py",
 )
 SUITES = {
-    "services.worker.engine.blocks": _BLOCKS,
-    "services.worker.engine.block_pool": _BLOCKS,
-    "services.worker.engine.compaction": _BLOCKS,
-    "services.worker.engine.free_blocks": _BLOCKS,
-    "services.worker.engine.limit": _BLOCKS,
-    "services.worker.intake": _WORKER,
-    "services.worker.emitter": _WORKER,
+    "services.worker.blocks.manager": _BLOCKS,
+    "services.worker.blocks.block_pool": _BLOCKS,
+    "services.worker.blocks.compaction": _BLOCKS,
+    "services.worker.blocks.free_blocks": _BLOCKS,
+    "services.worker.blocks.limit": _BLOCKS,
+    "services.worker.serving.intake": _WORKER,
+    "services.worker.serving.emitter": _WORKER,
     "services.dispatcher.session.session": _SESSION,
 }
 """The modules that get faults, and the suites that are theirs."""

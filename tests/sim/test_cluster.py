@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.bus import Message
 from shared.cost import load_profile
+from shared.transport.bus import Message
 from shared.types import FinishReason, QoeTarget
 from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimAnswer, SimRequest

@@ -14,8 +14,8 @@ from services.worker.engine.config import NewSequence
 from services.worker.engine.gate import GateClosedError
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.types import Batch
-from services.worker.executor.shadow_kv import expected_outputs
-from services.worker.policy.registry import SCHEDULERS
+from services.worker.modelled.shadow_kv import expected_outputs
+from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, new_sequence

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from services.worker.engine.config import AddRefusal
-from services.worker.policy.registry import SCHEDULERS, make_scheduler
-from services.worker.policy.round_robin import RoundRobinScheduler
-from services.worker.policy.view import Scheduler
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
+from services.worker.scheduling.round_robin import RoundRobinScheduler
+from services.worker.scheduling.view import Scheduler
 from shared.types import FinishReason
 from tests.support.engine_builders import WORK, engine_config, make_engine, new_sequence
 from tests.support.engine_chaos import GUILTY_SEED, Chaos, UnrulyScheduler

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.groups.modelled_device import ModelledGroupDevice
-from shared.bus import KvEntry, Message
 from shared.cost import load_profile
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase
 from shared.subjects import Subjects
+from shared.transport.bus import KvEntry, Message
 from shared.wire import decode_json
 from sim.cluster import ClusterParams, SimCluster
+from sim.devices.modelled_device import ModelledGroupDevice
 from sim.requests import SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams

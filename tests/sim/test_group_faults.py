@@ -9,7 +9,7 @@ import pytest
 
 from services.dispatcher.session.leases import Loss
 from services.worker.engine.types import I32
-from services.worker.executor.shadow_kv import ShadowKv
+from services.worker.modelled.shadow_kv import ShadowKv
 from sim.faults.campaign import run_scenario
 from sim.faults.kinds import GROUP_KINDS, FaultKind
 from sim.faults.scenario import draw_group_scenario, draw_scenario

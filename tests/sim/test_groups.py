@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from services.worker.executor.channel import ModelledLink
+from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.types import QoeTarget

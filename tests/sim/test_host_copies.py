@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from services.worker.engine.types import CopyFailedError, HostCopy, HostMemory
-from services.worker.executor.modelled import ModelledExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.modelled.executor import ModelledExecutor
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from shared.cost import CostModel, load_profile
 from sim.cluster import ClusterParams, SimCluster
 from sim.requests import SimRequest

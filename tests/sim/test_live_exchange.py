@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.engine import remote_kv
-from services.worker.executor.shadow_kv import ShadowKv
-from services.worker.groups import modelled_network
-from services.worker.groups.kv_table import AreLive
+from services.worker.blocks import remote_kv
+from services.worker.kv_moves.kv_table import AreLive
+from services.worker.modelled.shadow_kv import ShadowKv
 from shared.systems import KvExchange
+from sim.devices import modelled_network
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import BLOCK_SIZE, Scenario, draw_group_scenario

@@ -11,8 +11,7 @@ import pytest
 
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
-from services.worker.executor.channel import ModelledLink
-from shared.bus import Message
+from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.messages.event import Event
@@ -20,6 +19,7 @@ from shared.messages.report import Move, MoveKind
 from shared.sizes import describe_bytes
 from shared.subjects import Subjects
 from shared.systems import KvExchange
+from shared.transport.bus import Message
 from shared.wire import decode_json
 from sim.cluster import ClusterParams
 from sim.plan_driver import alone, states

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.engine import compaction
-from services.worker.groups.modelled_device import ModelledGroupDevice
+from services.worker.blocks import compaction
 from shared.layers import LayerRange, even_split
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
 from sim.cluster import ClusterParams
+from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import beside, states
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
 

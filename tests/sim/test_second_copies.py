@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from shared.bus import Message
 from shared.messages.event import Event
 from shared.subjects import Subjects
+from shared.transport.bus import Message
 from shared.wire import decode_json
 from sim.cluster import ClusterParams, SimCluster
 from sim.virtual_time import VirtualTimeLoop, run

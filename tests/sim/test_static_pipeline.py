@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from services.worker.executor.shadow_kv import TokenDraw
+from services.worker.modelled.shadow_kv import TokenDraw
 from shared.errors import StartupError
 from shared.layers import even_split
 from sim.catalog.instance import find_instance

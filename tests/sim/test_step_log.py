@@ -19,14 +19,14 @@ from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, Shape, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from services.worker.engine.types import Batch, BatchOutput
-from services.worker.step_log import StepLog
-from shared.bus import BusError
+from services.worker.serving.step_log import StepLog
 from shared.cost import CostModel, load_profile, prefill_pairs, profile_toml
 from shared.ids import WorkerId
-from shared.memory_bus import MemoryBroker
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.messages.steps import StepLogPage
 from shared.subjects import Subjects
+from shared.transport.bus import BusError
+from shared.transport.memory_bus import MemoryBroker
 from shared.wire import decode_json
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams

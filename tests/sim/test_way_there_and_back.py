@@ -13,14 +13,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.engine import remote_kv
-from services.worker.executor.channel import ModelledLink
-from services.worker.groups import modelled_network
-from services.worker.groups.modelled_device import ModelledGroupDevice
+from services.worker.blocks import remote_kv
+from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 from sim.cluster import ClusterParams
+from sim.devices import modelled_network
+from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import states
 from sim.requests import SimRequest
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, group_params, in_room

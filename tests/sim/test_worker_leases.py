@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.dispatcher.session.calls import SubmitOutcome, WorkerCalls
-from services.worker.executor.shadow_kv import expected_outputs
-from services.worker.uploads import MAX_WAITING_BYTES, Uploads
+from services.worker.modelled.shadow_kv import expected_outputs
+from services.worker.serving.uploads import MAX_WAITING_BYTES, Uploads
 from shared.cost import CostModel
 from shared.ids import RequestId, StreamId, WorkerId
-from shared.memory_bus import MemoryBroker
 from shared.messages.request import MAX_INLINE_BYTES, RefusalReason, Refused, Upload, pack_token_ids
 from shared.subjects import Subjects
+from shared.transport.memory_bus import MemoryBroker
 from shared.types import FinishReason
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from services.worker.emitter import Emitter
+from services.worker.serving.emitter import Emitter
 from shared.cost import CostModel
-from shared.memory_bus import MemoryBroker
+from shared.process.tasks import TaskOwner
 from shared.stream_extras import TokenLogprob
-from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch
+from shared.transport.memory_bus import MemoryBroker
 from shared.types import FinishReason, SamplingParams
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams

@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from services.worker import intake
 from services.worker.engine.types import Batch
-from services.worker.executor.shadow_kv import expected_outputs
-from services.worker.reporter import MIN_SHORTAGE_GAP_S
-from shared.bus import Message
+from services.worker.modelled.shadow_kv import expected_outputs
+from services.worker.serving import intake
+from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S
 from shared.cost import CostModel
 from shared.ids import RequestId, WorkerId
-from shared.memory_bus import MemoryBroker
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.messages.request import RefusalReason, Refused, Upload, Uploaded, pack_token_ids
+from shared.transport.bus import Message
+from shared.transport.memory_bus import MemoryBroker
 from shared.types import FinishReason
 from shared.wire import decode, decode_json, encode
 from sim.virtual_time import run

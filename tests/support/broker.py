@@ -22,10 +22,10 @@ from typing import Any, Generic, TypeVar
 import pytest
 import uvloop
 
-from shared.bus import Bus, Handler, Subscription
-from shared.memory_bus import MemoryBroker, MemoryBus
-from shared.nats_bus import NatsBus
-from shared.nats_server import EmbeddedNats
+from shared.transport.bus import Bus, Handler, Subscription
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import EmbeddedNats
 from sim import virtual_time
 
 WAIT_S = 5.0

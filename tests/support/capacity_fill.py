@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from services.worker.service import WorkerService
+from services.worker.serving.service import WorkerService
 from sim.requests import SimAnswer, SimRequest
 
 BLOCKS_EACH = 10

@@ -12,7 +12,7 @@ import aiohttp
 
 from services.dispatcher.build import Dispatcher, ModelText, load_text
 from services.dispatcher.config import DispatcherSettings
-from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from tests.support.fake_worker import FakeWorker, Script, make_status, publish_view
 from tests.support.text_models import write_model_folder
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from services.planner.policy.drop import plan_drop
-from services.planner.policy.drop_facts import ClusterFacts, DropParams, InstanceFacts, ModelFacts
-from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.plans.drop import plan_drop
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, ModelFacts
+from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 

@@ -7,9 +7,9 @@ import numpy as np
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import HostMemory
-from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import MoveCost, Scheduler
-from services.worker.policy.work import Work
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import MoveCost, Scheduler
+from services.worker.scheduling.work import Work
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.engine.config import AddRefusal, NewSequence
-from services.worker.engine.table import Hold, Status
-from services.worker.policy.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import I32, U8, PreemptHow, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
 from tests.support.engine_builders import FOREVER, new_sequence
 from tests.support.engine_harness import EngineHarness, Story

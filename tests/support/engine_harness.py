@@ -12,10 +12,10 @@ from services.worker.engine.assemble import known_tokens
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
-from services.worker.engine.table import Hold
 from services.worker.engine.types import I32, OWN_SAMPLE, Batch, BatchFailedError, BatchOutput, HostCopy
-from services.worker.executor.shadow_kv import TokenDraw, expected_outputs
-from services.worker.executor.stage_messages import StepDone
+from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
+from services.worker.pipeline.stage_messages import StepDone
+from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.staged_kv import StagedKv
 

@@ -13,9 +13,9 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import HostMemory
-from services.worker.executor.modelled import FailureInjector, ModelledExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
-from services.worker.policy.view import MoveCost
+from services.worker.modelled.executor import FailureInjector, ModelledExecutor
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
+from services.worker.scheduling.view import MoveCost
 from shared.cost import CostModel
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine

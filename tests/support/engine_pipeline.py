@@ -15,15 +15,15 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import I32, Batch, BatchOutput, HostMemory
-from services.worker.executor.channel import ModelledLink
-from services.worker.executor.modelled import FailureInjector
-from services.worker.executor.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.shadow_kv import TokenDraw, expected_outputs
-from services.worker.policy.view import MoveCost
+from services.worker.modelled.executor import FailureInjector
+from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
+from services.worker.pipeline.channel import ModelledLink
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.scheduling.view import MoveCost
 from shared.cost import CostModel
 from shared.layers import even_split
 from shared.types import FinishReason
+from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
 from tests.support.engine_builders import engine_config, make_engine
 from tests.support.engine_live import FLAT_COST, STEP_S
 

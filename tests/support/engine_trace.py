@@ -17,8 +17,8 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch
-from services.worker.executor.modelled import ModelledExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw
+from services.worker.modelled.executor import ModelledExecutor
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from shared.cost import CostModel
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from services.worker.policy.view import (
+from services.worker.scheduling.view import (
     I32,
     NOTHING_CACHED,
     CachedPrefix,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.blocks.prefix import following_names, root_name
 from services.worker.engine.engine import Engine
-from services.worker.engine.prefix import following_names, root_name
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.memory.posix import PosixMemory
+from services.worker.roles.torch_device import TorchGroupDevice
 from tests.support.engine_builders import new_sequence
 from tests.support.live_groups import Group, Texts, calm_texts, new_engine, ranges_of, spoil, tokens_of
 from tests.support.runners import KERNELS

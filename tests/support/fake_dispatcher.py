@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from shared.bus import Bus, Message
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.lease import Renew, Renewed
 from shared.messages.request import (
@@ -21,6 +20,7 @@ from shared.messages.request import (
 from shared.stream_extras import StreamExtra
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
+from shared.transport.bus import Bus, Message
 from shared.types import FinishReason, QoeTarget, SamplingParams
 from shared.wire import WireError, decode, encode
 

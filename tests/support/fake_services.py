@@ -46,7 +46,7 @@ if os.environ.get("WORKER") == "crash":
 import asyncio
 from services.common import flag, trace
 from shared.messages.report import WorkerPhase, WorkerReport
-from shared.nats_bus import NatsBus
+from shared.transport.nats_bus import NatsBus
 from shared.subjects import Subjects
 from shared.wire import encode_json
 
@@ -131,7 +131,7 @@ ThreadingHTTPServer((flag("--host"), int(flag("--port"))), Handler).serve_foreve
 DRIVER = """
 import sys
 from pathlib import Path
-from cli import children
+from cli.cluster import children
 children.CODE_ROOT = Path(sys.argv.pop(1))
 from cli.main import main
 main()

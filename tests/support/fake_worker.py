@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shared.bus import Bus, Endpoint, Message, ServiceInfo, Subscription
 from shared.ids import Incarnation, StreamId, WorkerId
 from shared.messages.lease import Renew, Renewed
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
@@ -22,10 +21,11 @@ from shared.messages.request import (
     ReplayUnknown,
     Submit,
 )
+from shared.process.tasks import TaskOwner
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.subjects import Subjects
-from shared.tasks import TaskOwner
 from shared.token_batch import TokenBatch, stream_batch
+from shared.transport.bus import Bus, Endpoint, Message, ServiceInfo, Subscription
 from shared.types import FinishReason
 from shared.wire import decode, encode, encode_json
 

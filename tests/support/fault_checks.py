@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from shared.bus import BusError
-from shared.nats_bus import NatsBus
+from shared.transport.bus import BusError
+from shared.transport.nats_bus import NatsBus
 from tests.support.fault_cluster import Cluster, until_async
 from tests.support.fault_streams import Ask, Reader, answers, joined, long_prompts, reading
 from tests.support.mapped_pages import MEMORY_NAME

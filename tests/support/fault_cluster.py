@@ -25,9 +25,9 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 
-from shared.nats_bus import NatsBus
-from shared.nats_server import accepts_connections, find_binary
 from shared.subjects import Subjects
+from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_server import accepts_connections, find_binary
 from tests.support.fault_proxy import FaultProxy
 from tests.support.ports import free_port
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from shared.bus import BusError, Message
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
-from shared.nats_bus import NatsBus
+from shared.transport.bus import BusError, Message
+from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json
 from tests.support.fault_cluster import Cluster, Shape, until, until_async
 from tests.support.fault_streams import Ask, Reader, long_prompts, mixed_load, seen

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from services.worker.groups.kv_traffic import KvTraffic
-from services.worker.groups.kv_wire import KvProgress, KvSocket
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.kv_moves.kv_traffic import KvTraffic
+from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
+from services.worker.roles.torch_device import TorchGroupDevice
 
 
 class LateKv:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from services.worker.engine.types import Batch, BatchOutput, HostCopy
-from services.worker.executor import hidden_link
-from services.worker.executor.modelled_stage import ModelledStage
-from services.worker.executor.stage import MAX_LAUNCHED, Ended, StageStep
-from services.worker.executor.stage_messages import Hidden
 from services.worker.memory import host_link
+from services.worker.pipeline import hidden_link
+from services.worker.pipeline.stage import MAX_LAUNCHED, Ended, StageStep
+from services.worker.pipeline.stage_messages import Hidden
+from sim.devices.modelled_stage import ModelledStage
 
 LIMIT_S = 10.0
 """In which whoever waits gives up."""

@@ -25,12 +25,12 @@ from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor import opening
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.groups.arrivals import Arrivals
-from services.worker.groups.connect import StageListener
-from services.worker.groups.device import GroupPlace, StagePlace
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.memory.spans import Spans
-from services.worker.policy.registry import make_scheduler
+from services.worker.peers.connect import StageListener
+from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.roles.torch_device import TorchGroupDevice
+from services.worker.scheduling.registry import make_scheduler
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.systems import KvExchange

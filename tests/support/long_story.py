@@ -13,9 +13,9 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.groups.arrivals import Arrivals
-from services.worker.groups.kv_wire import KvSocket
-from services.worker.policy.registry import make_scheduler
+from services.worker.kv_moves.arrivals import Arrivals
+from services.worker.kv_moves.kv_wire import KvSocket
+from services.worker.scheduling.registry import make_scheduler
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence
 from tests.support.live_groups import Texts, tokens_of

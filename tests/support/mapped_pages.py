@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ModelFacts
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import ModelFacts
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts, WorkerReport
 

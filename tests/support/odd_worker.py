@@ -129,7 +129,7 @@ def main() -> None:
 
     from services.worker.__main__ import serve
     from services.worker.config import WorkerSettings
-    from shared.service_process import run_service_process
+    from shared.process.service_process import run_service_process
 
     run_service_process("worker", WorkerSettings, serve)
 

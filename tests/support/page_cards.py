@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import I32, KeptKv
-from services.worker.groups.kv_table import KvOffer, KvTable
-from services.worker.groups.page_flows import PageFlow, blocks_of, page_flows, shift_of, table_by_pages
+from services.worker.kv_moves.kv_table import KvOffer, KvTable
 from services.worker.memory import holdings
 from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.layout import MemoryFacts
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.ranges import PageId, VirtualMemory
 from services.worker.memory.spans import Spans
+from services.worker.pages.flows import PageFlow, blocks_of, page_flows, shift_of, table_by_pages
 from shared.layers import LayerRange
 from tests.support.elastic_cases import CPU, FaultyMemory, open_elastic, random_facts
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from services.worker.groups.modelled_device import ModelledGroupDevice
 from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.layout import Kind, MemoryFacts
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.spans import Spans
 from shared.layers import check_tiling
 from shared.messages.report import ElasticFacts
+from sim.devices.modelled_device import ModelledGroupDevice
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
 from sim.worker import SimWorker

@@ -16,12 +16,10 @@ from pydantic import TypeAdapter
 
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ModelFacts
-from shared.bus import BusError, Endpoint, KvEntry, Message, ServiceInfo
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import ModelFacts
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
-from shared.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.messages.event import Event
 from shared.messages.plan import (
     PLAN_KEY,
@@ -36,6 +34,8 @@ from shared.messages.plan import (
 )
 from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
+from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceInfo
+from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
 from sim.virtual_time import run

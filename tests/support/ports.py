@@ -8,7 +8,7 @@ import random
 from itertools import cycle, islice
 from typing import Final
 
-from cli.checks import QUIET_PORTS, find_port
+from cli.cluster.checks import QUIET_PORTS, find_port
 from shared.errors import StartupError
 
 _NUM_SHARES: Final = 8

@@ -13,8 +13,8 @@ from services.dispatcher.service import DispatcherService
 from services.dispatcher.session.request import NewRequest
 from services.dispatcher.session.session import Session
 from shared.ids import Incarnation, RequestId
-from shared.memory_bus import MemoryBroker
 from shared.messages.request import pack_token_ids
+from shared.transport.memory_bus import MemoryBroker
 from shared.types import FinishReason, QoeTarget, SamplingParams
 from sim.virtual_time import run
 from tests.support.fake_worker import FakeWorker, make_status, publish_view

@@ -20,7 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from services.worker.groups.greeting import StageHello, StageRole, read_greeting
+from services.worker.peers.greeting import StageHello, StageRole, read_greeting
 from tests.support.fault_cluster import Shape
 from tests.support.ports import free_port
 

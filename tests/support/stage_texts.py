@@ -13,10 +13,10 @@ from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.types import Batch, BatchOutput
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.policy.registry import make_scheduler
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.runner_stage import RunnerStage
+from services.worker.scheduling.registry import make_scheduler
 from shared.layers import LayerRange
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence

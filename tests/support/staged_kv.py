@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine.types import I32, Batch, HostCopy, HostMemory
-from services.worker.executor.modelled_stage import ModelledStage
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, layer_weight
-from services.worker.executor.stage import StageInbox, outcome, run_step
-from services.worker.executor.stage_messages import Activation, StepDone, StepFailed
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
+from services.worker.pipeline.stage import StageInbox, outcome, run_step
+from services.worker.pipeline.stage_messages import Activation, StepDone, StepFailed
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, even_split
+from sim.devices.modelled_stage import ModelledStage
 
 NUM_LAYERS = 7
 NO_COST = CostModel(g0_s=0, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)

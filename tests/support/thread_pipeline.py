@@ -7,10 +7,10 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.worker.executor.channel import SocketChannel
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.stage import StageDevice
-from services.worker.executor.thread_stage import StageServer, ThreadStages
+from services.worker.pipeline.channel import SocketChannel
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.stage import StageDevice
+from services.worker.pipeline.thread_stage import StageServer, ThreadStages
 
 
 @dataclass(frozen=True)

@@ -24,21 +24,21 @@ from services.planner.service import Planner, build_planner
 from services.worker.build import build_worker, make_reporter
 from services.worker.config import KernelKind, LoadFrom, WorkerSettings
 from services.worker.executor import opening
-from services.worker.groups.torch_device import TorchGroupDevice
 from services.worker.load import check_start, load_executor
 from services.worker.memory import model_memory
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.layout import Kind
 from services.worker.memory.posix import PosixMemory
-from services.worker.service import WorkerService
-from shared.bus import BusError, KvEntry, Message
+from services.worker.roles.torch_device import TorchGroupDevice
+from services.worker.serving.service import WorkerService
 from shared.ids import Incarnation
 from shared.layers import LayerRange, check_tiling
-from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.event import Event
 from shared.messages.plan import PLAN_KEY, Plan
 from shared.messages.report import WorkerPhase
 from shared.subjects import Subjects
+from shared.transport.bus import BusError, KvEntry, Message
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json
 from sim.plan_driver import PlanDriver
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices

@@ -15,7 +15,7 @@ import numpy as np
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import Batch, BatchOutput
-from services.worker.executor.modelled import step_s
+from services.worker.modelled.executor import step_s
 from shared.cost import CostModel
 
 TOKEN = 7

@@ -18,8 +18,8 @@ from services.dispatcher.access.throttle import BURST, MAX_ADDRESSES, WrongKeyTh
 from services.dispatcher.config import DispatcherSettings
 from shared.addresses import check_reachable, is_own_address
 from shared.api_keys import KEY_PREFIX, Scope, Tier, hash_key, make_key
-from shared.config import load
 from shared.errors import ConfigError, StartupError
+from shared.process.config import load
 
 KEY = "sk-sluice-of-a-test"
 FILE = f"""

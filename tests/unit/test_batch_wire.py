@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.types import Batch, BatchOutput, CopyOps, HostCopy, RowInit, TableDelta
-from services.worker.executor.batch_wire import pack_batch, unpack_batch
-from services.worker.executor.stage_messages import (
+from services.worker.pipeline.batch_wire import pack_batch, unpack_batch
+from services.worker.pipeline.stage_messages import (
     FRAME,
     Activation,
     Close,

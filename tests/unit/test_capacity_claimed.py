@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ModelFacts
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import ModelFacts
 from services.worker.memory import holdings
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.holdings import NotEnoughPagesError

@@ -11,16 +11,17 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from cli import checks, model
-from cli.broker import Broker, BrokerAccess, named_broker
-from cli.children import ClusterPlan, device_of, num_devices
+from cli import model
+from cli.cluster import checks
+from cli.cluster.broker import Broker, BrokerAccess, named_broker
+from cli.cluster.children import ClusterPlan, device_of, num_devices
+from cli.cluster.settings import UpSettings, load_up_settings
+from cli.cluster.supervisor import Supervisor
 from cli.model import Model, find_model
-from cli.settings import UpSettings, load_up_settings
-from cli.supervisor import Supervisor
 from shared.errors import ConfigError, StartupError
-from shared.nats_config import new_passwords
-from shared.nats_roles import Role
-from shared.nats_server import EmbeddedNats
+from shared.transport.nats_config import new_passwords
+from shared.transport.nats_roles import Role
+from shared.transport.nats_server import EmbeddedNats
 from tests.support.ports import free_port
 
 
@@ -112,7 +113,7 @@ async def test_a_broker_leaves_the_dispatcher_its_port(monkeypatch: pytest.Monke
     port = free_port()
     monkeypatch.setattr(checks, "QUIET_PORTS", [port])
     monkeypatch.setattr(checks, "_NUM_TRIES", 1)
-    monkeypatch.setattr("cli.broker.accepts_connections", lambda _url: True)
+    monkeypatch.setattr("cli.cluster.broker.accepts_connections", lambda _url: True)
     broker = Broker(settings(), AsyncMock(Supervisor), tmp_path)
     assert (await broker.start(0)).url == f"nats://127.0.0.1:{port}"
     assert (await broker.start(port)).url != f"nats://127.0.0.1:{port}"

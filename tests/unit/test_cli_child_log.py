@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli import child_log
-from cli.child_log import ChildLog
+from cli.cluster import child_log
+from cli.cluster.child_log import ChildLog
 
 
 def make_log(folder: Path) -> tuple[ChildLog, list[str]]:

@@ -8,8 +8,8 @@ import pytest
 
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.groups.command import ask_planner, describe
-from shared.bus import Endpoint, Message, ServiceInfo
 from shared.subjects import Subjects
+from shared.transport.bus import Endpoint, Message, ServiceInfo
 from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster
 
 

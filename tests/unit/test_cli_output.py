@@ -13,17 +13,17 @@ import pytest
 from cli import main as command
 from cli import status
 from cli.answer import printable
+from cli.cluster.hints import Running, describe
+from cli.cluster.progress import StartProgress, bar
+from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import CommandError
-from cli.hints import Running, describe
 from cli.http import Answer
-from cli.progress import StartProgress, bar
-from cli.settings import UpSettings
 from cli.status import render
 from shared.ids import WorkerId
-from shared.memory_bus import MemoryBroker
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.subjects import Subjects
+from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json
 
 BY_ENVIRONMENT = ("nats_user", "nats_password", "nats_password_file", "nats_replicas")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.restart import RestartParams, restart_delay_s
+from cli.cluster.restart import RestartParams, restart_delay_s
 
 PARAMS = RestartParams(first_delay_s=0.2, max_delay_s=1.0, max_exits=5, window_s=60.0)
 

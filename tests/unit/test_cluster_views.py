@@ -9,11 +9,11 @@ import pytest
 
 from services.monitor.config import MonitorSettings
 from services.monitor.service import build_monitor
-from shared.bus import BusError
 from shared.cluster_views import VIEW_KEY, ViewFeed
-from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
+from shared.transport.bus import BusError
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import WireError, encode_json
 from sim.virtual_time import run
 

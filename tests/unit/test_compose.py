@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.config import ServiceSettings
-from shared.nats_roles import Role
+from shared.process.config import ServiceSettings
+from shared.transport.nats_roles import Role
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

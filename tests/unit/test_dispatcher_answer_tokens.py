@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.dispatcher.http.answer_text import AnswerText
+from services.dispatcher.answers.answer_text import AnswerText
 from services.dispatcher.text.detokenizer import ByteLevelTable, load_table
 from services.dispatcher.text.token_names import TokenNames
 from shared.types import FinishReason

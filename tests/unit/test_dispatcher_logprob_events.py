@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.dispatcher.http.answer_text import MAX_LOGPROB_TOKENS, AnswerText
-from services.dispatcher.http.call import Choice
-from services.dispatcher.http.event_ids import EventIds, parse_last_event_id
-from services.dispatcher.http.logprobs import LogprobWriter
-from services.dispatcher.http.resume import ResumableStreamer
-from services.dispatcher.http.shapes import ChoiceShape, Shape
+from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, AnswerText
+from services.dispatcher.answers.event_ids import EventIds, parse_last_event_id
+from services.dispatcher.answers.logprobs import LogprobWriter
+from services.dispatcher.answers.resume import ResumableStreamer
+from services.dispatcher.answers.shapes import ChoiceShape, Shape
+from services.dispatcher.endpoints.call import Choice
 from services.dispatcher.session.session import Session
 from services.dispatcher.text.detokenizer import load_table
 from services.dispatcher.text.token_names import TokenNames

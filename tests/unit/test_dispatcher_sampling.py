@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.dispatcher.build import load_text
-from services.dispatcher.http.fields import Fields
-from services.dispatcher.http.salt import cache_salt
-from services.dispatcher.http.sampling import parse_sampling
+from services.dispatcher.endpoints.fields import Fields
+from services.dispatcher.endpoints.salt import cache_salt
+from services.dispatcher.endpoints.sampling import parse_sampling
 from services.dispatcher.text.generation_config import SamplingDefaults, read_sampling_defaults
 from shared.errors import StartupError
 from shared.types import MAX_SEED, SamplingParams

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.dispatcher.http.answer_text import AnswerText, json_text
+from services.dispatcher.answers.answer_text import AnswerText, json_text
 from services.dispatcher.session.stop_strings import StopMatcher
 from services.dispatcher.text.detokenizer import ByteLevelTable
 from shared.types import FinishReason

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from services.worker.engine.types import F64
-from services.worker.executor import draw as draw_module
-from services.worker.executor.draw import (
+from services.worker.sampling import draw as draw_module
+from services.worker.sampling.draw import (
     BLOCK,
     RowSampling,
     draw,
@@ -29,7 +29,7 @@ from services.worker.executor.draw import (
     first_largest,
     to_weights,
 )
-from services.worker.executor.sampler import Sampler
+from services.worker.sampling.sampler import Sampler
 
 REPEATABLE = settings(derandomize=True, deadline=None)
 COMBINATIONS: list[dict[str, float]] = [

@@ -7,9 +7,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from services.planner.policy.capacity import UNLIMITED_BLOCKS, CapacityRule
-from services.planner.policy.drop_facts import ModelFacts
-from services.planner.policy.tiling import Holding, TilingSearch
+from services.planner.policy.plans.capacity import UNLIMITED_BLOCKS, CapacityRule
+from services.planner.policy.plans.drop_facts import ModelFacts
+from services.planner.policy.plans.tiling import Holding, TilingSearch
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_model, pages_of, random_model
 

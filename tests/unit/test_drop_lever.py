@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from services.planner.config import PlannerSettings
-from services.planner.decisions import levers_of
-from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.drop_facts import InstanceFacts
-from services.planner.policy.drop_lever import DropLever, num_without_room
-from services.planner.policy.drop_plan import DropPlan
-from services.planner.policy.ladder import (
+from services.planner.policy.decisions import levers_of
+from services.planner.policy.levers.drop_lever import DropLever, num_without_room
+from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
     Declined,
     LadderParams,
@@ -20,6 +17,9 @@ from services.planner.policy.ladder import (
     WorkerLoad,
     decide,
 )
+from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_short
+from services.planner.policy.plans.drop_facts import InstanceFacts
+from services.planner.policy.plans.drop_plan import DropPlan
 from tests.support.drop_builders import make_facts, make_instance
 
 LEVER = DropLever()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.planner.policy.drop_facts import DropParams
-from services.planner.policy.merging import Merger
+from services.planner.policy.plans.drop_facts import DropParams
+from services.planner.policy.plans.merging import Merger
 from tests.support.drop_builders import random_facts
 
 SEEDS = range(60)

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from services.planner.policy.drop import NUM_PARTS, plan_drop
-from services.planner.policy.drop_facts import ClusterFacts, DropParams
-from services.planner.policy.drop_plan import DropPlan, DropRefusal, RefusalKind
+from services.planner.policy.plans.drop import NUM_PARTS, plan_drop
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal, RefusalKind
 from tests.support.drop_builders import make_facts, make_instance
 
 SEEDS = range(60)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.planner.policy.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.drop_facts import ClusterFacts, DropParams, InstanceFacts, KvFate, missing_layers
-from services.planner.policy.drop_plan import DropPlan, DropRefusal, RefusalKind
-from services.planner.policy.greedy import merge_smallest
-from services.planner.policy.merging import Merger, fewest_host_copies
+from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_short
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, KvFate, missing_layers
+from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal, RefusalKind
+from services.planner.policy.plans.greedy import merge_smallest
+from services.planner.policy.plans.merging import Merger, fewest_host_copies
 from shared.layers import LayerRange
 from tests.support.drop_builders import (
     PROFILE,

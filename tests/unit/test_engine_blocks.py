@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.blocks import BlockManager
-from services.worker.engine.free_blocks import FreeBlocks
+from services.worker.blocks.free_blocks import FreeBlocks
+from services.worker.blocks.manager import BlockManager
 from services.worker.engine.types import I32
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine import compaction
-from services.worker.engine.blocks import BlockManager
-from services.worker.engine.compaction import with_moves
+from services.worker.blocks import compaction
+from services.worker.blocks.compaction import with_moves
+from services.worker.blocks.manager import BlockManager
 from services.worker.engine.config import AddRefusal
 from services.worker.engine.types import I32, Batch, CopyOps, TableDelta
-from services.worker.policy.registry import SCHEDULERS
+from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.engine.table import Hold
-from services.worker.policy.view import SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import SchedulerOutput, SchedulerView
+from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from services.worker.engine.config import AddRefusal
-from services.worker.engine.table import Hold
 from services.worker.engine.types import OWN_SAMPLE
+from services.worker.sequences.table import Hold
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness, Story

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from services.worker.engine.assemble import decodes_first
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.retry import RetryGroup, RetryQueue
-from services.worker.engine.rows import RowQueue
-from services.worker.engine.sequence import FinishedStore
-from services.worker.engine.stops import StopRules
-from services.worker.engine.token_log import CHUNK, TokenLog
+from services.worker.sequences.rows import RowQueue
+from services.worker.sequences.sequence import FinishedStore
+from services.worker.sequences.stops import StopRules
+from services.worker.sequences.token_log import CHUNK, TokenLog
 from shared.ids import RequestId
 from shared.types import FinishReason, SamplingParams
 

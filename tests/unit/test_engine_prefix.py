@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.blocks.prefix import PrefixIndex, following_names, root_name
 from services.worker.engine.config import NewSequence
 from services.worker.engine.events import RowExtra
-from services.worker.engine.prefix import PrefixIndex, following_names, root_name
 from services.worker.engine.types import I32, Batch, BatchOutput
-from services.worker.policy.registry import SCHEDULERS
+from services.worker.scheduling.registry import SCHEDULERS
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

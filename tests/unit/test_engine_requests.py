@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.engine.config import AddRefusal, NewSequence
-from services.worker.policy.registry import SCHEDULERS
+from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason, QoeTarget
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import STEP_S, EngineHarness

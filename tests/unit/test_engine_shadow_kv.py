@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.engine.types import I32, Batch, CopyOps, HostCopy, RowInit, TableDelta
-from services.worker.executor.modelled import step_s
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
+from services.worker.modelled.executor import step_s
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, even_split
 from shared.types import SamplingParams

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.host_blocks import HostBlocks
-from services.worker.engine.table import Hold, Status
-from services.worker.policy.view import MoveCost
+from services.worker.blocks.host_blocks import HostBlocks
+from services.worker.scheduling.view import MoveCost
+from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_harness import EngineHarness

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.engine.types import KeptKv
-from services.worker.groups.exchange_modes import ExchangeFacts, all_live, modes_of, work_of
-from services.worker.groups.kv_table import MovingKv, none_live
-from services.worker.policy.exchange_mode import LotWork, Pace, Prices, choose_live
+from services.worker.kv_moves.exchange_mode import LotWork, Pace, Prices, choose_live
+from services.worker.kv_moves.exchange_modes import ExchangeFacts, all_live, modes_of, work_of
+from services.worker.kv_moves.kv_table import MovingKv, none_live
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 

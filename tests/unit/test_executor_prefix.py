@@ -9,7 +9,7 @@ import pytest
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.policy.registry import make_scheduler
+from services.worker.scheduling.registry import make_scheduler
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape
 from tests.support.engine_builders import new_sequence

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor,
 
 from services.worker.engine.types import BatchFailedError
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.executor.sampler import Choice, Sampler
+from services.worker.sampling.sampler import Choice, Sampler
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driven, Driver

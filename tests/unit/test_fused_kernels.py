@@ -12,9 +12,7 @@ import structlog
 import torch
 
 from services.worker.executor import kernels as kernels_module
-from services.worker.executor.draw import RowSampling, draw
 from services.worker.executor.kernels import choose_kernels
-from services.worker.executor.scoring import TorchScoring
 from services.worker.fused import launching
 from services.worker.fused.drawing import choose
 from services.worker.fused.library import FusedKernels, open_fused
@@ -25,6 +23,8 @@ from services.worker.models.operators import LayerOperators, TorchOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
+from services.worker.sampling.draw import RowSampling, draw
+from services.worker.sampling.scoring import TorchScoring
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.interpreted import interpret
 from tests.support.late_blocks import stored_behind_nothing

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import ModelFacts
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import ModelFacts
 from services.worker.config import KernelKind, WorkerSettings
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.types import NOTHING_KEPT, BatchFailedError, KeptKv
-from services.worker.executor.runner_stage import RunnerStage
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.groups.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
-from services.worker.groups.kv_progress import Landed
-from services.worker.groups.kv_table import KvTable
-from services.worker.groups.kv_wire import KvProgress
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.kv_moves.kv_progress import Landed
+from services.worker.kv_moves.kv_table import KvTable
+from services.worker.kv_moves.kv_wire import KvProgress
 from services.worker.load import check_start, load_executor
+from services.worker.pipeline.runner_stage import RunnerStage
+from services.worker.roles.device import GroupDevice, GroupFailedError, GroupPlace, StagePlace
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split

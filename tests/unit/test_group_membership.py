@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from services.worker.engine.types import Batch, HostCopy, KvCapacity
-from services.worker.executor.channel import SocketChannel
-from services.worker.executor.stage import Ended
-from services.worker.executor.stage_messages import Activation, Close, Hidden
-from services.worker.executor.thread_stage import StageServer
-from services.worker.groups.membership import Membership
+from services.worker.pipeline.channel import SocketChannel
+from services.worker.pipeline.membership import Membership
+from services.worker.pipeline.stage import Ended
+from services.worker.pipeline.stage_messages import Activation, Close, Hidden
+from services.worker.pipeline.thread_stage import StageServer
 from shared.layers import LayerRange
 from tests.support.leaks import whats_open
 

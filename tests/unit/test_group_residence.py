@@ -16,9 +16,9 @@ import torch
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.executor.parameter_sources import SourceLostError
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.groups.device import GroupFailedError
-from services.worker.groups.parameter_lending import PeerSource
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.roles.device import GroupFailedError
+from services.worker.roles.parameter_lending import PeerSource
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from tests.support.checkpoints import stored_checkpoint

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.groups.device import GroupPlace, StagePlace
-from services.worker.groups.role import Role, role_in, why_not_taken
+from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.roles.role import Role, role_in, why_not_taken
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import PlannedGroup, PlannedStage

@@ -12,11 +12,7 @@ import torch
 
 from services.worker.engine.types import KeptKv
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.groups import hand_over
-from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
-from services.worker.groups.kv_table import KvOffer, KvTable, table_to_form
-from services.worker.groups.page_exchange import PageExchange
-from services.worker.groups.page_wire import PageDoor, PageSocket
+from services.worker.kv_moves.kv_table import KvOffer, KvTable, table_to_form
 from services.worker.memory.card import card_of
 from services.worker.memory.change import MemoryLostError
 from services.worker.memory.elastic import ElasticMemory
@@ -25,6 +21,10 @@ from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.ranges import PageHandle, PageId
 from services.worker.memory.spans import Spans
+from services.worker.pages import hand_over
+from services.worker.pages.exchange import PageExchange
+from services.worker.pages.wire import PageDoor, PageSocket
+from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange

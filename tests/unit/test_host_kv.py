@@ -24,8 +24,8 @@ from services.worker.executor.thread import ThreadExecutor
 from services.worker.memory import host_kv
 from services.worker.memory.host_kv import STAGED_BLOCKS, HostKV
 from services.worker.memory.kv_cache import KVCache
-from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import MoveCost
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import MoveCost
 from shared.errors import StartupError
 from tests.support.attention_cases import attention_spec
 from tests.support.checkpoints import CheckpointShape

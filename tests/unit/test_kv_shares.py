@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from services.worker.engine.types import KeptKv
-from services.worker.groups.kv_shares import KvShares
-from services.worker.groups.placed_kv import PlacedKv
+from services.worker.kv_moves.kv_shares import KvShares
+from services.worker.kv_moves.placed_kv import PlacedKv
 
 
 class Sequences:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
-from services.worker.groups import kv_messages
-from services.worker.groups.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
-from services.worker.groups.kv_table import (
+from services.worker.kv_moves import kv_messages
+from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.kv_moves.kv_table import (
     MAX_EXCHANGED,
     KvLot,
     KvOffer,
@@ -22,8 +22,8 @@ from services.worker.groups.kv_table import (
     table_to_form,
     table_to_part,
 )
-from services.worker.groups.kv_wire import chunks_between
-from services.worker.groups.placed_kv import PlacedKv
+from services.worker.kv_moves.kv_wire import chunks_between
+from services.worker.kv_moves.placed_kv import PlacedKv
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.wire import encode
@@ -145,7 +145,7 @@ def test_an_exchange_names_no_more_blocks_than_a_message_holds() -> None:
 def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.worker.groups.kv_wire.CHUNK_BYTES", 300)
+    monkeypatch.setattr("services.worker.kv_moves.kv_wire.CHUNK_BYTES", 300)
     rng = np.random.default_rng(seed)
     offers = offers_to_form(rng)
     if len(offers) > L:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
-from services.worker.groups import kv_wire, live_exchange
-from services.worker.groups.device import Parting
-from services.worker.groups.kv_traffic import KvTraffic
-from services.worker.groups.placed_kv import PlacedKv
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.kv_moves import kv_wire, live_exchange
+from services.worker.kv_moves.kv_traffic import KvTraffic
+from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
 from services.worker.memory.kv_cache import KVCache
+from services.worker.roles.device import Parting
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.layers import LayerRange
 from tests.support.exchanged_kv import (
     BLOCK,

@@ -12,15 +12,16 @@ import pytest
 
 from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_sources import ParameterSource
-from services.worker.groups import kv_wire, live_exchange, torch_device
-from services.worker.groups.device import GroupFailedError, Led, Parting
-from services.worker.groups.kv_table import KvTable
-from services.worker.groups.kv_traffic import KvTraffic
-from services.worker.groups.kv_wire import KvSocket
-from services.worker.groups.live_exchange import LiveExchange
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.kv_moves import kv_wire, live_exchange
+from services.worker.kv_moves.kv_table import KvTable
+from services.worker.kv_moves.kv_traffic import KvTraffic
+from services.worker.kv_moves.kv_wire import KvSocket
+from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.memory.kv_cache import KVCache
+from services.worker.roles import torch_device
+from services.worker.roles.device import GroupFailedError, Led, Parting
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.checksum import seal
 from shared.layers import LayerRange
 from tests.support.exchanged_kv import (

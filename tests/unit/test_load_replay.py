@@ -12,7 +12,7 @@ import pytest
 from benchmarks import fcfs_reference as reference
 from benchmarks.load_replay import WHOLE_PROMPTS, Instance, Outcome, Row, replay, replay_scenario
 from shared.cost import load_profile
-from shared.log import only_from
+from shared.process.log import only_from
 from sim.experiment.run import run_system
 from sim.experiment.summary import summarise
 from sim.scenarios.scenario import validated

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from services.worker.engine.types import EMPTY_I32, Batch, RowInit
-from services.worker.executor import logit_rules
-from services.worker.executor.logit_rules import LogitRules
-from services.worker.executor.token_counts import TokenCounts
+from services.worker.sampling import logit_rules
+from services.worker.sampling.logit_rules import LogitRules
+from services.worker.sampling.token_counts import TokenCounts
 from shared.types import SamplingParams
 
 VOCAB = 60

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.logprob_log import LogprobLog
 from services.worker.engine.types import RowInit
-from services.worker.executor import logprobs as logprobs_module
-from services.worker.executor.logprobs import LogprobTable
+from services.worker.sampling import logprobs as logprobs_module
+from services.worker.sampling.logprobs import LogprobTable
+from services.worker.sequences.logprob_log import LogprobLog
 from shared.ids import RequestId
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams

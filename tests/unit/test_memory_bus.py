@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared import memory_bus
-from shared.bus import BusTimeoutError, Endpoint, KvEntry, Message, NoRespondersError, ServiceInfo
-from shared.bus_rules import matches
-from shared.memory_bus import Delivery, MemoryBroker
+from shared.transport import memory_bus
+from shared.transport.bus import BusTimeoutError, Endpoint, KvEntry, Message, NoRespondersError, ServiceInfo
+from shared.transport.bus_rules import matches
+from shared.transport.memory_bus import Delivery, MemoryBroker
 from sim.virtual_time import run
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from shared.bus import BusTimeoutError, Endpoint, KvEntry, Message, NoRespondersError, ServiceInfo
-from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.transport.bus import BusTimeoutError, Endpoint, KvEntry, Message, NoRespondersError, ServiceInfo
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from sim.virtual_time import run
 
 INFO = ServiceInfo("sluice-test", "1.0.0", "test", {}, "t1")

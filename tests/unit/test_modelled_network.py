@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
-from services.worker.executor.channel import ModelledLink
-from services.worker.executor.modelled import ModelledExecutor
-from services.worker.executor.shadow_kv import TokenDraw
-from services.worker.groups.arrivals import Arrived
-from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
-from services.worker.groups.modelled_device import ModelledDeviceParams, ModelledGroupDevice
-from services.worker.groups.modelled_exchange import Estate, Exchange, Share, hand_out
-from services.worker.groups.modelled_network import ModelledNetwork
+from services.worker.kv_moves.arrivals import Arrived
+from services.worker.modelled.executor import ModelledExecutor
+from services.worker.modelled.shadow_kv import TokenDraw
+from services.worker.pipeline.channel import ModelledLink
+from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
+from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
+from sim.devices.modelled_exchange import Estate, Exchange, Share, hand_out
+from sim.devices.modelled_network import ModelledNetwork
 from sim.virtual_time import run
 from tests.support.group_room import NUM_LAYERS, elastic_facts
 

@@ -13,13 +13,13 @@ from pydantic import ValidationError
 
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor, build_monitor
-from shared.bus import KvEntry, Message
 from shared.ids import WorkerId
-from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
+from shared.transport.bus import KvEntry, Message
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
 

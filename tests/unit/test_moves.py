@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from services.worker.executor.parameter_load import ParameterLoad
-from services.worker.groups.moves import LOOK_S, NUM_SAMPLES, RATE_WINDOW_S, MoveFacts, MoveMeter, Moves
+from services.worker.roles.moves import LOOK_S, NUM_SAMPLES, RATE_WINDOW_S, MoveFacts, MoveMeter, Moves
 from shared.messages.report import MoveKind
+from shared.process.tasks import TaskOwner
 from shared.sizes import describe_bytes
-from shared.tasks import TaskOwner
 from sim.virtual_time import run
 
 MIB = 2**20

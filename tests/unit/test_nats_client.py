@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.nats_client import cancellable, end_tasks
+from shared.transport.nats_client import cancellable, end_tasks
 from sim.virtual_time import run
 
 

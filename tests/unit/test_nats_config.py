@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from cli.main import cli
 from cli.nats_config import NatsConfigOptions, parse_server, write_nats_config
 from shared.errors import StartupError
-from shared.nats_config import BrokerConfig, config_text, new_passwords
-from shared.nats_roles import Role
-from shared.nats_server import find_binary
+from shared.transport.nats_config import BrokerConfig, config_text, new_passwords
+from shared.transport.nats_roles import Role
+from shared.transport.nats_server import find_binary
 
 SERVERS = ("--server", "a=10.0.0.1", "--server", "b=10.0.0.2", "--server", "c=10.0.0.3")
 

@@ -6,10 +6,10 @@ from itertools import product
 
 import pytest
 
-from shared.bus_rules import matches
 from shared.ids import DispatcherId, WorkerId
-from shared.nats_roles import Permissions, Role, inbox_prefix, permissions
 from shared.subjects import Subjects
+from shared.transport.bus_rules import matches
+from shared.transport.nats_roles import Permissions, Role, inbox_prefix, permissions
 
 SUBJECTS = Subjects()
 W0, D0 = WorkerId("w0"), DispatcherId("d0")

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from services.worker.groups import page_exchange, page_wire
-from services.worker.groups.kv_table import KvTable
-from services.worker.groups.page_exchange import PageExchange, PagesKeptError
-from services.worker.groups.page_flows import PageFlow
-from services.worker.groups.page_wire import BATCH_PAGES, PageDoor, PageSocket, Word, dial_doors
+from services.worker.kv_moves.kv_table import KvTable
 from services.worker.memory.change import MemoryLostError
 from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.ranges import PageHandle
 from services.worker.memory.spans import Spans
+from services.worker.pages import exchange as page_exchange
+from services.worker.pages import wire as page_wire
+from services.worker.pages.exchange import PageExchange, PagesKeptError
+from services.worker.pages.flows import PageFlow
+from services.worker.pages.wire import BATCH_PAGES, PageDoor, PageSocket, Word, dial_doors
 from shared.errors import WireError
 from tests.support.elastic_cases import snapshot
 from tests.support.leaks import whats_open

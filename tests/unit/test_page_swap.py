@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from services.worker.engine.types import KeptKv
-from services.worker.groups.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable, table_to_form
-from services.worker.groups.page_flows import page_flows, shift_of, table_by_pages
+from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable, table_to_form
 from services.worker.memory.change import MemoryLostError
 from services.worker.memory.cuda import CudaMemory
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
@@ -18,6 +17,7 @@ from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.pool import LedgerError
 from services.worker.memory.ranges import MappingError, PageId, VirtualMemory
 from services.worker.memory.spans import Spans
+from services.worker.pages.flows import page_flows, shift_of, table_by_pages
 from shared.layers import LayerRange
 from tests.support.elastic_cases import CPU, MadeUpError, snapshot
 from tests.support.fake_cuda_driver import GRANULARITY, FakeDriver

@@ -13,14 +13,14 @@ import torch
 
 from services.worker.executor import parameter_loading
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.executor.link_turns import LinkTurns
 from services.worker.executor.parameter_sources import SourceLostError
-from services.worker.groups import parameter_lending
-from services.worker.groups.greeting import StageWelcome
-from services.worker.groups.parameter_lending import ParameterLender, PeerSource
 from services.worker.models.digests import digest, digests_of, wrong_parts
 from services.worker.models.loader import copy_pieces
 from services.worker.models.weights import ModelWeights, ParameterBuffer
+from services.worker.peers.greeting import StageWelcome
+from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.roles import parameter_lending
+from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from tests.support.leaks import whats_open

@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts
-from services.planner.policy.drop_plan import DropPlan
-from services.planner.policy.ladder import ClusterSnapshot, Declined, LadderParams, Offer, Situation, WorkerLoad, decide
-from services.planner.policy.pipeline_lever import PipelineLever
+from services.planner.policy.levers.ladder import (
+    ClusterSnapshot,
+    Declined,
+    LadderParams,
+    Offer,
+    Situation,
+    WorkerLoad,
+    decide,
+)
+from services.planner.policy.levers.pipeline_lever import PipelineLever
+from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts
+from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
 from shared.messages.plan import PlanPhase
 from tests.support.drop_builders import carry_out, make_facts, make_group, make_instance, make_model, random_facts

@@ -12,11 +12,11 @@ import torch
 
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
-from services.worker.executor.hidden_link import as_numpy
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.executor.runner_stage import RunnerStage
-from services.worker.executor.stage_messages import Hidden
 from services.worker.executor.thread import ThreadExecutor
+from services.worker.pipeline.hidden_link import as_numpy
+from services.worker.pipeline.runner_stage import RunnerStage
+from services.worker.pipeline.stage_messages import Hidden
 from shared.layers import LayerRange, even_split
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, open_runner

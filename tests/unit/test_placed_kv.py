@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.groups.placed_kv import PlacedKv, Places
+from services.worker.kv_moves.placed_kv import PlacedKv, Places
 
 
 @pytest.mark.parametrize("seed", range(50))

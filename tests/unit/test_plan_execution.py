@@ -10,12 +10,12 @@ import pytest
 
 from services.planner.book import PlanBook
 from services.planner.execution import ExecutionParams, Outcome, PlanExecution
-from services.planner.policy.intent import DROP, LOAD, Intent
-from shared.bus import Endpoint, Message, ServiceInfo
+from services.planner.policy.plans.intent import DROP, LOAD, Intent
 from shared.ids import Incarnation, WorkerId
-from shared.memory_bus import MemoryBroker
 from shared.messages.plan import PlanAnswer, PlannedGroup, PlannedStage, PlanState
 from shared.subjects import Subjects
+from shared.transport.bus import Endpoint, Message, ServiceInfo
+from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json
 from sim.virtual_time import run
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from services.planner.policy.drop import plan_drop
-from services.planner.policy.drop_facts import DropParams
-from services.planner.policy.drop_plan import DropPlan
+from services.planner.policy.plans.drop import plan_drop
+from services.planner.policy.plans.drop_facts import DropParams
+from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
 from shared.messages.plan import PlannedGroup, PlannedStage
 from tests.support.drop_builders import random_facts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.policy.ladder import (
+from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
     Decision,
     LadderParams,

@@ -16,7 +16,7 @@ from services.planner.policy.scale_signal import ScaleWish
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
-from shared.metrics_server import serve_metrics
+from shared.process.metrics_server import serve_metrics
 from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

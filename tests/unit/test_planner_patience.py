@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.planner.config import PlannerSettings
-from services.planner.decisions import Decider, levers_of
 from services.planner.execution import Outcome
-from services.planner.policy.chosen import plan_chosen
-from services.planner.policy.drop_facts import DropParams, InstanceFacts
-from services.planner.policy.drop_plan import DropPlan, DropRefusal
-from services.planner.policy.intent import RESTORE, drop_intent, restore_intent, stages_of
-from services.planner.policy.ladder import Situation, WorkerLoad
+from services.planner.policy.decisions import Decider, levers_of
+from services.planner.policy.levers.ladder import Situation, WorkerLoad
 from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
 from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
-from services.planner.policy.restore import RestorePlan, plan_restore
+from services.planner.policy.plans.chosen import plan_chosen
+from services.planner.policy.plans.drop_facts import DropParams, InstanceFacts
+from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
+from services.planner.policy.plans.intent import RESTORE, drop_intent, restore_intent, stages_of
+from services.planner.policy.restoring.restore import RestorePlan, plan_restore
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import PlannedGroup, PlannedStage

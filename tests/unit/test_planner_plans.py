@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from services.planner.book import PlanBook
-from services.planner.policy.ladder import ClusterSnapshot, Offer
+from services.planner.policy.levers.ladder import ClusterSnapshot, Offer
 from services.planner.service import build_planner
-from shared.bus import BusError
 from shared.ids import WorkerId
-from shared.memory_bus import Delivery
 from shared.messages.plan import Plan, PlanPhase
+from shared.transport.bus import BusError
+from shared.transport.memory_bus import Delivery
 from sim.faults.nodes import PlannerNode
 from tests.support.plan_workers import SUBJECTS, Load, PlanCluster, in_cluster, settings
 

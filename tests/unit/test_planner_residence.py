@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import (
+from services.planner.policy.pacing import PacingParams, RestoreWatch
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import (
     ClusterFacts,
     InstanceFacts,
     ModelFacts,
@@ -20,8 +21,7 @@ from services.planner.policy.drop_facts import (
     groups_of,
     wanted_tokens,
 )
-from services.planner.policy.pacing import PacingParams, RestoreWatch
-from services.planner.policy.residence import (
+from services.planner.policy.restoring.residence import (
     Residence,
     ResidencePlan,
     beside_groups,
@@ -32,8 +32,8 @@ from services.planner.policy.residence import (
     residence_of,
     room_beside,
 )
-from services.planner.policy.residence_watch import MAX_LOADS, Due, ResidenceWatch
-from services.planner.policy.restore import RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.restoring.residence_watch import MAX_LOADS, Due, ResidenceWatch
+from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import (

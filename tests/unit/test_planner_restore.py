@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.planner.policy.drop_facts import ClusterFacts
-from services.planner.policy.restore import Load, RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.plans.drop_facts import ClusterFacts
+from services.planner.policy.restoring.restore import Load, RestorePlan, RestoreRefusal, plan_restore
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.planner.config import PlannerSettings
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop import plan_drop
-from services.planner.policy.drop_facts import ClusterFacts, DropParams, KvFate, expected_tokens
-from services.planner.policy.drop_plan import DropPlan
 from services.planner.policy.pacing import PacingParams, RestoreBy, fits_alone, largest_request_tokens
-from services.planner.policy.residence_watch import Due, ResidenceWatch
-from services.planner.policy.restore_benefit import MAX_FACTOR, BenefitWatch, rent_per_s, restore_price
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop import plan_drop
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, KvFate, expected_tokens
+from services.planner.policy.plans.drop_plan import DropPlan
+from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
+from services.planner.policy.restoring.restore_benefit import MAX_FACTOR, BenefitWatch, rent_per_s, restore_price
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import PlanPhase

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.policy.drop import plan_drop, tokens_short
-from services.planner.policy.drop_facts import ClusterFacts, DropParams
-from services.planner.policy.drop_plan import DropPlan
-from services.planner.policy.ladder import NO_LEVER, Decision, Situation
+from services.planner.policy.levers.ladder import NO_LEVER, Decision, Situation
+from services.planner.policy.plans.drop import plan_drop, tokens_short
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
+from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.scale_signal import ScaleParams, ScaleSignal, ScaleWish
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance

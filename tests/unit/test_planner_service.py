@@ -13,16 +13,16 @@ from pydantic import ValidationError
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.policy.ladder import ClusterSnapshot, Lever, Offer
+from services.planner.policy.levers.ladder import ClusterSnapshot, Lever, Offer
 from services.planner.service import Planner, build_planner
-from shared.bus import BusError, KeyValue, Message
 from shared.errors import StartupError
 from shared.ids import WorkerId
-from shared.memory_bus import MemoryBroker, MemoryBus
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlannedGroup, PlannedStage, PlanPhase, WantedInstances
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.subjects import Subjects
+from shared.transport.bus import BusError, KeyValue, Message
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
 

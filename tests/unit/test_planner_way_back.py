@@ -13,8 +13,8 @@ import pytest
 
 from services.planner.config import PlannerSettings
 from shared.ids import WorkerId
-from shared.memory_bus import Delivery
 from shared.messages.plan import PlanPhase
+from shared.transport.memory_bus import Delivery
 from sim.faults.nodes import PlannerNode
 from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
 

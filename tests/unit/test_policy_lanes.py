@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.registry import SCHEDULERS, make_scheduler
-from services.worker.policy.view import SchedulerOutput, SchedulerView
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
+from services.worker.scheduling.view import SchedulerOutput, SchedulerView
 from tests.support.engine_views import (
     check_contract,
     decoding,

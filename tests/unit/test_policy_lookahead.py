@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_lookahead.microbatch import Waiting, form_ahead
 from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.policy.chunked import ChunkedScheduler
-from services.worker.policy.lookahead import LookaheadScheduler
-from services.worker.policy.microbatch import Waiting, form_ahead
-from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import Limits, Scheduler, SchedulerOutput
-from services.worker.policy.work import Work
+from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.lookahead import LookaheadScheduler
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
+from services.worker.scheduling.work import Work
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.formations import by_halving, by_tokens
-from services.worker.policy.microbatch import Chunk, Microbatch, Waiting, form_ahead, microbatch_s
-from services.worker.policy.pipeline_time import makespan_s, over_stages
-from services.worker.policy.shares import MIN_TOKENS, STEPS_PER_LANE, Line, Room, Shares, spread
-from services.worker.policy.view import Limits
-from services.worker.policy.work import Work, kunserve_form
+from benchmarks.paper_lookahead.formations import by_halving, by_tokens
+from benchmarks.paper_lookahead.microbatch import Chunk, Microbatch, Waiting, form_ahead, microbatch_s
+from benchmarks.paper_lookahead.pipeline_time import makespan_s, over_stages
+from services.worker.scheduling.shares import MIN_TOKENS, STEPS_PER_LANE, Line, Room, Shares, spread
+from services.worker.scheduling.view import Limits
+from services.worker.scheduling.work import Work, kunserve_form
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
 

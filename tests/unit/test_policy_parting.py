@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.worker.policy.parting import share_out
+from services.worker.kv_moves.parting import share_out
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.pipeline_time import (
+from benchmarks.paper_lookahead.pipeline_time import (
     bubble_ratio,
     finish_times,
     inner_bubble_ratio,
@@ -18,7 +18,7 @@ from services.worker.policy.pipeline_time import (
     over_stages,
     two_stage_s,
 )
-from services.worker.policy.view import F64
+from services.worker.scheduling.view import F64
 
 
 def random_costs(random: np.random.Generator) -> F64:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy import chunked, fcfs, round_robin
-from services.worker.policy.plain import plain_decode
-from services.worker.policy.registry import SCHEDULERS, make_scheduler
-from services.worker.policy.view import CachedPrefix, Limits, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling import chunked, fcfs, round_robin
+from services.worker.scheduling.plain import plain_decode
+from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
+from services.worker.scheduling.view import CachedPrefix, Limits, PreemptHow, SchedulerOutput, SchedulerView
 from shared.systems import SYSTEMS
 from tests.support.engine_views import check_contract, decoding, host_view, make_view, parked, prefilling, random_view
 

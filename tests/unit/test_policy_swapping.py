@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.policy.giving_way import Leaving
-from services.worker.policy.registry import make_scheduler
-from services.worker.policy.view import HostView, MoveCost, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.giving_way import Leaving
+from services.worker.scheduling.registry import make_scheduler
+from services.worker.scheduling.view import HostView, MoveCost, PreemptHow, SchedulerOutput, SchedulerView
 from tests.support.engine_views import (
     check_contract,
     decoding,

@@ -19,16 +19,16 @@ from services.worker.attention.base import RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.remote import new_states
 from services.worker.engine.types import NOTHING_KEPT, BatchFailedError
-from services.worker.executor.link_turns import LinkTurns
 from services.worker.executor.recent_steps import RecentSteps
-from services.worker.groups import exchange_modes, kv_exchanges, kv_wire, remote_attention
-from services.worker.groups.device import Led
-from services.worker.groups.exchange_modes import ExchangeFacts, by_price
-from services.worker.groups.kv_table import AreLive, KvLot, KvTable, MovingKv
-from services.worker.groups.remote_attention import KeptKeys, RemoteAttention, RemoteShape
-from services.worker.groups.remote_wire import RemoteSocket, StepRows, pack_rows, unpack_rows
-from services.worker.groups.torch_device import TorchGroupDevice
+from services.worker.kv_moves import exchange_modes, kv_exchanges, kv_wire, remote_attention
+from services.worker.kv_moves.exchange_modes import ExchangeFacts, by_price
+from services.worker.kv_moves.kv_table import AreLive, KvLot, KvTable, MovingKv
+from services.worker.kv_moves.remote_attention import KeptKeys, RemoteAttention, RemoteShape
+from services.worker.kv_moves.remote_wire import RemoteSocket, StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies
+from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.roles.device import Led
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.systems import KvExchange

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.prefix import PrefixIndex
-from services.worker.engine.remote_kv import RemoteKv, RemoteSpan, tail_begin
+from services.worker.blocks.prefix import PrefixIndex
+from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
 from services.worker.engine.types import SPLIT_KEYS, KeptKv
-from services.worker.groups.kv_messages import KvOffered, pack_offer, pack_table, unpack_offer, unpack_table
-from services.worker.groups.kv_table import KvOffer, KvTable, MovingKv, table_to_form
+from services.worker.kv_moves.kv_messages import KvOffered, pack_offer, pack_table, unpack_offer, unpack_table
+from services.worker.kv_moves.kv_table import KvOffer, KvTable, MovingKv, table_to_form
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.wire import encode

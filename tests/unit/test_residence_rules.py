@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from services.worker.groups.block_limit import BlockLimit, BlocksNeededError
-from services.worker.groups.device import GroupPlace, StagePlace
-from services.worker.groups.residence import Residence, residence_in, why_not_resident
+from services.worker.roles.block_limit import BlockLimit, BlocksNeededError
+from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.roles.residence import Residence, residence_in, why_not_resident
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import PlannedGroup, PlannedStage

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from services.worker.engine.types import OWN_SAMPLE, BatchFailedError, BatchOutput
-from services.worker.executor.choosing import Chooser
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory import host_link
+from services.worker.sampling.choosing import Chooser
 from shared.types import FinishReason, SamplingParams
 from tests.support.overlap import KINDS, SHAPE, answers, driven_texts, requests, sampling_of
 from tests.support.runner_driver import Driver
@@ -163,7 +163,7 @@ def test_a_step_whose_tokens_the_host_chooses_ends_where_it_is_launched(
 ) -> None:
     """What it looks at is overwritten by the next step. Filters may look further than at the largest weights."""
     monkeypatch.setattr(host_link, "BESIDE", ("cpu",))
-    monkeypatch.setattr("services.worker.executor.draw.CANDIDATES", 16)
+    monkeypatch.setattr("services.worker.sampling.draw.CANDIDATES", 16)
     driver = Driver(open_runner(SHAPE, kernels="torch"))
     driver.add([3, 4, 5])
     driver.add([3, 5, 7], SamplingParams(max_tokens=9).model_copy(update=sampling_of(kind, 1)))

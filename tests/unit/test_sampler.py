@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from services.worker.engine.types import I64
-from services.worker.executor.draw import RowSampling, filter_weights
-from services.worker.executor.random import uniforms
-from services.worker.executor.sampler import Sampler, SamplingTable
+from services.worker.sampling.draw import RowSampling, filter_weights
+from services.worker.sampling.random import uniforms
+from services.worker.sampling.sampler import Sampler, SamplingTable
 from shared.types import SamplingParams
 
 DRAWS = 20_000
@@ -120,7 +120,7 @@ def test_many_rows_of_a_large_vocabulary_are_drawn_in_parts_without_a_difference
         np.full(7, 1.0), np.full(7, 0.9), np.array([0, 5] * 3 + [0]), np.zeros(7), np.arange(7, dtype=np.int64)
     )
     whole = Sampler().sample(logits, params, positions(7))
-    monkeypatch.setattr("services.worker.executor.sampler.DRAW_ELEMENTS", 90)
+    monkeypatch.setattr("services.worker.sampling.sampler.DRAW_ELEMENTS", 90)
     assert Sampler().sample(logits, params, positions(7)).tolist() == whole.tolist()
 
 
@@ -139,7 +139,7 @@ def test_rows_whose_filters_reach_far_are_drawn_once_more(seed: int, monkeypatch
     )
     logits[0] *= 0.01  # nearly alike: so many of them reach a share
     params.temperature[0], params.top_p[0], params.top_k[0] = 1.0, 0.95, 0
-    monkeypatch.setattr("services.worker.executor.draw.CANDIDATES", 16)
+    monkeypatch.setattr("services.worker.sampling.draw.CANDIDATES", 16)
     expected = Sampler().sample(logits, params, positions(12))
     monkeypatch.setattr("services.worker.memory.host_link.BESIDE", ("cpu",))
     asked = Sampler().begin(logits, params, positions(12)).columns
@@ -159,7 +159,7 @@ def test_the_ends_of_the_distribution_never_draw_a_token_without_weight(
 ) -> None:
     """Tokens 1 and 3 have one half each, their neighbours nothing."""
     monkeypatch.setattr(
-        "services.worker.executor.sampler.uniforms", lambda seeds, _positions: np.full(len(seeds), point)
+        "services.worker.sampling.sampler.uniforms", lambda seeds, _positions: np.full(len(seeds), point)
     )
     logits = torch.tensor([[-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf]])
     assert Sampler().sample(logits, sampling(1), positions(1)).tolist() == [expected]

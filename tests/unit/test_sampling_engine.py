@@ -13,7 +13,7 @@ from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.types import BatchFailedError
 from services.worker.executor.model_runner import ModelRunner
-from services.worker.policy.registry import make_scheduler
+from services.worker.scheduling.registry import make_scheduler
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape

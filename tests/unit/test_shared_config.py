@@ -14,8 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
-from shared.config import ConfigError, ModelNames, ServiceSettings, Settings, Size, load, load_with_origin, parse_size
 from shared.errors import StartupError
+from shared.process.config import (
+    ConfigError,
+    ModelNames,
+    ServiceSettings,
+    Settings,
+    Size,
+    load,
+    load_with_origin,
+    parse_size,
+)
 
 REPEATABLE = settings(derandomize=True, deadline=None)
 
@@ -383,7 +392,7 @@ def test_required_fields_are_marked_in_the_help(capsys: pytest.CaptureFixture[st
 
 def test_by_default_flags_and_variables_are_those_of_the_process(tmp_path: Path) -> None:
     program = (
-        "from shared.config import load, ServiceSettings\n"
+        "from shared.process.config import load, ServiceSettings\n"
         "s = load(ServiceSettings, 'worker')\n"
         "print(s.cluster, s.nats_url)\n"
     )

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from shared.health import MAX_AGE_S, find_illness, write_health
+from shared.process.health import MAX_AGE_S, find_illness, write_health
 
 
 def check(path: Path) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "shared.health", str(path)], capture_output=True, text=True, check=False, timeout=30
+        [sys.executable, "-m", "shared.process.health", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
     )
     return done.returncode, done.stdout.strip()
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import structlog
 
-from shared.log import MAX_TEXT, _StandardHandler, configure, flush_log, get_logger, only_from
-from shared.log_sink import LogSink
+from shared.process.log import MAX_TEXT, _StandardHandler, configure, flush_log, get_logger, only_from
+from shared.process.log_sink import LogSink
 
 
 class Terminal(io.StringIO):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.metrics import MAX_LABEL_CHARS, OTHER, Metrics
+from shared.process.metrics import MAX_LABEL_CHARS, OTHER, Metrics
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 HEAD = """
 import asyncio, sys, time
 from shared.errors import ConfigError
-from shared.log import configure, get_logger
-from shared.process import refusing_start, run_service
+from shared.process.log import configure, get_logger
+from shared.process.run import refusing_start, run_service
 """
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from shared.log import configure, flush_log
-from shared.tasks import TaskOwner
+from shared.process.log import configure, flush_log
+from shared.process.tasks import TaskOwner
 
 
 @pytest.fixture

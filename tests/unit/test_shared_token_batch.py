@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.bus import MAX_PAYLOAD_BYTES
 from shared.checksum import SEAL_BYTES, seal
 from shared.ids import StreamId, WorkerId
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras
 from shared.token_batch import MAX_COUNT, MAX_STREAMS, TokenBatch, WireError, stream_batch
+from shared.transport.bus import MAX_PAYLOAD_BYTES
 from shared.types import FinishReason
 from shared.wire import WireSizeError
 from tests.unit.golden.samples import BATCH, read_hex

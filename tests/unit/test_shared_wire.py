@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 import shared.messages
-from shared.bus import MAX_PAYLOAD_BYTES
 from shared.checksum import SEAL_BYTES, seal
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 from shared.messages.report import WorkerReport
 from shared.messages.request import MAX_INLINE_BYTES, Cancel, RequestMessage, Submit
+from shared.transport.bus import MAX_PAYLOAD_BYTES
 from shared.types import SamplingParams
 from shared.wire import (
     MAX_DEPTH,

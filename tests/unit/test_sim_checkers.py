@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.dispatcher.session.request import FailureCode
-from services.worker.executor.shadow_kv import TokenDraw
+from services.worker.modelled.shadow_kv import TokenDraw
 from shared.cost import CostModel
 from shared.types import FinishReason, QoeTarget
 from sim.faults.checkers import Checker, judge_numbers, judge_peaks

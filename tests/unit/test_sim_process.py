@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from shared.bus import BusTimeoutError, Endpoint, Message, NoRespondersError, ServiceInfo
-from shared.memory_bus import MemoryBroker, MemoryBus
+from shared.transport.bus import BusTimeoutError, Endpoint, Message, NoRespondersError, ServiceInfo
+from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from sim.faults.process import ProcessState, SimProcess
 from sim.virtual_time import VirtualTimeLoop, run
 

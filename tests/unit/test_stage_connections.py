@@ -12,11 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker import sockets
-from services.worker.groups import connect
-from services.worker.groups.connect import Seats, StageListener, dial, together
-from services.worker.groups.device import GroupFailedError, GroupPlace, StagePlace
-from services.worker.groups.greeting import (
+from services.worker.peers import connect
+from services.worker.peers import door as sockets
+from services.worker.peers.connect import Seats, StageListener, dial, together
+from services.worker.peers.greeting import (
     StageHello,
     StageRefused,
     StageRefusedError,
@@ -26,8 +25,9 @@ from services.worker.groups.greeting import (
     read_greeting,
     why_refused,
 )
-from services.worker.groups.sockets import say
-from services.worker.groups.threads import in_thread
+from services.worker.peers.messages import say
+from services.worker.peers.threads import in_thread
+from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from shared.ids import WorkerId
 from shared.layers import even_split
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage

@@ -21,17 +21,17 @@ from services.worker.engine.types import (
     RowInit,
     TableDelta,
 )
-from services.worker.executor.channel import ChannelLostError
-from services.worker.executor.modelled import FailureInjector
-from services.worker.executor.modelled_stage import ModelledStage
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.executor.stage import MAX_LAUNCHED
-from services.worker.executor.stage_messages import Activation, Close, CopyEnded, KvOver, StageMessage, StepDone
-from services.worker.executor.thread_stage import StageThread
+from services.worker.modelled.executor import FailureInjector
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
+from services.worker.pipeline.channel import ChannelLostError
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.stage import MAX_LAUNCHED
+from services.worker.pipeline.stage_messages import Activation, Close, CopyEnded, KvOver, StageMessage, StepDone
+from services.worker.pipeline.thread_stage import StageThread
 from shared.cost import StageCost
 from shared.layers import even_split
 from shared.types import SamplingParams
+from sim.devices.modelled_stage import ModelledStage
 from tests.support.engine_builders import new_sequence
 from tests.support.late_stages import LIMIT_S, Holding, LateStage
 from tests.support.leaks import whats_open

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
-from services.worker.executor import hidden_link
-from services.worker.executor.channel import SocketChannel
-from services.worker.executor.hidden_link import HiddenLink, HiddenShape
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.runner_stage import RunnerStage
-from services.worker.executor.stage import MAX_LAUNCHED, StageStep
-from services.worker.executor.stage_messages import Hidden
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.memory.host_link import Event
+from services.worker.pipeline import hidden_link
+from services.worker.pipeline.channel import SocketChannel
+from services.worker.pipeline.hidden_link import HiddenLink, HiddenShape
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.runner_stage import RunnerStage
+from services.worker.pipeline.stage import MAX_LAUNCHED, StageStep
+from services.worker.pipeline.stage_messages import Hidden
 from shared.layers import even_split
 from tests.support.late_runner import MAX_TOKENS, LateRunner, sums_of
 from tests.support.late_stages import LateStream, be_beside, late_stream

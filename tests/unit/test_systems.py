@@ -10,7 +10,7 @@ import pytest
 
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.load import check_start, load_executor
-from services.worker.policy.registry import SCHEDULERS
+from services.worker.scheduling.registry import SCHEDULERS
 from shared.errors import StartupError
 from shared.systems import (
     PLANNED_SYSTEMS,

@@ -24,17 +24,17 @@ from services.worker.engine.types import (
     RowInit,
     TableDelta,
 )
-from services.worker.executor.channel import ChannelLostError, ModelledLink, SocketChannel
-from services.worker.executor.modelled import FailureInjector
-from services.worker.executor.modelled_pipeline import ModelledStages
-from services.worker.executor.modelled_stage import ModelledStage
-from services.worker.executor.pipeline import PipelineExecutor
-from services.worker.executor.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.executor.stage import Ended
-from services.worker.executor.stage_messages import Activation, Close, Hidden, StageMessage
+from services.worker.modelled.executor import FailureInjector
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
+from services.worker.pipeline.channel import ChannelLostError, ModelledLink, SocketChannel
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.stage import Ended
+from services.worker.pipeline.stage_messages import Activation, Close, Hidden, StageMessage
 from shared.cost import StageCost
 from shared.layers import even_split
 from shared.types import SamplingParams
+from sim.devices.modelled_pipeline import ModelledStages
+from sim.devices.modelled_stage import ModelledStage
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.staged_kv import NO_COST
 from tests.support.thread_pipeline import WiredPipeline, wire_up

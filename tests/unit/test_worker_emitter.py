@@ -7,14 +7,14 @@ from typing import cast
 
 import numpy as np
 
-from services.worker.emitter import MAX_QUEUED_MESSAGES, Emitter
 from services.worker.engine.events import RowExtra, StepEvents
-from shared.bus import Bus, BusError, Message
+from services.worker.serving.emitter import MAX_QUEUED_MESSAGES, Emitter
 from shared.ids import DispatcherId, WorkerId
-from shared.memory_bus import MemoryBroker
 from shared.stream_extras import StreamExtra, TokenLogprob
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
+from shared.transport.bus import Bus, BusError, Message
+from shared.transport.memory_bus import MemoryBroker
 from sim.virtual_time import run
 
 SUBJECTS = Subjects("c")

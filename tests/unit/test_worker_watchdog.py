@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.watchdog import SLOW_FACTOR, AwakeAge, StuckStepError, step_limit, watch_steps
+from services.worker.serving.watchdog import SLOW_FACTOR, AwakeAge, StuckStepError, step_limit, watch_steps
 from shared.cost import CostModel
-from shared.memory_bus import MemoryBroker
 from shared.messages.lease import Renewed
+from shared.transport.memory_bus import MemoryBroker
 from sim.virtual_time import run
 from sim.worker import SimWorker, SimWorkerParams
 from tests.support.fake_dispatcher import FakeDispatcher, Stream

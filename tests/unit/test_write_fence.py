@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from services.worker.groups.write_fence import WriteFence, WritesEndedError
+from services.worker.kv_moves.write_fence import WriteFence, WritesEndedError
 
 
 def test_writes_go_side_by_side_and_none_begins_once_it_is_shut() -> None:

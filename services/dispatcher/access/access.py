@@ -15,7 +15,7 @@ from services.dispatcher.access.key_ring import KeyRing
 from services.dispatcher.access.keys_file import read_keys, single_key
 from services.dispatcher.access.throttle import WrongKeyThrottle
 from shared.errors import ConfigError
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _log = get_logger()
 

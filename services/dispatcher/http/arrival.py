@@ -10,13 +10,13 @@ from typing import Any, Final
 from aiohttp import web
 
 from services.dispatcher.access.grants import Grant
+from services.dispatcher.answers.event_ids import MAX_CHOICES, Seen, parse_last_event_id
+from services.dispatcher.answers.idempotency import Retry, derive_retry, parse_key
+from services.dispatcher.endpoints.fields import Fields
+from services.dispatcher.endpoints.params import Params
 from services.dispatcher.http.body import read_json
 from services.dispatcher.http.errors import ApiError, invalid
-from services.dispatcher.http.event_ids import MAX_CHOICES, Seen, parse_last_event_id
-from services.dispatcher.http.fields import Fields
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.idempotency import Retry, derive_retry, parse_key
-from services.dispatcher.http.params import Params
 from shared.ids import RequestId
 
 MAX_ECHOED_CHARS: Final = 64

@@ -25,7 +25,7 @@ from aiohttp.web_protocol import RequestHandler
 from services.dispatcher.http.doorway import Doorway, address_of
 from services.dispatcher.http.errors import ApiError, error_bytes, error_response, failure_error
 from services.dispatcher.session.request import FailureCode
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _log = get_logger()
 

@@ -8,10 +8,10 @@ from typing import Final
 
 from services.dispatcher.access.access import Access
 from services.dispatcher.access.grants import Grant
+from services.dispatcher.answers.live import LiveCalls
 from services.dispatcher.config import DispatcherSettings
+from services.dispatcher.endpoints.params import ParamRules
 from services.dispatcher.http.doorway import Doorway
-from services.dispatcher.http.live import LiveCalls
-from services.dispatcher.http.params import ParamRules
 from services.dispatcher.http.sockets import Sockets
 from services.dispatcher.http.sse import EventStreams
 from services.dispatcher.limits.tenants import Tenants
@@ -19,9 +19,9 @@ from services.dispatcher.metrics import DispatcherMetrics
 from services.dispatcher.session.sessions import Sessions
 from services.dispatcher.text.pool import TextPool
 from services.dispatcher.text.prompts import PromptCodec
-from shared.bus import Bus
-from shared.log import get_logger
 from shared.messages.request import MAX_PROMPT_TOKENS
+from shared.process.log import get_logger
+from shared.transport.bus import Bus
 
 _log = get_logger()
 

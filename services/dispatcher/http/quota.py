@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.dispatcher.access.grants import Tenant
-from services.dispatcher.http.call import Call
+from services.dispatcher.endpoints.call import Call
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError
 from services.dispatcher.http.front import Front
 from services.dispatcher.limits.tenants import Limit, OverLimit, Permit

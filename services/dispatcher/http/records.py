@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from services.dispatcher.http.answers import usage_of
-from services.dispatcher.http.call import Call, Choice
+from services.dispatcher.answers.answers import usage_of
+from services.dispatcher.answers.shapes import Usage
+from services.dispatcher.endpoints.call import Call, Choice
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.shapes import Usage
 from services.dispatcher.metrics import WHOLE, RequestRecord
 from services.dispatcher.session.request import FailureCode
 from services.dispatcher.session.session import Session
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _log = get_logger()
 

@@ -14,19 +14,19 @@ from typing import Final
 
 from aiohttp import web
 
-from services.dispatcher.http import models, probes
-from services.dispatcher.http.cancel import cancel_request, is_cancel_path
-from services.dispatcher.http.chat import chat_completions
-from services.dispatcher.http.completions import completions
+from services.dispatcher.endpoints import models, probes
+from services.dispatcher.endpoints.cancel import cancel_request, is_cancel_path
+from services.dispatcher.endpoints.chat import chat_completions
+from services.dispatcher.endpoints.completions import completions
+from services.dispatcher.endpoints.tokenize import detokenize, tokenize
 from services.dispatcher.http.connection import MAX_HEAD_BYTES, ConnectionLimits, ConnectionServer, head_too_large
 from services.dispatcher.http.errors import RATE_LIMITED, ApiError, error_response, failure_error
 from services.dispatcher.http.front import Front
 from services.dispatcher.http.guard import authorise
-from services.dispatcher.http.tokenize import detokenize, tokenize
 from services.dispatcher.http.websocket import open_socket
 from services.dispatcher.session.request import FailureCode
 from shared.errors import StartupError
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _log = get_logger()
 

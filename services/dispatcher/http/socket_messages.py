@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from services.dispatcher.http import event_ids, idempotency
+from services.dispatcher.answers import event_ids, idempotency
+from services.dispatcher.endpoints.fields import Fields
 from services.dispatcher.http.body import parse_object
 from services.dispatcher.http.errors import ApiError, error_content, invalid
-from services.dispatcher.http.fields import Fields
 
 MAX_NAME_CHARS: Final = 64
 ENDPOINTS: Final = ("chat", "completions")

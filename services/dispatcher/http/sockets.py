@@ -11,7 +11,7 @@ from aiohttp import WSCloseCode
 
 from services.dispatcher.http.sse import SWEEP_PERIOD_S
 from services.dispatcher.http.unsent import FULL_BUFFER_BYTES
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _log = get_logger()
 

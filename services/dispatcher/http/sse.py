@@ -17,7 +17,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import HttpVersion11
 
 from services.dispatcher.http.unsent import ReaderLimits, Reading
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _log = get_logger()
 

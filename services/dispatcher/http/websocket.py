@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
+from services.dispatcher.answers.generate import generate
+from services.dispatcher.endpoints.call import Call
+from services.dispatcher.endpoints.chat import chat_call
+from services.dispatcher.endpoints.completions import completion_call
 from services.dispatcher.http.arrival import Sender, note_arrival
-from services.dispatcher.http.call import Call
-from services.dispatcher.http.chat import chat_call
-from services.dispatcher.http.completions import completion_call
 from services.dispatcher.http.errors import ApiError, failure_error
 from services.dispatcher.http.front import Front
-from services.dispatcher.http.generate import generate
 from services.dispatcher.http.guard import authorise, grant_of
 from services.dispatcher.http.socket_messages import (
     BadMessageError,
@@ -34,8 +34,8 @@ from services.dispatcher.http.socket_messages import (
 from services.dispatcher.http.sockets import CLOSE_LIMIT_S, MAX_UNSENT_BYTES, UNREAD, Verdict
 from services.dispatcher.http.sse import EventWriter
 from services.dispatcher.session.request import FailureCode
-from shared.log import get_logger
-from shared.tasks import TaskOwner
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 
 _log = get_logger()
 

@@ -7,9 +7,7 @@ from enum import Enum, auto
 
 from pydantic import TypeAdapter
 
-from shared.bus import Bus, BusError, BusTimeoutError, MessageTooLargeError, NoRespondersError
 from shared.ids import NOBODY, Incarnation, RequestId, WorkerId
-from shared.log import get_logger
 from shared.messages.lease import Renew, Renewed
 from shared.messages.request import (
     MAX_INLINE_BYTES,
@@ -24,8 +22,10 @@ from shared.messages.request import (
     Upload,
     Uploaded,
 )
+from shared.process.log import get_logger
 from shared.subjects import Subjects
 from shared.token_batch import MAGIC, TokenBatch
+from shared.transport.bus import Bus, BusError, BusTimeoutError, MessageTooLargeError, NoRespondersError
 from shared.wire import WireError, WireSizeError, decode, decode_union, encode
 
 _log = get_logger()

@@ -21,9 +21,9 @@ from typing import Final
 from services.dispatcher.session.calls import Silence, WorkerCalls
 from services.dispatcher.session.table import SessionTable
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, WorkerId
-from shared.log import get_logger
 from shared.messages.lease import MAX_DROPS, Renew, Renewed
-from shared.tasks import TaskOwner
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 
 _log = get_logger()
 

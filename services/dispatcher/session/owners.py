@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from shared.bus import Bus, BusError, KeyValue
 from shared.errors import WireError
 from shared.ids import RequestId
-from shared.log import get_logger
 from shared.messages.owner import Owner
+from shared.process.log import get_logger
 from shared.subjects import Subjects
+from shared.transport.bus import Bus, BusError, KeyValue
 from shared.wire import decode_json, encode_json
 
 _log = get_logger()

@@ -18,10 +18,10 @@ from services.dispatcher.session.request import FailureCode, NewRequest, Request
 from services.dispatcher.session.session import MAX_BLAMES, Session
 from services.dispatcher.state import ClusterState
 from shared.ids import RequestId, WorkerId
-from shared.log import get_logger
 from shared.messages.lease import Renew
 from shared.messages.owner import Owner
-from shared.tasks import TaskOwner
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 
 _log = get_logger()
 

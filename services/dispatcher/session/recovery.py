@@ -15,8 +15,8 @@ from services.dispatcher.session.placing import Placing
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.dispatcher.session.session import MAX_BLAMES, Session
 from shared.ids import WorkerId
-from shared.log import get_logger
-from shared.tasks import TaskOwner
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 
 _log = get_logger()
 

@@ -10,9 +10,9 @@ from services.dispatcher.session.leases import Loss
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
 from shared.ids import WorkerId
-from shared.log import get_logger
 from shared.messages.request import Replay, ReplayUnknown
-from shared.tasks import TaskOwner
+from shared.process.log import get_logger
+from shared.process.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 
 _log = get_logger()

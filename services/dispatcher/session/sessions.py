@@ -28,7 +28,7 @@ from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
 from shared.ids import NOBODY, DispatcherId, Incarnation, WorkerId
 from shared.messages.report import ClusterView
-from shared.tasks import TaskOwner
+from shared.process.tasks import TaskOwner
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason
 

@@ -11,7 +11,7 @@ from services.dispatcher.session.request import FailureCode, NewRequest
 from services.dispatcher.session.session import Session
 from shared.errors import WireError
 from shared.ids import StreamId, WorkerId
-from shared.log import get_logger
+from shared.process.log import get_logger
 from shared.stream_extras import StreamExtra
 from shared.token_batch import TokenBatch
 from shared.types import FinishReason

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
-from services.planner.policy.ladder import ClusterSnapshot, WorkerLoad
+from services.planner.policy.levers.ladder import ClusterSnapshot, WorkerLoad
+from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts, ModelFacts
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus

@@ -17,16 +17,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop_facts import (
+from services.planner.policy.levers.ladder import WorkerLoad
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop_facts import (
     ClusterFacts,
     InstanceFacts,
     expected_tokens,
     groups_of,
     missing_layers,
 )
-from services.planner.policy.ladder import WorkerLoad
-from services.planner.policy.restore import why_no_room
+from services.planner.policy.restoring.restore import why_no_room
 from shared.ids import WorkerId
 
 ROUNDING_S = 1e-6

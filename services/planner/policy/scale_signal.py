@@ -25,11 +25,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
-from services.planner.policy.capacity import CapacityRule
-from services.planner.policy.drop import tokens_short
-from services.planner.policy.drop_facts import ClusterFacts, InstanceFacts, groups_of, missing_layers, wanted_tokens
-from services.planner.policy.ladder import Decision, Situation
+from services.planner.policy.levers.ladder import Decision, Situation
 from services.planner.policy.pacing import ROUNDING_S
+from services.planner.policy.plans.capacity import CapacityRule
+from services.planner.policy.plans.drop import tokens_short
+from services.planner.policy.plans.drop_facts import (
+    ClusterFacts,
+    InstanceFacts,
+    groups_of,
+    missing_layers,
+    wanted_tokens,
+)
 
 NUM_SAMPLES = 64
 """Looks at the use that a window remembers."""

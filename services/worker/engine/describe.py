@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.worker.engine.engine import Engine
-from services.worker.engine.table import Status
+from services.worker.sequences.table import Status
 from shared.ids import RequestId
 
 

@@ -15,26 +15,20 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine import qoe_columns
+from services.worker.blocks.compaction import with_moves
+from services.worker.blocks.manager import BlockManager
+from services.worker.blocks.remote_kv import RemoteSpan
+from services.worker.blocks.sharing import Sharing
+from services.worker.blocks.swapping import Swapping
 from services.worker.engine.assemble import decodes_first, input_tokens
-from services.worker.engine.blocks import BlockManager
-from services.worker.engine.compaction import with_moves
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.flights import Flights
 from services.worker.engine.going_ahead import rows_ahead
 from services.worker.engine.invariants import check_engine
-from services.worker.engine.logprob_log import LogprobLog
-from services.worker.engine.remote_kv import RemoteSpan
-from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.room import Room
-from services.worker.engine.sequence import SequenceKey
-from services.worker.engine.sharing import Sharing
 from services.worker.engine.stats import EngineStats, Totals, take_stats
-from services.worker.engine.swapping import Swapping
-from services.worker.engine.table import Hold, SequenceTable, Status
-from services.worker.engine.token_log import TokenLog
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import (
     I32,
@@ -49,7 +43,13 @@ from services.worker.engine.types import (
     KeptKv,
 )
 from services.worker.engine.viewing import view_of
-from services.worker.policy.view import Limits, MoveCost, Scheduler, SchedulerOutput
+from services.worker.scheduling.view import Limits, MoveCost, Scheduler, SchedulerOutput
+from services.worker.sequences import qoe_columns
+from services.worker.sequences.logprob_log import LogprobLog
+from services.worker.sequences.residents import Residents
+from services.worker.sequences.sequence import SequenceKey
+from services.worker.sequences.table import Hold, SequenceTable, Status
+from services.worker.sequences.token_log import TokenLog
 from shared.ids import RequestId
 from shared.types import FinishReason
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.table import Hold, SequenceTable
 from services.worker.engine.types import EMPTY_I32, I32, Batch, Bool, Flight
+from services.worker.sequences.table import Hold, SequenceTable
 
 Rows = NDArray[np.intp]
 # without a dimension: an operation of a short array with one takes half as long as with a scalar

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.worker.engine.flights import Flights
-from services.worker.engine.table import Hold, SequenceTable
 from services.worker.engine.types import I32
-from services.worker.policy.plain import MAX_BLOCKS_PER_ROW
-from services.worker.policy.view import Limits
+from services.worker.scheduling.plain import MAX_BLOCKS_PER_ROW
+from services.worker.scheduling.view import Limits
+from services.worker.sequences.table import Hold, SequenceTable
 
 Rows = NDArray[np.intp]
 # arrays without a dimension: an operation of a short array with one takes half as long as with a scalar

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.worker.engine.table import Hold, SequenceTable, Status
-from services.worker.engine.token_log import CHUNK
+from services.worker.sequences.table import Hold, SequenceTable, Status
+from services.worker.sequences.token_log import CHUNK
 
 if TYPE_CHECKING:
     from services.worker.engine.engine import Engine

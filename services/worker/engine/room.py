@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.worker.engine.blocks import BlockManager
-from services.worker.engine.remote_kv import RemoteSpan
-from services.worker.engine.sharing import Sharing
-from services.worker.engine.table import Hold, SequenceTable, Status
+from services.worker.blocks.manager import BlockManager
+from services.worker.blocks.remote_kv import RemoteSpan
+from services.worker.blocks.sharing import Sharing
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.types import I32, Bool, KeptKv
+from services.worker.sequences.table import Hold, SequenceTable, Status
 
 
 class Room:

@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.blocks.sharing import Sharing
+from services.worker.blocks.swapping import Swapping
 from services.worker.engine.assemble import row_init
 from services.worker.engine.events import RowExtra
-from services.worker.engine.residents import Residents
 from services.worker.engine.retry import RetryQueue
-from services.worker.engine.sharing import Sharing
 from services.worker.engine.stats import Totals
-from services.worker.engine.swapping import Swapping
-from services.worker.engine.table import Hold, SequenceTable, Status
-from services.worker.engine.token_log import TokenLog
 from services.worker.engine.types import EMPTY_I32, I32, RowInit
-from services.worker.policy.view import PreemptHow
+from services.worker.scheduling.view import PreemptHow
+from services.worker.sequences.residents import Residents
+from services.worker.sequences.table import Hold, SequenceTable, Status
+from services.worker.sequences.token_log import TokenLog
 
 Rows = NDArray[np.intp]
 _SWAP = int(PreemptHow.SWAP)

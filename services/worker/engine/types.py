@@ -161,7 +161,7 @@ class KeptKv:
     """Blocks whose KV sequences can go on with at another executor: full ones, by what they hold."""
 
     names: tuple[bytes, ...] = ()
-    """[n] of `engine/prefix.py`, each once."""
+    """[n] of `blocks/prefix.py`, each once."""
     ids: I32 = field(default_factory=lambda: EMPTY_I32)
     """[n] block ids."""
     tails: I32 = field(default_factory=lambda: EMPTY_I32)

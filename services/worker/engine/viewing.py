@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.worker.engine.types import EMPTY_I32
-from services.worker.policy.view import SchedulerView
+from services.worker.scheduling.view import SchedulerView
 
 if TYPE_CHECKING:
     from services.worker.engine.engine import Engine

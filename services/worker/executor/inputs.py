@@ -9,8 +9,8 @@ import torch
 
 from services.worker.attention.base import RaggedRows
 from services.worker.engine.types import I32, I64, Batch, TableDelta
-from services.worker.executor.own_samples import OwnSamples
 from services.worker.memory.host_link import Turns
+from services.worker.sampling.own_samples import OwnSamples
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ from services.worker.attention.native_paged import MAX_GROUP, NativePagedAttenti
 from services.worker.attention.torch_paged import TorchPagedAttention
 from services.worker.executor.attention_trial import attention_fault
 from services.worker.executor.native_step import NativeForward
-from services.worker.executor.own_samples import OwnSamples
-from services.worker.executor.scoring import TorchScoring
 from services.worker.executor.step import DecodeLayers, ForwardPass, TorchForward
 from services.worker.executor.step_graphs import Recorder, StepGraphs
 from services.worker.memory.kv_cache import KVCache
@@ -36,6 +34,8 @@ from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights
 from services.worker.native.library import NativeLibrary, open_library
+from services.worker.sampling.own_samples import OwnSamples
+from services.worker.sampling.scoring import TorchScoring
 from shared.errors import StartupError
 
 if TYPE_CHECKING:

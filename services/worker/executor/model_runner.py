@@ -28,16 +28,16 @@ from services.worker.engine.types import (
     KvCapacity,
     RemoteLostError,
 )
-from services.worker.executor.choosing import Chooser
 from services.worker.executor.inputs import BlockTables
 from services.worker.executor.launched import Done, Launched
-from services.worker.executor.own_samples import OwnSamples
-from services.worker.executor.sampler import Choose
 from services.worker.executor.step import ForwardPass
 from services.worker.memory.host_kv import HostKV
 from services.worker.memory.host_link import send
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory
+from services.worker.sampling.choosing import Chooser
+from services.worker.sampling.own_samples import OwnSamples
+from services.worker.sampling.sampler import Choose
 from shared.layers import LayerRange
 
 T = TypeVar("T")

@@ -17,13 +17,13 @@ from services.worker.attention.base import RaggedRows
 from services.worker.attention.native_paged import rows_args
 from services.worker.attention.remote import RemoteKeys, RemoteLostError, RemoteRows, new_states
 from services.worker.engine.types import F64, I32, I64, Batch
-from services.worker.executor.scoring import Scores
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
 from services.worker.native.library import NativeLibrary, NotGivenError
 from services.worker.native.structures import FAR_CALL, FarArgs, LayerArgs, ModelArgs, StepArgs
+from services.worker.sampling.scoring import Scores
 
 GROWTH_TOKENS = 128
 """Workspace grows by multiples of this."""

@@ -17,10 +17,7 @@ from services.worker.attention.native_paged import split_bytes
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
 from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
 from services.worker.executor.kernels import Kernels
-from services.worker.executor.logit_rules import MAX_EDITS
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
-from services.worker.executor.own_samples import OwnSamples
-from services.worker.executor.sampler import DRAW_ELEMENTS
 from services.worker.executor.step_graphs import Recorder, StepGraphs, graph_sizes
 from services.worker.memory.budget import (
     MIN_RESERVE_BYTES,
@@ -39,6 +36,9 @@ from services.worker.memory.model_memory import ModelMemory
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, num_parameters
+from services.worker.sampling.logit_rules import MAX_EDITS
+from services.worker.sampling.own_samples import OwnSamples
+from services.worker.sampling.sampler import DRAW_ELEMENTS
 from shared.errors import StartupError
 from shared.layers import LayerRange
 from shared.types import SamplingParams

@@ -32,7 +32,7 @@ from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, ParameterBuffer
 from shared.errors import StartupError
 from shared.layers import LayerRange
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 CPU_PIECE_ELEMENTS: Final = 32_000
 """Of a piece in main memory: torch copies so many in the calling thread, more (32 768) by all of its threads."""

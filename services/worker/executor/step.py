@@ -12,13 +12,13 @@ from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.remote import RemoteKeys, RemoteRows, attended_of, new_states
 from services.worker.engine.types import I32, I64, Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
-from services.worker.executor.own_samples import OwnSamples
-from services.worker.executor.scoring import Scores, Scoring
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Decoder
 from services.worker.models.operators import LayerOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.weights import ModelWeights
+from services.worker.sampling.own_samples import OwnSamples
+from services.worker.sampling.scoring import Scores, Scoring
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 """Takes a layer and its queries, returns attention's output."""

@@ -22,10 +22,10 @@ import torch
 from services.worker.attention.base import FixedDecodes
 from services.worker.engine.types import I32, I64, Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
-from services.worker.executor.own_samples import OwnSamples
-from services.worker.executor.scoring import Scores
 from services.worker.executor.step import DecodeLayers
 from services.worker.memory.host_link import send
+from services.worker.sampling.own_samples import OwnSamples
+from services.worker.sampling.scoring import Scores
 
 MAX_ROWS = 512
 """Of the largest graph: of more rows, the device computes longer than the host takes to start its kernels."""

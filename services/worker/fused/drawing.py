@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import F64
-from services.worker.executor.draw import RowSampling
 from services.worker.fused import choice_kernels, launching
 from services.worker.fused.operators import row_constants
 from services.worker.memory.host_link import send
+from services.worker.sampling.draw import RowSampling
 
 _LOG2_E: Final = math.log2(math.e)
 

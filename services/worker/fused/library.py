@@ -15,8 +15,6 @@ import numpy as np
 import torch
 
 from services.worker.engine.types import F64, I64
-from services.worker.executor.draw import RowSampling, draw
-from services.worker.executor.scoring import Scoring, TorchScoring
 from services.worker.fused.drawing import choose
 from services.worker.fused.operators import FusedOperators, FusedScoring
 from services.worker.memory.kv_cache import KVCache
@@ -24,6 +22,8 @@ from services.worker.models.operators import LayerOperators, TorchOperators
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ParameterBuffer, buffer_bytes, layer_parts
+from services.worker.sampling.draw import RowSampling, draw
+from services.worker.sampling.scoring import Scoring, TorchScoring
 
 LIMIT: Final = 0.02
 """Difference that is taken for rounding, in relation to 1 and to the number itself."""

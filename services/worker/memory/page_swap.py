@@ -9,7 +9,7 @@ of any contents for the rest, *blanks*. In the ledger a page of the budget is an
     open ── export, adopt ──► apply ──┬──► commit      what was given is nobody's here any more
                                       └──► undo        all is as it was
 
-Two memories must not both undo and commit: whoever carries a swap out sees to that (`groups/page_exchange.py`).
+Two memories must not both undo and commit: whoever carries a swap out sees to that (`pages/exchange.py`).
 
 Source: KunServe v2, section 4.2 (KV is exchanged when layers move). The paper's instances are on different devices and
 copy; that instances of one device need not is ours.

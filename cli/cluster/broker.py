@@ -1,0 +1,136 @@
+"""The cluster's broker: one that runs already, or one of our own among the supervised children.
+
+Our own has a user per role, with passwords that are made for the run and reach each child by its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+from urllib.parse import quote, unquote, urlsplit
+
+from cli.cluster import checks
+from cli.cluster.settings import UpSettings
+from cli.cluster.supervisor import ChildSpec, Supervisor
+from shared.errors import StartupError
+from shared.transport.nats_bus import without_credentials
+from shared.transport.nats_config import new_passwords
+from shared.transport.nats_roles import Role
+from shared.transport.nats_server import accepts_connections, find_binary, server_command
+
+START_LIMIT_S = 10.0
+LOOK_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerAccess:
+    """Where the broker is, and who is let in."""
+
+    url: str
+    """Without user and password: flags can be read by everybody on the machine."""
+    passwords: Mapping[Role, str] = field(default_factory=dict)
+    """Of each role's user; empty for a broker that is not ours."""
+    login: tuple[str, str] | None = None
+    """User and password for this process, at a broker that is not ours."""
+    is_in_url: bool = False
+    """Whether `login` was taken from the URL; otherwise children find theirs where this process did."""
+
+    @property
+    def operator(self) -> tuple[str, str] | None:
+        """User and password for people and their tools."""
+        return (Role.OPERATOR, self.passwords[Role.OPERATOR]) if self.passwords else self.login
+
+    @property
+    def operator_url(self) -> str:
+        """What a person gives to `nats --server`."""
+        if self.operator is None:
+            return self.url
+        user, password = (quote(text, safe="") for text in self.operator)
+        return ",".join(one.replace("://", f"://{user}:{password}@", 1) for one in self.url.split(","))
+
+    def env(self, role: Role) -> dict[str, str]:
+        """Return the variables from which a child of this role takes its user and password."""
+        if self.passwords:  # the strongest variables: a cluster's own broker knows no other users
+            prefix, login = f"SLUICE_{role.upper()}_", (role.value, self.passwords[role])
+        elif self.login is not None and self.is_in_url:
+            prefix, login = "SLUICE_", self.login
+        else:
+            return {}
+        return {f"{prefix}NATS_USER": login[0], f"{prefix}NATS_PASSWORD": login[1]}
+
+
+def named_broker(settings: UpSettings) -> BrokerAccess:
+    """Return how to reach the broker that the settings name.
+
+    Raises:
+        ConfigError: the password cannot be read.
+    """
+    parts = urlsplit(settings.nats_url.split(",")[0])
+    login = settings.nats_credentials()
+    if login is not None:
+        return BrokerAccess(settings.nats_url, login=login)
+    if parts.username is None or parts.password is None:
+        return BrokerAccess(settings.nats_url)
+    login = (unquote(parts.username), unquote(parts.password))
+    return BrokerAccess(without_credentials(settings.nats_url), login=login, is_in_url=True)
+
+
+class Broker:
+    """Where the services meet.
+
+    A broker of our own keeps its port and its store when it is restarted, so that the services find it again.
+
+    Args:
+        settings: whether a broker is named.
+        supervisor: runs one if not.
+        run_dir: its store is removed with this folder.
+    """
+
+    NAME: ClassVar[str] = "nats"
+
+    def __init__(self, settings: UpSettings, supervisor: Supervisor, run_dir: Path) -> None:
+        self._settings = settings
+        self._supervisor = supervisor
+        self._run_dir = run_dir
+
+    def check(self) -> None:
+        """Check what can be known before anything starts.
+
+        Raises:
+            StartupError: the named broker does not answer, or there is no binary for one of our own.
+        """
+        if self._settings.has_own_broker:
+            find_binary()
+        else:
+            checks.check_broker(self._settings.nats_url)
+
+    async def start(self, promised_port: int) -> BrokerAccess:
+        """Return how to reach a broker that answers.
+
+        Args:
+            promised_port: at which the dispatcher will listen.
+
+        Raises:
+            StartupError: it does not start.
+        """
+        if not self._settings.has_own_broker:
+            return named_broker(self._settings)
+        port = checks.find_port("127.0.0.1", 0, promised_port)
+        access = BrokerAccess(f"nats://127.0.0.1:{port}", new_passwords())
+        try:
+            command = server_command(self._run_dir / "nats", port, access.passwords, self._settings.cluster)
+        except OSError as error:
+            raise StartupError(f"cannot write to {self._run_dir} ({error.strerror})", "Set TMPDIR") from error
+        await self._supervisor.start(ChildSpec(self.NAME, tuple(command)))
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                while not await asyncio.to_thread(accepts_connections, access.url):
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError as error:
+            raise StartupError(
+                f"nats-server did not start within {START_LIMIT_S:g} s", "Look into its log with --log-dir"
+            ) from error
+        return access

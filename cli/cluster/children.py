@@ -1,0 +1,131 @@
+"""Which processes a cluster on one machine has, and with which flags each is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cli.cluster.broker import BrokerAccess
+from cli.cluster.hints import Running
+from cli.cluster.settings import UpSettings
+from cli.cluster.supervisor import ChildSpec
+from cli.model import Model
+from shared.transport.nats_roles import Role
+
+DISPATCHER = "dispatcher"
+MONITOR = "monitor"
+PLANNER = "planner"
+CODE_ROOT = Path(__file__).parents[1]
+"""Where the services' packages lie: beside this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Everything the children are told."""
+
+    settings: UpSettings
+    model: Model
+    broker: BrokerAccess
+    port: int
+
+    @property
+    def nats_url(self) -> str:
+        """The broker, as people and their tools reach it."""
+        return self.broker.operator_url
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names under which the model is served."""
+        return names_of(self.settings, self.model)
+
+    @property
+    def model_name(self) -> str:
+        """The first of them, which answers carry."""
+        return self.model_names[0]
+
+    @property
+    def url(self) -> str:
+        """Where the API is, as seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104  compared
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    @property
+    def running(self) -> Running:
+        """What a person needs to use it."""
+        return Running(self.url, self.nats_url, self.model_name, self.settings.has_keys)
+
+    def worker_names(self) -> list[str]:
+        """Return the names, and ids, of the workers."""
+        return [f"worker-{index}" for index in range(self.settings.workers)]
+
+    def specs(self) -> list[ChildSpec]:
+        """Return every child, in the order of their start."""
+        workers = [self._worker(index, name) for index, name in enumerate(self.worker_names())]
+        planner = self._service(PLANNER, "--system", self.settings.system)
+        return [self._service(MONITOR), planner, *workers, self._dispatcher()]
+
+    def _service(self, name: str, *flags: str, instance_id: str = "") -> ChildSpec:
+        settings = self.settings
+        common = ("--instance-id", instance_id or name, "--nats-url", self.broker.url, "--cluster", settings.cluster)
+        logs = ("--log-level", settings.log_level, "--log-format", "json")
+        # -P and PYTHONPATH: a folder named `services` where the person stands must not be taken for ours
+        role = Role(name.split("-")[0])
+        python = (sys.executable, "-P", "-m", f"services.{role}")
+        path = os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
+        return ChildSpec(name, (*python, *common, *logs, *flags), env={"PYTHONPATH": path, **self.broker.env(role)})
+
+    def _worker(self, index: int, name: str) -> ChildSpec:
+        settings = self.settings
+        flags = ["--model", str(self.model.folder), "--served-model-name", self.model_name]
+        flags += [
+            "--device",
+            device_of(settings.device, index, num_devices()),
+            "--dtype",
+            settings.dtype,
+            "--memory",
+            str(settings.memory),
+        ]
+        flags += ["--system", settings.system, "--max-model-len", str(settings.max_model_len)]
+        flags += ["--drain-limit-s", str(settings.drain_limit_s)]
+        flags += ["--threads", str(settings.threads_per_worker())]
+        flags += [] if settings.kernels == "auto" else ["--kernels", settings.kernels]
+        flags += ["--deterministic"] if settings.deterministic else []
+        flags += [] if settings.prefix_caching else ["--no-prefix-caching"]
+        flags += [] if settings.graphs else ["--no-graphs"]
+        flags += [] if settings.fused else ["--no-fused"]
+        flags += [] if settings.overlap is None else ["--overlap" if settings.overlap else "--no-overlap"]
+        return self._service(name, *flags)
+
+    def _dispatcher(self) -> ChildSpec:
+        settings = self.settings
+        flags = ["--host", settings.host, "--port", str(self.port), "--model", str(self.model.folder)]
+        flags += ["--served-model-name", ",".join(self.model_names), "--system", settings.system]
+        flags += ["--generation-config", settings.generation_config]
+        flags += ["--drain-limit-s", str(settings.drain_limit_s)]
+        flags += ["--api-keys-file", str(settings.api_keys_file.absolute())] if settings.api_keys_file else []
+        flags += ["--allow-no-key"] if settings.allow_no_key else []
+        spec = self._service(DISPATCHER, *flags, instance_id=f"{DISPATCHER}-0")
+        # a key in the flags could be read by everybody on this machine
+        key = {"SLUICE_DISPATCHER_API_KEY": settings.api_key} if settings.api_key else {}
+        return replace(spec, env={**spec.env, **key})
+
+
+def names_of(settings: UpSettings, model: Model) -> tuple[str, ...]:
+    """Return the names under which the model is served; answers carry the first."""
+    return settings.served_model_name or (model.name,)
+
+
+def num_devices() -> int:
+    """Return how many CUDA devices the workers may use, without loading a CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip()])
+    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
+def device_of(device: str, index: int, count: int) -> str:
+    """Return the device of the worker of this index: `cuda` means the devices in turn."""
+    return f"cuda:{index % count}" if device == "cuda" and count > 1 else device

@@ -1,0 +1,191 @@
+"""One cluster on this machine, from the checks to the last process gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+
+from cli.cluster import checks
+from cli.cluster.broker import Broker, BrokerAccess
+from cli.cluster.children import DISPATCHER, MONITOR, PLANNER, ClusterPlan, names_of
+from cli.cluster.progress import StartProgress
+from cli.cluster.run_dir import RunDir
+from cli.cluster.settings import UpSettings, log_dir_of
+from cli.cluster.supervisor import Supervisor
+from cli.console import Console
+from cli.exit_codes import FAILED, KILLED, REFUSED, CommandError
+from cli.http import ask
+from cli.model import find_model
+from cli.pull import show_progress
+from cli.signals import StopSignals
+from shared.subjects import Subjects
+from shared.transport.nats_bus import NatsBus
+
+POLL_S = 0.1
+"""Pause between two looks at `/ready`."""
+HURRY_LIMIT_S = 2.0
+"""Seconds that every process gets after a refused start."""
+STOP_LIMIT_S = 10.0
+"""Seconds that monitor and planner get to end, and workers beyond the answers' limit."""
+
+
+class Cluster:
+    """The processes of one `sluice up`.
+
+    Args:
+        settings: checked against each other by `checks`.
+        console: where the person looks.
+        run_dir: entered.
+    """
+
+    def __init__(self, settings: UpSettings, console: Console, run_dir: RunDir) -> None:
+        self._settings = settings
+        self._console = console
+        self._run_dir = run_dir
+        self.log_dir = log_dir_of(settings, run_dir.path)
+        self.supervisor = Supervisor(self.log_dir, self._show, group=run_dir.group)
+        self._plan: ClusterPlan | None = None
+
+    @property
+    def plan(self) -> ClusterPlan:
+        """What runs; known once `start` has passed its checks."""
+        assert self._plan is not None, "started"
+        return self._plan
+
+    async def start(self) -> None:
+        """Return when the API answers and every worker is ready.
+
+        Raises:
+            StartupError: a check failed, or there is no broker.
+            CommandError: it took too long.
+        """
+        settings = self._settings
+        checks.check_settings(settings)
+        port = checks.find_port(settings.host, settings.port)
+        model = await asyncio.to_thread(find_model, settings.model, show_progress(self._console, settings.model))
+        self._console.end_live()
+        broker = Broker(settings, self.supervisor, self._run_dir.path)
+        broker.check()
+        self._announce(", ".join(names_of(settings, model)))
+        access = await broker.start(port)
+        self._plan = ClusterPlan(settings, model, access, port)
+        for spec in self._plan.specs():
+            await self.supervisor.start(spec)
+        await self._wait_ready(access, self._plan.worker_names())
+        self.supervisor.mark_ready()
+
+    async def stop(self) -> None:
+        """End every process in the order in which nothing is lost: dispatcher, workers, planner, monitor, broker."""
+        failure = self.supervisor.failure
+        if failure is not None and failure.code == REFUSED:  # nothing was served yet, and the one line has been said
+            self.supervisor.mute()
+            services = [name for name in self.supervisor.pids() if name != Broker.NAME]
+            await self.supervisor.stop(services, HURRY_LIMIT_S)
+        order = [
+            ([DISPATCHER], self._settings.drain_limit_s + STOP_LIMIT_S),
+            (self._plan.worker_names() if self._plan is not None else [], STOP_LIMIT_S),
+            ([PLANNER], STOP_LIMIT_S),
+            ([MONITOR], STOP_LIMIT_S),
+            ([Broker.NAME], STOP_LIMIT_S),
+        ]
+        for names, limit_s in order:
+            for name in await self.supervisor.stop(names, limit_s):
+                self._show(f"{name} did not end within {limit_s:g} s and was killed")
+        await self.supervisor.close()
+
+    def _announce(self, model_name: str) -> None:
+        count = self._settings.workers
+        workers = "1 worker" if count == 1 else f"{count} workers"
+        broker = "broker, " if self._settings.has_own_broker else ""
+        self._console.line(f"starting {broker}monitor, planner, {workers}, dispatcher; model {model_name}")
+        kept = "" if self._settings.log_dir else " (until it stops; --log-dir keeps them)"
+        self._console.line(f"logs: {self.log_dir}{kept}")
+
+    async def _wait_ready(self, access: BrokerAccess, names: list[str]) -> None:
+        progress = StartProgress(names, self._console)
+        bus = await NatsBus.connect(access.url, name="sluice-up", credentials=access.operator)
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        try:
+            await progress.listen(bus, Subjects(self._settings.cluster))
+            async with asyncio.timeout(self._settings.start_limit_s):
+                while not (progress.all_ready and await self._is_ready()):
+                    progress.show(loop.time() - started_s)
+                    await asyncio.sleep(POLL_S)
+            progress.show(loop.time() - started_s)
+        except TimeoutError as error:
+            limit_s = self._settings.start_limit_s
+            hint = "Look into its logs with --log-dir, or allow more with --start-limit-s"
+            raise CommandError(f"the cluster was not ready within {limit_s:g} s", hint, FAILED) from error
+        finally:
+            self._console.end_live()
+            await bus.close()
+
+    async def _is_ready(self) -> bool:
+        try:
+            return (await ask(f"{self.plan.url}/ready", limit_s=2.0)).status == 200
+        except CommandError:
+            return False
+
+    def _show(self, text: str) -> None:
+        self._console.line(self._console.style("sluice: ", "yellow") + text)
+
+
+async def run_cluster(
+    settings: UpSettings, console: Console, use: Callable[[Cluster, asyncio.Event], Awaitable[int]]
+) -> int:
+    """Start a cluster, use it, and stop it; return the exit code.
+
+    Args:
+        settings: of the cluster.
+        console: where the person looks.
+        use: called once the cluster is ready, with the event that says that it should end; cancelled when the cluster
+            fails or a signal comes while it starts.
+    """
+    with RunDir() as run_dir:
+
+        def kill() -> None:
+            console.line("stopped at once")
+            run_dir.end()
+            os._exit(KILLED)
+
+        signals = StopSignals(kill)
+        cluster = Cluster(settings, console, run_dir)
+        try:
+            return await _run(cluster, console, signals.stop, use)
+        finally:
+            await cluster.stop()
+            signals.close()
+
+
+async def _run(
+    cluster: Cluster,
+    console: Console,
+    stop: asyncio.Event,
+    use: Callable[[Cluster, asyncio.Event], Awaitable[int]],
+) -> int:
+    """Return the exit code of whichever comes first: the use's end, a failure of the cluster, a signal at the start."""
+    starting = asyncio.create_task(cluster.start(), name="start")
+    failing = asyncio.create_task(cluster.supervisor.wait_failed(), name="failure")
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    using: asyncio.Task[int] | None = None
+    try:
+        await asyncio.wait([starting, failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not failing.done():
+            starting.result()
+            using = asyncio.ensure_future(use(cluster, stop))
+            await asyncio.wait([using, failing], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            console.end_live()
+            console.line(failing.result().line)
+            return failing.result().code
+        if stop.is_set():
+            console.end_live()
+            console.line("stopping: running answers are finished first; Ctrl-C again stops at once")
+        return using.result() if using is not None and using.done() else 0
+    finally:
+        tasks = [task for task in (starting, failing, stopping, using) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,71 @@
+"""`sluice demo`: a cluster, and one answer through it at reading speed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from cli.answer import describe_answer, show_answer, start_answer
+from cli.cluster.cluster import Cluster, run_cluster
+from cli.cluster.hints import describe
+from cli.cluster.settings import UpSettings
+from cli.console import Console
+from shared.errors import StartupError
+from sluice_client.client import SluiceClient
+
+DEFAULTS = {"workers": 2, "port": 0}
+"""Where `sluice demo` differs from `sluice up`."""
+MAX_TOKENS = 400
+
+
+async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_interactive: bool) -> int:
+    """Return the exit code.
+
+    Args:
+        settings: of the cluster.
+        console: where the person looks.
+        prompt: the question.
+        is_interactive: whether to stay up after the answer until Ctrl-C.
+
+    Raises:
+        StartupError: a key is asked for, and the demo has none.
+    """
+    if settings.has_keys and not settings.api_key:
+        raise StartupError("the demo asks its own question, and has no key for it", "Give one with --api-key")
+
+    async def show(cluster: Cluster, stop: asyncio.Event) -> int:
+        if not await _answer(cluster, console, prompt, stop):
+            return 0
+        plan = cluster.plan
+        sys.stdout.write(f"\n{describe(console, plan.running, prompt)}\n")
+        sys.stdout.flush()
+        if is_interactive:
+            console.line("the cluster stays up; talk to it with the chat command above from another terminal")
+            console.line("Ctrl-C stops it")
+            await stop.wait()
+        return 0
+
+    return await run_cluster(settings, console, show)
+
+
+async def _answer(cluster: Cluster, console: Console, prompt: str, stop: asyncio.Event) -> bool:
+    """Stream the answer; return whether it came to its end before the person stopped it."""
+    plan = cluster.plan
+    sys.stdout.write(f"\n{console.style('you', 'bold')}: {prompt}\n\n{console.style(plan.model_name, 'bold')}: ")
+    sys.stdout.flush()
+    api_key = plan.settings.api_key or None
+    async with SluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
+        answer = start_answer(client, [{"role": "user", "content": prompt}], pace="strict", max_tokens=MAX_TOKENS)
+        showing = asyncio.create_task(show_answer(answer, sys.stdout), name="answer")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait([showing, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not showing.done():
+                return False
+            showing.result()
+        finally:
+            showing.cancel()
+            stopping.cancel()
+            await asyncio.gather(showing, stopping, return_exceptions=True)
+    sys.stdout.write(f"\n{console.style(describe_answer(answer), 'cyan')}\n")
+    return True

@@ -1,0 +1,117 @@
+"""Settings of `sluice up` and `sluice demo`: flag > `SLUICE_<FIELD>` > sluice.toml > default (`process.config`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from shared.process.config import ModelNames, ServiceSettings, Size, load
+from shared.systems import DEFAULT_SYSTEM
+
+
+class UpSettings(ServiceSettings):
+    """A cluster on this machine."""
+
+    model: str = ""
+    """Folder of a checkpoint in Hugging Face format, or its id there (`owner/name`); empty: the model that ships."""
+    served_model_name: ModelNames = ()
+    """Names under which the model is served, with commas; answers carry the first. None: the id or folder's name."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Where sampling parameters come from that a request does not give: the model's generation_config.json, or none."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Worker processes; each holds a whole copy of the model."""
+    device: str = "cpu"
+    """`cpu`, `cuda` (the workers share out the devices in turn) or `cuda:<index>`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and KV; bfloat16 halves both."""
+    memory: Size = 1024**3
+    """Hard memory budget of each worker, for parameters, KV and workspace; what the first and last leave becomes KV."""
+    system: str = DEFAULT_SYSTEM
+    """Named set of policies."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8000
+    """Port of the API; 0 picks a free one."""
+    prefix_caching: bool = True
+    """Workers keep the KV of ended sequences until its memory is needed, for requests that begin alike."""
+    graphs: bool = True
+    """Workers record steps of decodes as CUDA graphs, where FlashInfer computes attention."""
+    fused: bool = True
+    """Workers on CUDA compute norms, rotary embeddings, gates and samples by Triton's kernels."""
+    overlap: bool | None = None
+    """Workers launch steps of decodes before those before them have ended; empty: on a GPU."""
+    deterministic: bool = False
+    """The same text whatever else is in the batch; somewhat slower."""
+    max_model_len: Annotated[int, Field(ge=0)] = 0
+    """Most tokens of one request, prompt and output; 0 takes the checkpoint's own limit, or what the memory holds."""
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    """CPU threads of each worker; 0 shares this machine's cores out evenly (deterministic: one thread)."""
+    kernels: Literal["auto", "native", "flashinfer", "torch"] = "auto"
+    """What computes the workers' steps; `auto` takes the best that is there."""
+    api_keys_file: Path | None = None
+    """File of keys (`sluice keys create`); with it, or `api_key`, the API asks for a key."""
+    api_key: Annotated[str, Field(pattern=r"^([!-~]{16,512})?$", repr=False)] = ""
+    """One key that may infer and read metrics, of 16 characters at least; better given as a variable than as a flag."""
+    allow_no_key: bool = False
+    """Listen on another address than this machine's own although the API asks for no key."""
+    log_dir: str = ""
+    """Folder for the logs of every process; empty: a temporary one, removed at the end."""
+    start_limit_s: Annotated[float, Field(gt=0, le=86_400)] = 1800.0
+    """Seconds that the cluster may take to load its models."""
+    drain_limit_s: Annotated[float, Field(ge=0, le=3600)] = 120.0
+    """Seconds that running answers get to finish after the first Ctrl-C or SIGTERM."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the API asks for a key."""
+        return self.api_keys_file is not None or bool(self.api_key)
+
+    @property
+    def has_own_broker(self) -> bool:
+        """Whether the cluster starts a broker: yes, unless one is named (`--nats-url`, `NATS_URL`, sluice.toml)."""
+        return "nats_url" not in self.model_fields_set
+
+    def threads_per_worker(self, num_cores: int | None = None) -> int:
+        """Return the CPU threads of each worker."""
+        if self.threads or self.deterministic:
+            return self.threads or 1
+        return max(1, (num_cores or _count_cores()) // self.workers)
+
+
+def _count_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load_up_settings(flags: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> UpSettings:
+    """Return the settings; flags that are None were not given.
+
+    Args:
+        flags: by field name.
+        defaults: of the command, weaker than environment and file (`demo` has two workers).
+
+    Raises:
+        ConfigError: one line that says what is wrong.
+    """
+    argv: list[str] = []
+    for name, value in flags.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(flag if value else f"--no-{flag[2:]}")
+        elif value is not None:
+            argv.append(f"{flag}={value}")
+    settings = load(UpSettings, "", argv)
+    missing = {name: value for name, value in (defaults or {}).items() if name not in settings.model_fields_set}
+    return settings.model_copy(update=missing)
+
+
+def log_dir_of(settings: UpSettings, run_dir: Path) -> Path:
+    """Return where the logs go, made if it does not exist."""
+    folder = Path(settings.log_dir) if settings.log_dir else run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

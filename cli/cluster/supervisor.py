@@ -1,0 +1,270 @@
+"""Keeps child processes running: restarts what ends by itself, gives up with one line, stops in order.
+
+    exit code 2 before the child was ever ready   it refused to start: its line is the failure, nothing is restarted
+    any other end that nobody asked for           restarted with growing pauses; after too many, the failure says so
+
+The supervisor never decides to end the run: it sets `failure`, and its owner stops everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cli.cluster.child_log import ChildLog
+from cli.cluster.restart import RestartParams, restart_delay_s
+from cli.exit_codes import FAILED, REFUSED
+from shared.process.tasks import TaskOwner
+
+READ_BYTES = 64 * 1024
+KILL_LIMIT_S = 5.0
+"""Seconds that a killed process may take to be gone."""
+MAX_LATE_READS = 64
+"""Reads of what an ended child left in its pipe; its own children may go on writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """How one child is started."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the run cannot go on."""
+
+    line: str
+    """One line for the person."""
+    code: int
+    """Exit code of the run."""
+
+
+class _Child:
+    def __init__(self, spec: ChildSpec, log: ChildLog) -> None:
+        self.spec = spec
+        self.log = log
+        self.process: asyncio.subprocess.Process | None = None
+        self._output_fd: int | None = None
+        self.stopping = asyncio.Event()
+        self.was_ready = False
+        self.exits_s: deque[float] = deque(maxlen=64)
+        self.task: asyncio.Task[None] | None = None
+
+    def begin_output(self) -> int:
+        """Open a pipe that is read on the event loop; return its writing end.
+
+        A pipe of our own, because asyncio's `wait` for a process also waits until its pipes are closed, and a
+        grandchild may hold them open.
+        """
+        reading_fd, writing_fd = os.pipe()
+        os.set_blocking(reading_fd, False)
+        self._output_fd = reading_fd
+        asyncio.get_running_loop().add_reader(reading_fd, self._take_output, reading_fd)
+        return writing_fd
+
+    def end_output(self) -> None:
+        """Take what the pipe still holds, and close it."""
+        fd, self._output_fd = self._output_fd, None
+        if fd is not None:
+            for _ in range(MAX_LATE_READS):
+                if not self._take_output(fd):
+                    break
+            asyncio.get_running_loop().remove_reader(fd)
+            os.close(fd)
+
+    def _take_output(self, fd: int) -> bool:
+        """Take what is there; return whether there may be more."""
+        try:
+            data = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self.log.feed(data)
+        else:
+            asyncio.get_running_loop().remove_reader(fd)
+        return bool(data)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+class Supervisor:
+    """Owns the children of one run.
+
+    Args:
+        log_dir: one file per child.
+        show: takes one line for the person.
+        group: process group that the children join; None for this process's own.
+        params: of restarts.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        show: Callable[[str], None],
+        *,
+        group: int | None = None,
+        params: RestartParams | None = None,
+    ) -> None:
+        self._log_dir = log_dir
+        self._listener = show
+        self._is_muted = False
+        self._group = group
+        self._params = params or RestartParams()
+        self._children: dict[str, _Child] = {}
+        self._tasks = TaskOwner(self._on_bug)
+        self._failed = asyncio.Event()
+        self.failure: Failure | None = None
+
+    def mute(self) -> None:
+        """Show nothing more: what children say from now on is no news. Their log files still take it."""
+        self._is_muted = True
+
+    def _show(self, text: str) -> None:
+        if not self._is_muted:
+            self._listener(text)
+
+    async def start(self, spec: ChildSpec) -> None:
+        """Start the child and keep it running until it is stopped.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        assert spec.name not in self._children, f"{spec.name} runs already"
+        child = _Child(spec, ChildLog(spec.name, self._log_dir / f"{spec.name}.log", self._show))
+        self._children[spec.name] = child
+        await self._spawn(child)
+        child.task = self._tasks.start(self._keep(child), name=f"keep-{spec.name}")
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids of the children that run now."""
+        return {
+            name: child.process.pid
+            for name, child in self._children.items()
+            if child.process is not None and child.process.returncode is None
+        }
+
+    def mark_ready(self) -> None:
+        """From now on a child that refuses to start again counts as one that ended by itself."""
+        for child in self._children.values():
+            child.was_ready = True
+
+    async def wait_failed(self) -> Failure:
+        """Return when the run cannot go on."""
+        await self._failed.wait()
+        assert self.failure is not None, "set before the event"
+        return self.failure
+
+    async def stop(self, names: Sequence[str], limit_s: float) -> list[str]:
+        """Ask these children to end, and kill those that have not after the limit; return the names of the killed."""
+        children = [self._children[name] for name in names if name in self._children]
+        for child in children:
+            child.stopping.set()
+            child.signal(signal.SIGTERM)
+        tasks = [child.task for child in children if child.task is not None and not child.task.done()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=limit_s)
+        late = [child for child in children if child.task is not None and not child.task.done()]
+        for child in late:
+            child.signal(signal.SIGKILL)
+        if late:
+            await asyncio.wait([child.task for child in late if child.task is not None], timeout=KILL_LIMIT_S)
+        return [child.spec.name for child in late]
+
+    async def close(self) -> None:
+        """Kill whatever runs, and forget it."""
+        await self.stop(list(self._children), 0.0)
+        await self._tasks.close()
+        for child in self._children.values():
+            child.log.close()
+        self._children.clear()
+
+    async def _spawn(self, child: _Child) -> None:
+        writing_fd = child.begin_output()
+        try:
+            child.process = await asyncio.create_subprocess_exec(
+                *child.spec.argv,
+                env={**os.environ, **child.spec.env},
+                stdin=subprocess.DEVNULL,
+                stdout=writing_fd,
+                stderr=subprocess.STDOUT,
+                process_group=self._group,
+            )
+        except BaseException:
+            child.end_output()
+            raise
+        finally:
+            os.close(writing_fd)
+
+    async def _keep(self, child: _Child) -> None:
+        while True:
+            assert child.process is not None, "spawned"
+            code = await self._follow(child, child.process)
+            if child.stopping.is_set():
+                return
+            delay_s = self._judge(child, code)
+            if delay_s is None:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await child.stopping.wait()
+            if child.stopping.is_set():
+                return
+            await self._spawn(child)
+            if child.stopping.is_set():  # asked to stop while it started
+                child.signal(signal.SIGTERM)
+
+    async def _follow(self, child: _Child, process: asyncio.subprocess.Process) -> int:
+        """Take the child's output until it ends; return its exit code (negative: the signal that ended it)."""
+        try:
+            return await process.wait()
+        finally:
+            child.end_output()
+
+    def _judge(self, child: _Child, code: int) -> float | None:
+        """Return the pause before the restart, or None after declaring the failure."""
+        name, now_s = child.spec.name, asyncio.get_running_loop().time()
+        if code == REFUSED and not child.was_ready:
+            self._fail(Failure(child.log.refusal(), REFUSED))
+            return None
+        child.exits_s.append(now_s)
+        words = child.log.last_words() if code > 0 else ""
+        said = f": {words}" if words else ""
+        delay_s = restart_delay_s(self._params, child.exits_s, now_s)
+        if delay_s is None:
+            times = f"{self._params.max_exits} times within {self._params.window_s:g} s"
+            hint = "Use --log-dir DIR to keep the logs of a run"
+            self._fail(Failure(f"sluice: {name} ended {times}, the last time {_ending(code)}{said}. {hint}", FAILED))
+            return None
+        self._show(f"{name} ended {_ending(code)}{said}; it starts again in {delay_s:.1f} s")
+        return delay_s
+
+    def _fail(self, failure: Failure) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self._failed.set()
+
+    def _on_bug(self, name: str, error: BaseException) -> None:
+        self._fail(Failure(f"sluice: the supervisor failed ({name}: {error!r}). Please report it", FAILED))
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    try:
+        return f"by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"by signal {-code}"

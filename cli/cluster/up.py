@@ -1,0 +1,38 @@
+"""`sluice up`: a cluster on this machine until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from cli.cluster.cluster import Cluster, run_cluster
+from cli.cluster.hints import describe
+from cli.cluster.settings import UpSettings
+from cli.console import Console
+
+
+async def run_up(settings: UpSettings, console: Console, *, as_json: bool) -> int:
+    """Serve until Ctrl-C or SIGTERM; return the exit code.
+
+    Args:
+        settings: of the cluster.
+        console: where the person looks.
+        as_json: write one line of JSON to stdout once ready, and nothing else there.
+    """
+
+    async def serve(cluster: Cluster, stop: asyncio.Event) -> int:
+        plan = cluster.plan
+        if as_json:
+            ready = {"url": plan.url, "nats_url": plan.nats_url, "pids": cluster.supervisor.pids()}
+            sys.stdout.write(json.dumps(ready) + "\n")
+        else:
+            console.line(console.style("ready", "green"))
+            sys.stdout.write(f"\n{describe(console, plan.running)}\n")
+        sys.stdout.flush()
+        if not as_json:
+            console.line("Ctrl-C stops it")
+        await stop.wait()
+        return 0
+
+    return await run_cluster(settings, console, serve)

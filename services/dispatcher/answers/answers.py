@@ -1,0 +1,187 @@
+"""The answer to an admitted request, streamed or whole: its choices side by side, each to its own end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from services.dispatcher.answers import idempotency
+from services.dispatcher.answers.event_ids import EventIds
+from services.dispatcher.answers.logprobs import LogprobWriter
+from services.dispatcher.answers.readers import Collector, Streamer
+from services.dispatcher.answers.resume import ResumableStreamer
+from services.dispatcher.answers.shapes import DONE, ChoiceShape, Shape, Usage
+from services.dispatcher.endpoints.call import Call, Choice
+from services.dispatcher.http.errors import ApiError, error_body, error_content, failure_error
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.sse import EventWriter, Outlet, WholeAnswer
+from services.dispatcher.session.request import Reader, RequestFailedError
+from shared.process.log import get_logger
+
+_log = get_logger()
+
+
+async def collect_answer(front: Front, call: Call, choices: Sequence[Choice]) -> web.Response:
+    """Return the whole answer. A choice that failed stands beside those that did not.
+
+    Raises:
+        ApiError: every choice failed.
+    """
+    logprobs = _logprob_writer(front, call)
+    collectors = [Collector(choice, logprobs) for choice in choices]
+    await _follow_all(front, call, choices, collectors, lambda _: None)
+    errors = [_error_of(choice, len(choices)) for choice in choices]
+    if None not in errors:
+        raise errors[0] or AssertionError
+    shape = _shape(front, call)
+    content = [
+        collector.as_json(shape, error_content(error) if error is not None else None)
+        for collector, error in zip(collectors, errors, strict=True)
+    ]
+    return WholeAnswer(front.streams, shape.whole(content, usage_of(choices)), call.headers)
+
+
+async def stream_answer(front: Front, call: Call, choices: Sequence[Choice], outlet: Outlet) -> None:
+    """Stream the answer; an error of a choice comes when all others have ended."""
+    shape = _shape(front, call)
+    headers = {"x-request-id": call.public_id, "Server": "sluice", **call.headers}
+    if call.is_resumable and call.retry is not None:
+        headers[idempotency.HEADER] = call.retry.key
+    stream = await outlet.open(headers, has_ids=call.is_resumable)
+    try:
+        streamers = _streamers(front, call, choices, shape, stream)
+        for streamer in streamers:
+            streamer.begin(front.now())
+
+        def end(choice: Choice) -> None:
+            streamers[choice.index].end(_estimate([choice]), front.now())
+
+        await _follow_all(front, call, choices, streamers, end)
+        stream.write(_ending(shape, choices), front.now())
+        await outlet.end()
+    finally:
+        outlet.close()
+        if outlet.was_cut:
+            call.fate.finish = "slow_reader"
+
+
+def _streamers(
+    front: Front, call: Call, choices: Sequence[Choice], shape: Shape, stream: EventWriter
+) -> list[Streamer]:
+    logprobs = _logprob_writer(front, call)
+    shapes = [ChoiceShape(shape, choice.index) for choice in choices]
+    if not call.is_resumable:
+        return [Streamer(choice, own, stream, logprobs) for choice, own in zip(choices, shapes, strict=True)]
+    ids = EventIds(call.seen)
+    return [
+        ResumableStreamer(choice, own, stream, logprobs, ids, seen)
+        for choice, own, seen in zip(choices, shapes, call.seen, strict=True)
+    ]
+
+
+async def _follow_all(
+    front: Front, call: Call, choices: Sequence[Choice], readers: Sequence[Reader], end: Callable[[Choice], None]
+) -> None:
+    """Return when every choice has ended; the first is placed already."""
+    if len(choices) == 1:
+        await _follow(front, choices[0], readers[0], end)
+        return
+    turn = asyncio.Lock()  # of several prompts one at a time asks for room: the others take no place in the queue
+    async with asyncio.TaskGroup() as group:
+        for choice, reader in zip(choices, readers, strict=True):
+            group.create_task(_place_and_follow(front, call, choice, reader, turn, end))
+    for choice in choices:
+        if choice.failure is not None:
+            rid = choice.opened.request.request_id
+            _log.info("choice_failed", rid=rid, index=choice.index, code=choice.failure.value)
+
+
+async def _place_and_follow(
+    front: Front, call: Call, choice: Choice, reader: Reader, turn: asyncio.Lock, end: Callable[[Choice], None]
+) -> None:
+    try:
+        async with call.stopper.waiting():
+            await _place(front, choice, turn)
+    except RequestFailedError as error:
+        choice.failure = error.code
+        return
+    finally:
+        choice.placed.set()
+    await _follow(front, choice, reader, end)
+
+
+async def _place(front: Front, choice: Choice, turn: asyncio.Lock) -> None:
+    """Give the choice a worker, unless it has one."""
+    if choice.parent is not None:
+        await choice.parent.placed.wait()
+        await front.sessions.place(choice.opened, choice.parent.opened)
+    elif not choice.placed.is_set():
+        async with turn:
+            await front.sessions.place(choice.opened)
+
+
+async def _follow(front: Front, choice: Choice, reader: Reader, end: Callable[[Choice], None]) -> None:
+    """Return when the choice has ended, with its failure noted and nothing of it left at a worker."""
+    session = choice.opened
+    session.attach(reader, front.now())
+    await session.ended.wait()
+    choice.failure = choice.objection or front.sessions.outcome(session)
+    if choice.failure is None:
+        end(choice)
+    front.sessions.release(session)  # before the last bytes are taken: the client may be slow
+
+
+def _ending(shape: Shape, choices: Sequence[Choice]) -> bytes:
+    """Return what follows the last finish reason: usage if asked for and deserved, an error if there is one."""
+    errors = [error for choice in choices if (error := _error_of(choice, len(choices))) is not None]
+    ending = b"" if len(errors) == len(choices) else shape.usage_chunk(usage_of(choices), _estimate(choices))
+    if errors:
+        ending += b"data: " + error_body(errors[0]) + b"\n\n"
+    return ending + DONE
+
+
+def _error_of(choice: Choice, num_choices: int) -> ApiError | None:
+    if choice.failure is None:
+        return None
+    return failure_error(choice.failure, f"Choice {choice.index}: " if num_choices > 1 else "")
+
+
+def usage_of(choices: Sequence[Choice]) -> Usage:
+    """Return what an admitted request costs."""
+    firsts = [choice.opened for choice in choices if choice.parent is None]
+    return Usage(
+        num_prompt_tokens=sum(session.request.num_prompt_tokens for session in firsts),
+        num_output_tokens=sum(choice.text.num_tokens for choice in choices),
+        num_cached_tokens=sum(session.cached_tokens or 0 for session in firsts),
+    )
+
+
+def _estimate(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return the server's own account of a stream, from the times of sending: the mean QoE, the earliest token."""
+    sessions = [choice.opened for choice in choices]
+    qoe = [qoe for session in sessions if (qoe := session.qoe) is not None]
+    first_s = [session.first_token_s for session in sessions if session.first_token_s is not None]
+    return {
+        "qoe": round(sum(qoe) / len(qoe), 4) if qoe else None,
+        "ttft_s": round(min(first_s) - sessions[0].request.arrival_s, 4) if first_s else None,
+        "tokens": sum(choice.text.num_tokens for choice in choices),
+    }
+
+
+def _shape(front: Front, call: Call) -> Shape:
+    return Shape(
+        is_chat=call.is_chat,
+        answer_id=call.answer_id,
+        created_unix_s=call.created_unix_s,
+        model=front.model,
+        service_tier=call.params.service_tier,
+        include_usage=call.params.include_usage,
+    )
+
+
+def _logprob_writer(front: Front, call: Call) -> LogprobWriter | None:
+    num_top = call.params.sampling.logprobs
+    return None if num_top is None else LogprobWriter(call.is_chat, num_top, front.codec.names)

@@ -1,0 +1,234 @@
+"""From a checked request to its answer: tokenise, admit, stream or collect, and release whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from aiohttp import web
+
+from services.dispatcher.answers.answer_text import AnswerText
+from services.dispatcher.answers.answers import collect_answer, stream_answer
+from services.dispatcher.answers.live import Start
+from services.dispatcher.endpoints.call import Call, Choice, Prompt
+from services.dispatcher.http import quota
+from services.dispatcher.http.errors import ApiError, failure_error, invalid
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.records import make_record, report_record
+from services.dispatcher.http.sse import HttpOutlet, Outlet
+from services.dispatcher.limits.tenants import Permit
+from services.dispatcher.metrics import RequestRecord
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.text.pool import TextPoolFullError
+from services.dispatcher.text.prompts import TooManyTokensError
+from services.dispatcher.text.template import TemplateRefusalError
+from shared.ids import RequestId
+from shared.messages.request import pack_token_ids
+
+SLACK: Final = 4
+"""A prompt is refused untokenised if it has this many times more characters than the context could hold."""
+MAX_COPIED_TOKENS: Final = 4_000_000
+"""Tokens of all prompts times `n`: each choice's submission carries its prompt."""
+
+
+async def respond(front: Front, call: Call, request: web.BaseRequest) -> web.StreamResponse:
+    """Answer a request that came over HTTP; raises as `generate`."""
+    outlet = HttpOutlet(front.streams, request)
+    whole = await generate(front, call, outlet)
+    return outlet.response if whole is None else whole
+
+
+async def generate(front: Front, call: Call, outlet: Outlet) -> web.Response | None:
+    """Answer the request: return the whole answer, or None if it was streamed.
+
+    Args:
+        front: the parts to work with.
+        call: what is asked.
+        outlet: where a stream goes.
+
+    Raises:
+        ApiError: it was refused, or it failed and nothing has been sent yet.
+    """
+    choices = _make_choices(front, call)
+    try:
+        starts = front.live.enter(call, choices)
+    except ApiError as error:
+        call.fate.finish = error.code or "error"
+        report_record(front, make_record(front, call, choices))
+        raise
+    permit: Permit | None = None
+    whole: web.Response | None = None
+    try:
+        permit = quota.enter(front, call)
+        await _admit(front, call, choices, starts, permit)
+        call.headers.update(quota.rate_headers(front, call.grant.tenant))
+        if call.params.stream:
+            await stream_answer(front, call, choices, outlet)
+        else:
+            whole = await collect_answer(front, call, choices)
+        call.fate.finish = _finish_of(choices)
+    except ApiError as error:
+        call.fate.finish = error.code or "error"
+        raise
+    except ConnectionError:
+        raise  # the client is gone
+    except Exception:  # a bug, whose answer is made at the edge: here it only gets its name in metrics and log
+        call.fate.finish = FailureCode.INTERNAL.value
+        raise
+    finally:
+        for choice in choices:
+            if choice.session is not None:
+                front.sessions.release(choice.session)
+        front.live.leave(call)
+        _settle(front, call, make_record(front, call, choices), starts, permit)
+    return whole
+
+
+def _settle(front: Front, call: Call, record: RequestRecord, starts: Sequence[Start], permit: Permit | None) -> None:
+    """Give back what the tenant was charged too much, and report the request."""
+    if permit is not None:
+        num_known = sum(len(start.tokens) for start in starts)  # charged to the connection that got them first
+        permit.close(record.num_prompt_tokens + record.num_output_tokens - num_known, front.now())
+    report_record(front, record)
+
+
+def _make_choices(front: Front, call: Call) -> list[Choice]:
+    choices: list[Choice] = []
+    for _ in range(call.num_prompts):
+        parent: Choice | None = None
+        for _ in range(call.params.num_choices):
+            choices.append(Choice(len(choices), _answer_text(front, call), parent))
+            parent = parent or choices[-1]
+    return choices
+
+
+def _answer_text(front: Front, call: Call) -> AnswerText:
+    sampling = call.params.sampling
+    return AnswerText(
+        front.codec.table.start(first=call.is_chat),
+        call.params.stops,
+        sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        with_tokens=sampling.logprobs is not None,
+    )
+
+
+def _finish_of(choices: Sequence[Choice]) -> str:
+    """Return how the first choice ended that did not fail; why the first one failed if all did."""
+    for choice in choices:
+        if choice.failure is None:
+            return choice.opened.finish.name.lower()
+    return (choices[0].failure or FailureCode.INTERNAL).value
+
+
+async def _admit(front: Front, call: Call, choices: Sequence[Choice], starts: Sequence[Start], permit: Permit) -> None:
+    """Give every choice a session, and the first one a worker."""
+    try:
+        async with call.stopper.waiting():
+            front.sessions.check_admission(len(choices), call.params.tier)
+            prompts = await _encode(front, call)
+            requests = _new_requests(front, call, prompts, starts)
+            quota.charge(front, call, permit, _most_tokens(prompts, requests))
+            sessions = front.sessions.open(requests)
+            for choice, session in zip(choices, sessions, strict=True):
+                choice.session = session
+                choice.echo = prompts[choice.index // call.params.num_choices].echo
+            await front.sessions.place(sessions[0])
+            choices[0].placed.set()
+    except TextPoolFullError:
+        code = FailureCode.QUEUE_FULL
+    except RequestFailedError as error:
+        code = error.code
+    else:
+        return
+    front.metrics.refused(code.value, call.params.service_tier)
+    if code is FailureCode.TOO_LONG:
+        raise invalid(code.value, call.prompt_param, failure_error(code).message)
+    refusal = failure_error(code)
+    refusal.headers |= quota.rate_headers(front, call.grant.tenant)
+    raise refusal
+
+
+def _most_tokens(prompts: Sequence[Prompt], requests: Sequence[NewRequest]) -> int:
+    """Return what the request costs if every answer becomes as long as it may; each prompt counts once."""
+    answers = sum(request.sampling.max_tokens - len(request.generated) for request in requests)
+    return sum(len(prompt.token_ids) for prompt in prompts) + answers
+
+
+async def _encode(front: Front, call: Call) -> list[Prompt]:
+    limit = front.max_request_tokens
+    if call.num_chars > SLACK * limit * front.codec.max_token_bytes:
+        raise _too_long(call, limit, "far more")
+    try:
+        prompts = await front.pool.run(call.encode)
+    except TemplateRefusalError as error:
+        raise refused_by_template(error, call.prompt_param) from None
+    except TooManyTokensError as error:
+        raise _too_long(call, limit, str(error.num_tokens)) from None
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise invalid("invalid_value", call.prompt_param, "The prompt has no tokens.")
+        if len(prompt.token_ids) >= limit:
+            raise _too_long(call, limit, str(len(prompt.token_ids)))
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    if num_tokens * call.params.num_choices > MAX_COPIED_TOKENS:
+        most = MAX_COPIED_TOKENS // num_tokens
+        raise invalid("integer_above_max_value", "n", f"With {num_tokens} tokens of prompts, 'n' is at most {most}.")
+    return prompts
+
+
+def refused_by_template(error: TemplateRefusalError, param: str) -> ApiError:
+    """Return the 400 for messages that the model's chat template does not take."""
+    reason = f": {error.reason}" if error.reason else "."
+    return invalid("invalid_value", param, f"The model's chat template refuses these messages{reason}")
+
+
+def _too_long(call: Call, limit: int, found: str) -> ApiError:
+    message = f"The context holds {limit} tokens, prompt and answer together; the prompt has {found}."
+    return invalid(FailureCode.TOO_LONG.value, call.prompt_param, message)
+
+
+def _new_requests(front: Front, call: Call, prompts: Sequence[Prompt], starts: Sequence[Start]) -> list[NewRequest]:
+    """Return each choice's request in tokens, prompt by prompt."""
+    found: list[NewRequest] = []
+    for prompt in prompts:
+        found += _of_prompt(front, call, prompt.token_ids, len(found))
+    return [_go_on(request, start) for request, start in zip(found, starts, strict=True)]
+
+
+def _go_on(request: NewRequest, start: Start) -> NewRequest:
+    """Return the request as one that goes on after what an earlier connection got."""
+    if not start.num_attempts:
+        return request
+    # what lies beyond the limit now is no part of the answer: the context of the workers may have become smaller
+    tokens = tuple(start.tokens[: request.sampling.max_tokens])
+    return replace(request, generated=tokens, num_attempts=start.num_attempts)
+
+
+def _of_prompt(front: Front, call: Call, prompt: list[int], first_index: int) -> list[NewRequest]:
+    """Return the requests of one prompt; `max_tokens` is cut to what the context still holds."""
+    params = call.params
+    room = front.max_request_tokens - len(prompt)
+    wanted = params.max_tokens or call.default_max_tokens or room
+    packed = pack_token_ids(prompt)
+    seed = front.draw_seed() if call.retry is None else call.retry.seed
+    return [
+        NewRequest(
+            request_id=RequestId(f"{call.request_id}-{index}") if index else call.request_id,
+            prompt=packed,
+            sampling=sampling,
+            arrival_s=call.arrival_s,
+            limit_s=front.settings.request_limit_s,
+            request_class=params.request_class,
+            tier=params.tier,
+            tenant=call.grant.tenant.name,
+            max_tenant_queued=call.grant.tenant.limits.max_queued,
+            qoe=params.qoe,
+            cache_salt=call.cache_salt,
+            resumable=call.retry is not None,
+        )
+        for index, sampling in enumerate(
+            params.sampling.choices(params.num_choices, min(wanted, room), seed), start=first_index
+        )
+    ]

@@ -1,0 +1,220 @@
+"""Requests under way, by the names under which their senders cancel them or send them again.
+
+A sender may ask twice for one answer (`Idempotency-Key`): the newest connection gets it, and goes on from the tokens
+that the one before had. They are kept for a while after a connection has gone, although the work itself stops at once:
+the next connection costs a prompt pass, not the whole answer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from services.dispatcher.endpoints.call import Call, Choice
+from services.dispatcher.http.errors import ApiError, failure_error
+from services.dispatcher.session.request import FailureCode
+from services.dispatcher.session.sessions import Sessions
+from shared.ids import RequestId
+
+KEEP_S: Final = 120.0
+"""Seconds for which it is known what came of a request that has ended."""
+MAX_ENDED: Final = 4096
+"""Requests of which that is known; of more, the oldest are forgotten."""
+MAX_KEPT_TOKENS: Final = 1 << 20
+"""Tokens of answers that are kept for another connection; beyond, the oldest are forgotten."""
+
+
+class CancelState(StrEnum):
+    """What a cancellation met."""
+
+    CANCELLED = "cancelled"  # now, or by an earlier one
+    ENDED = "ended"  # it had ended by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a choice goes on."""
+
+    tokens: Sequence[int] = ()
+    num_attempts: int = 0
+    """Submissions so far: a worker knows their numbers."""
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request under way."""
+
+    call: Call
+    choices: Sequence[Choice]
+    starts: Sequence[Start]
+
+    def names(self) -> list[tuple[str, str]]:
+        """Return what it can be cancelled by."""
+        return [(self.call.caller, name) for name in dict.fromkeys((self.call.answer_id, self.call.public_id))]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is left of a request with a key."""
+
+    request_id: RequestId
+    starts: Sequence[Start]
+    was_cancelled: bool
+    left_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(len(start.tokens) for start in self.starts)
+
+
+class LiveCalls:
+    """The only writer of what is under way.
+
+    Args:
+        sessions: where the work of a request that is stopped is released.
+        now: the event loop's clock.
+    """
+
+    def __init__(self, sessions: Sessions, now: Callable[[], float]) -> None:
+        self._sessions = sessions
+        self._now = now
+        self._by_name: dict[tuple[str, str], dict[int, _Live]] = {}
+        self._by_key: dict[str, _Live] = {}
+        self._ended: OrderedDict[tuple[str, str], tuple[CancelState, float]] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._num_kept_tokens = 0
+
+    def __len__(self) -> int:
+        return len({id(live) for group in self._by_name.values() for live in group.values()})
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens that are kept of answers whose connection is gone."""
+        return self._num_kept_tokens
+
+    def enter(self, call: Call, choices: Sequence[Choice]) -> Sequence[Start]:
+        """Note a request and return where its choices go on; the caller must let it `leave`.
+
+        One with the same key that is still under way ends at once with `SUPERSEDED`.
+
+        Raises:
+            ApiError: its key was used with another body, or the request was cancelled.
+        """
+        starts = [Start()] * len(choices) if call.retry is None else self._take_over(call, len(choices))
+        live = _Live(call, choices, starts)
+        if call.retry is not None:
+            self._by_key[call.retry.name] = live
+        for name in live.names():
+            self._by_name.setdefault(name, {})[id(call)] = live
+        return starts
+
+    def leave(self, call: Call) -> None:
+        """Forget a request whose sessions are released, but what came of it."""
+        live = self._by_name[call.caller, call.answer_id][id(call)]
+        state = CancelState.CANCELLED if call.stopper.code is FailureCode.CANCELLED else CancelState.ENDED
+        for name in live.names():
+            group = self._by_name[name]
+            del group[id(call)]
+            if not group:
+                del self._by_name[name]
+            self._ended.pop(name, None)
+            self._ended[name] = (state, self._now())
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        if call.retry is not None and self._by_key.get(call.retry.name) is live:
+            del self._by_key[call.retry.name]
+            self._keep(call.retry.name, live)
+
+    def cancel(self, caller: str, name: str) -> CancelState | None:
+        """Stop the caller's requests of this name; None if there is none, nor was one lately.
+
+        Args:
+            caller: who asks.
+            name: id of the answer, or `x-request-id`.
+        """
+        found = list(self._by_name.get((caller, name), {}).values())
+        for live in found:
+            self._stop(live, FailureCode.CANCELLED)
+        if found:
+            return CancelState.CANCELLED
+        state, ended_s = self._ended.get((caller, name), (None, 0.0))
+        return state if self._now() - ended_s <= KEEP_S else None
+
+    def _stop(self, live: _Live, code: FailureCode) -> None:
+        """End a request wherever it is; its work is gone from the workers within a step."""
+        live.call.stopper.stop(code)
+        for choice in live.choices:
+            if choice.session is not None:
+                choice.session.fail(code)
+                self._sessions.release(choice.session)
+
+    def _take_over(self, call: Call, num_choices: int) -> Sequence[Start]:
+        """Return where the choices of a request with a key go on."""
+        assert call.retry is not None, "the request has a key"
+        name = call.retry.name
+        self._forget_old()
+        live, kept = self._by_key.get(name), self._kept.get(name)
+        known = call.retry.request_id if live is None and kept is None else _request_id(live, kept)
+        if known != call.retry.request_id:
+            message = "This Idempotency-Key was used for another request. Use a new key for each request."
+            raise ApiError(422, "idempotency_mismatch", message, headers={"x-should-retry": "false"})
+        if live is not None:
+            if live.call.stopper.code is FailureCode.CANCELLED:
+                raise failure_error(FailureCode.CANCELLED)
+            self._stop(live, FailureCode.SUPERSEDED)
+            return _starts(live)
+        if kept is None:
+            return [Start()] * num_choices
+        if kept.was_cancelled:
+            raise failure_error(FailureCode.CANCELLED)
+        self._drop(name)
+        return kept.starts
+
+    def _keep(self, name: str, live: _Live) -> None:
+        was_cancelled = live.call.stopper.code is FailureCode.CANCELLED
+        kept = _Kept(live.call.request_id, () if was_cancelled else _starts(live), was_cancelled, self._now())
+        self._drop(name)
+        self._kept[name] = kept
+        self._num_kept_tokens += kept.num_tokens
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        while self._kept:
+            name, oldest = next(iter(self._kept.items()))
+            is_over = len(self._kept) > MAX_ENDED or self._num_kept_tokens > MAX_KEPT_TOKENS
+            if not is_over and self._now() - oldest.left_s <= KEEP_S:
+                return
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self._num_kept_tokens -= kept.num_tokens
+
+
+def _request_id(live: _Live | None, kept: _Kept | None) -> RequestId:
+    if live is not None:
+        return live.call.request_id
+    assert kept is not None, "one of them is there"
+    return kept.request_id
+
+
+def _starts(live: _Live) -> list[Start]:
+    """Return where the choices of a request that was stopped would go on.
+
+    Answers with log-probabilities begin anew: the numbers of tokens that were sent are gone.
+    """
+    has_logprobs = live.call.params.sampling.logprobs is not None
+    starts: list[Start] = []
+    for choice, before in zip(live.choices, live.starts, strict=True):
+        session = choice.session
+        if session is None:
+            starts.append(before)
+        else:
+            starts.append(Start(() if has_logprobs else array("I", session.tokens), session.history.num_attempts))
+    return starts

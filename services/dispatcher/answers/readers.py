@@ -1,0 +1,116 @@
+"""Who takes the tokens of a choice: the writer of a stream, or the collector of an answer that is sent whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.dispatcher.answers.answer_text import MAX_LOGPROB_TOKENS, json_text
+from services.dispatcher.answers.logprobs import LogprobWriter, Row
+from services.dispatcher.answers.shapes import FINISH_NAMES, NO_LOGPROBS, ChoiceShape, Shape
+from services.dispatcher.endpoints.call import Choice
+from services.dispatcher.http.sse import EventWriter
+from shared.types import FinishReason
+
+
+class Streamer:
+    """Writes the tokens of one choice at once.
+
+    Args:
+        choice: its own.
+        shape: of the choice's events.
+        stream: open.
+        logprobs: None if nobody asked for them.
+    """
+
+    __slots__ = ("_choice", "_logprobs", "_num_pending", "_shape", "_stream", "_text")
+
+    def __init__(self, choice: Choice, shape: ChoiceShape, stream: EventWriter, logprobs: LogprobWriter | None) -> None:
+        self._choice = choice
+        self._text = choice.text
+        self._shape = shape
+        self._stream = stream
+        self._logprobs = logprobs
+        self._num_pending = 0  # tokens since the last event: their text was not decided yet
+
+    def begin(self, now_s: float) -> None:
+        """Write what comes before the first token."""
+        echo = self._choice.echo
+        data = self._shape.role_chunk() + (self._shape.chunk(json_text(echo), 0) if echo else b"")
+        if data:
+            self._send(data, now_s)
+
+    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        """Take the next tokens (the session's `Reader`)."""
+        if self._logprobs is not None:
+            self._write_with_logprobs(self._logprobs, token_ids, finish, now_s)
+        elif text := self._push(token_ids, finish):
+            self._send(self._shape.chunk(json_text(text), self._num_pending), now_s)
+            self._num_pending = 0
+        return not self._text.was_cut
+
+    def _push(self, token_ids: Sequence[int], finish: FinishReason) -> str:
+        """Return the text that becomes visible, and count the tokens."""
+        num_before = self._text.num_tokens
+        text = self._text.push(token_ids, finish)
+        self._num_pending += self._text.num_tokens - num_before
+        return text
+
+    def _send(self, data: bytes, now_s: float) -> None:
+        self._stream.write(data, now_s)
+
+    def _write_with_logprobs(
+        self, writer: LogprobWriter, token_ids: Sequence[int], finish: FinishReason, now_s: float
+    ) -> None:
+        """Write tokens in events that stay short, however many come at once, as if they had come in as many parts."""
+        is_over = False
+        while not is_over:
+            size = max(MAX_LOGPROB_TOKENS - self._text.num_waiting, 1)
+            part, token_ids = token_ids[:size], token_ids[size:]
+            text = self._push(part, FinishReason.NONE if token_ids else finish)
+            shown = self._text.take_shown()
+            if text or shown:
+                logprobs = writer.join(writer.rows(self._choice, shown))
+                self._send(self._shape.chunk(json_text(text), self._num_pending, logprobs), now_s)
+                self._num_pending = 0
+            is_over = not token_ids or self._text.was_cut
+
+    def end(self, estimate: dict[str, Any], now_s: float) -> None:
+        """Write the finish reason of a choice that has one."""
+        self._send(self._shape.finish_chunk(self._choice.opened.finish, estimate), now_s)
+
+
+class Collector:
+    """Keeps the text of one choice.
+
+    Args:
+        choice: its own.
+        logprobs: None if nobody asked for them.
+    """
+
+    __slots__ = ("_choice", "_logprobs", "_rows", "_texts")
+
+    def __init__(self, choice: Choice, logprobs: LogprobWriter | None) -> None:
+        self._choice = choice
+        self._texts = [choice.echo]
+        self._logprobs = logprobs
+        self._rows: list[Row] = []
+
+    def on_tokens(self, token_ids: Sequence[int], finish: FinishReason, now_s: float) -> bool:
+        """Take the next tokens (the session's `Reader`)."""
+        self._texts.append(self._choice.text.push(token_ids, finish))
+        if self._logprobs is not None:
+            self._rows += self._logprobs.rows(self._choice, self._choice.text.take_shown())
+        return not self._choice.text.was_cut
+
+    def as_json(self, shape: Shape, error: dict[str, Any] | None) -> bytes:
+        """Return the choice; one that failed has what came of it, no finish reason, and its error.
+
+        Args:
+            shape: of the answer.
+            error: None if the choice is whole.
+        """
+        choice = self._choice
+        reason = FINISH_NAMES[choice.opened.finish] if error is None else None
+        logprobs = self._logprobs.join(self._rows) if self._logprobs is not None else NO_LOGPROBS
+        return shape.whole_choice(choice.index, "".join(self._texts), reason, logprobs, error)

@@ -1,0 +1,165 @@
+"""How an answer looks on the wire: the JSON of chat and of completions, whole and in chunks.
+
+A chunk's parts before and after the text are bytes that are made once per choice, so that a token costs three joins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from services.dispatcher.answers.answer_text import escape_line_ends
+from shared.types import FinishReason
+
+FINISH_NAMES: Final = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+FINGERPRINT: Final = "sluice"
+DONE: Final = b"data: [DONE]\n\n"
+NO_LOGPROBS: Final = b"null"
+_LOGPROBS: Final = b'"logprobs":%b'
+_MARK: Final = "\ue000 this is replaced \ue000"
+_UNFINISHED: Final = {"logprobs": None, "finish_reason": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is billed, in tokens: the prompt once, the outputs of all choices."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    """Of the prompt's: those whose KV was there already."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return OpenAI's object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The fields that every part of one answer shares.
+
+    Args:
+        is_chat: chat or completions.
+        answer_id: `chatcmpl-…` or `cmpl-…`.
+        created_unix_s: when the request came.
+        model: the name under which the model answers.
+        service_tier: the tier that is really used.
+        include_usage: whether a stream ends with a chunk of usage.
+    """
+
+    is_chat: bool
+    answer_id: str
+    created_unix_s: int
+    model: str
+    service_tier: str
+    include_usage: bool
+
+    def _common(self, *, in_stream: bool) -> dict[str, Any]:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if in_stream else "chat.completion"
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_unix_s,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+            "service_tier": self.service_tier,
+        }
+
+    def event(self, choices: list[dict[str, Any]], more: dict[str, Any]) -> bytes:
+        """Return an event; one that is not the last carries `usage: null` if the last one has usage."""
+        usage = {"usage": None} if self.include_usage else {}
+        content = {**self._common(in_stream=True), "choices": choices, **usage, **more}
+        return b"data: " + _json(content) + b"\n\n"
+
+    def usage_chunk(self, usage: Usage, extra: dict[str, Any]) -> bytes:
+        """Return the event after all choices; b"" if nobody asked for it."""
+        return self.event([], {"usage": usage.as_json(), "sluice": extra}) if self.include_usage else b""
+
+    def whole(self, choices: Sequence[bytes], usage: Usage) -> bytes:
+        """Return the body of an answer that is not streamed."""
+        content = {**self._common(in_stream=False), "choices": _MARK, "usage": usage.as_json()}
+        return _json(content).replace(_json(_MARK), b"[%b]" % b",".join(choices), 1)
+
+    def whole_choice(
+        self, index: int, text: str, finish_reason: str | None, logprobs: bytes, error: dict[str, Any] | None
+    ) -> bytes:
+        """Return one choice of such a body; `logprobs` is JSON."""
+        choice: dict[str, Any] = {"index": index, "logprobs": _MARK, "finish_reason": finish_reason}
+        if self.is_chat:
+            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            choice["text"] = text
+        if error is not None:
+            choice["error"] = error
+        return _json(choice).replace(_json(_MARK), logprobs, 1)  # the first one: no text stands before it
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceShape:
+    """The events of one choice of a stream.
+
+    Args:
+        shape: of the whole answer.
+        index: of the choice.
+    """
+
+    shape: Shape
+    index: int
+    head: bytes = field(init=False)
+    """Of an event with text: everything before the JSON string."""
+    tail: bytes = field(init=False)
+    """Everything after it, when the event holds one token."""
+    tail_with_count: bytes = field(init=False)
+    """Same, with a `%d` for the number of tokens."""
+
+    def __post_init__(self) -> None:
+        head, tail = self.shape.event([self._choice(_MARK)], {}).split(_json(_MARK))
+        object.__setattr__(self, "head", head)
+        object.__setattr__(self, "tail", tail)
+        object.__setattr__(self, "tail_with_count", tail.removesuffix(b"}\n\n") + b',"sluice":{"n":%d}}\n\n')
+
+    def _choice(self, text: str) -> dict[str, Any]:
+        shown = {"delta": {"content": text}} if self.shape.is_chat else {"text": text}
+        return {"index": self.index, **shown, **_UNFINISHED}
+
+    def chunk(self, text: bytes, num_tokens: int, logprobs: bytes | None = None) -> bytes:
+        """Return the event with some text.
+
+        Args:
+            text: as a JSON string (`json_text`).
+            num_tokens: tokens that it holds.
+            logprobs: of these tokens, as JSON; None if nobody asked.
+        """
+        if num_tokens == 1 and logprobs is None:  # nearly always
+            return self.head + text + self.tail
+        tail = self.tail if num_tokens == 1 else self.tail_with_count % num_tokens
+        if logprobs is not None:
+            tail = tail.replace(_LOGPROBS % NO_LOGPROBS, _LOGPROBS % logprobs, 1)
+        return self.head + text + tail
+
+    def role_chunk(self) -> bytes:
+        """Return the first event of a chat: whose turn it is; b"" for completions."""
+        if not self.shape.is_chat:
+            return b""
+        choice = {"index": self.index, "delta": {"role": "assistant", "content": ""}, **_UNFINISHED}
+        return self.shape.event([choice], {})
+
+    def finish_chunk(self, finish: FinishReason, extra: dict[str, Any]) -> bytes:
+        """Return the event with the finish reason; `extra` stands in it unless an event with usage follows."""
+        choice: dict[str, Any] = {"index": self.index, **({"delta": {}} if self.shape.is_chat else {"text": ""})}
+        choice |= {"logprobs": None, "finish_reason": FINISH_NAMES[finish]}
+        return self.shape.event([choice], {} if self.shape.include_usage else {"sluice": extra})
+
+
+def _json(content: object) -> bytes:
+    return escape_line_ends(json.dumps(content, ensure_ascii=False, separators=(",", ":"))).encode()

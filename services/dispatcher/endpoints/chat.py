@@ -1,0 +1,70 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from services.dispatcher.answers.generate import respond
+from services.dispatcher.endpoints.call import Call, Prompt
+from services.dispatcher.endpoints.fields import Fields
+from services.dispatcher.endpoints.messages import count_chars, parse_messages
+from services.dispatcher.endpoints.params import parse_params
+from services.dispatcher.endpoints.salt import cache_salt
+from services.dispatcher.endpoints.sampling import chat_logprobs
+from services.dispatcher.endpoints.unsupported import CHAT, refuse_unsupported
+from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import grant_of
+
+_KNOWN = frozenset(
+    {
+        *CHAT,
+        *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature"),
+        *("top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of"),
+        *("logprobs", "top_logprobs", "response_format", "cache_salt"),
+        *("modalities", "user", "metadata", "store", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    }
+)
+
+
+async def chat_completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
+    """Answer a conversation."""
+    arrival = note_arrival(front)
+    sender = Sender(request.headers, public_id, grant_of(request))
+    call = chat_call(arrival, sender, await arrival.body(request))
+    return await respond(front, call, request)
+
+
+def chat_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
+    """Return the checked request.
+
+    Raises:
+        ApiError: the first parameter that is not allowed.
+    """
+    front, fields = arrival.front, Fields(body)
+    check_model(front, fields)
+    refuse_unsupported(body, CHAT)
+    messages = parse_messages(body.get("messages"))
+    params = parse_params(fields, front.rules_for(sender.grant), chat_logprobs(fields))
+    front.unknown_names.note(body, _KNOWN)
+    retry = sender.retry("chat", body)
+    return Call(
+        request_id=arrival.request_id if retry is None else retry.request_id,
+        public_id=sender.public_id,
+        is_chat=True,
+        params=params,
+        encode=lambda: [Prompt(front.codec.encode_chat(messages))],
+        num_prompts=1,
+        num_chars=count_chars(messages),
+        prompt_param="messages",
+        default_max_tokens=None,
+        cache_salt=cache_salt(sender.caller, params.salt),
+        grant=sender.grant,
+        arrival_s=arrival.arrival_s,
+        created_unix_s=arrival.created_unix_s,
+        retry=retry,
+        seen=sender.seen(params, 1, retry),
+    )

@@ -1,0 +1,127 @@
+"""POST /v1/completions: the older interface, a prompt without a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from aiohttp import web
+
+from services.dispatcher.answers.generate import respond
+from services.dispatcher.endpoints.call import Call, Prompt
+from services.dispatcher.endpoints.fields import Fields, check_token_ids, type_name
+from services.dispatcher.endpoints.params import parse_params
+from services.dispatcher.endpoints.salt import cache_salt
+from services.dispatcher.endpoints.sampling import completion_logprobs
+from services.dispatcher.endpoints.unsupported import COMPLETIONS, refuse_unsupported
+from services.dispatcher.http.arrival import Arrival, Sender, check_model, note_arrival
+from services.dispatcher.http.errors import invalid, unsupported
+from services.dispatcher.http.front import Front
+from services.dispatcher.http.guard import grant_of
+from services.dispatcher.text.prompts import PromptCodec
+
+DEFAULT_MAX_TOKENS: Final = 16
+"""OpenAI's default for this endpoint."""
+MAX_PROMPTS: Final = 1024
+_KNOWN = frozenset(
+    {
+        *COMPLETIONS,
+        *("model", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "modalities"),
+        *("temperature", "top_p", "top_k", "min_p"),
+        *("seed", "stop", "stop_token_ids", "ignore_eos", "service_tier", "qoe", "n", "presence_penalty"),
+        *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "best_of", "logprobs", "echo"),
+        *("response_format", "user", "cache_salt"),
+    }
+)
+
+
+async def completions(front: Front, request: web.BaseRequest, public_id: str) -> web.StreamResponse:
+    """Continue a prompt."""
+    arrival = note_arrival(front)
+    sender = Sender(request.headers, public_id, grant_of(request))
+    call = completion_call(arrival, sender, await arrival.body(request))
+    return await respond(front, call, request)
+
+
+def completion_call(arrival: Arrival, sender: Sender, body: dict[str, Any]) -> Call:
+    """Return the checked request.
+
+    Raises:
+        ApiError: the first parameter that is not allowed.
+    """
+    front, fields = arrival.front, Fields(body)
+    check_model(front, fields)
+    refuse_unsupported(body, COMPLETIONS)
+    prompts = _prompts(body.get("prompt"), front.codec.vocab_size)
+    encode = partial(_encode, prompts, front.codec, echo=fields.boolean("echo"))
+    params = parse_params(fields, front.rules_for(sender.grant), completion_logprobs(fields))
+    _check_count(len(prompts), params.num_choices, front.rules.max_choices)
+    _check_echo(fields)
+    front.unknown_names.note(body, _KNOWN)
+    retry = sender.retry("completions", body)
+    return Call(
+        request_id=arrival.request_id if retry is None else retry.request_id,
+        public_id=sender.public_id,
+        is_chat=False,
+        params=params,
+        encode=encode,
+        num_prompts=len(prompts),
+        num_chars=max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0),
+        prompt_param="prompt",
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        cache_salt=cache_salt(sender.caller, params.salt),
+        grant=sender.grant,
+        arrival_s=arrival.arrival_s,
+        created_unix_s=arrival.created_unix_s,
+        retry=retry,
+        seen=sender.seen(params, len(prompts), retry),
+    )
+
+
+def _check_echo(fields: Fields) -> None:
+    if fields.boolean("echo") and fields.values.get("logprobs") is not None:
+        raise unsupported("echo", "Log-probabilities of the prompt are not supported: 'echo' excludes 'logprobs'.")
+
+
+def _check_count(num_prompts: int, num_choices: int, most: int) -> None:
+    if num_prompts * num_choices > most:
+        message = f"This server takes at most {most} choices in one request, over all prompts."
+        raise invalid("array_above_max_length", "prompt", message)
+
+
+def _encode(prompts: Sequence[str | list[int]], codec: PromptCodec, *, echo: bool) -> list[Prompt]:
+    return [_encode_one(prompt, codec, echo=echo) for prompt in prompts]
+
+
+def _encode_one(prompt: str | list[int], codec: PromptCodec, *, echo: bool) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(codec.encode_text(prompt), prompt if echo else "")
+    return Prompt(prompt, codec.decode(prompt, skip_special_tokens=True) if echo else "")
+
+
+def _prompts(value: Any, vocab_size: int) -> Sequence[str | list[int]]:
+    """Return the prompts: all of them texts, or all of them token ids."""
+    if value is None:
+        raise invalid("missing_required_parameter", "prompt", "Missing required parameter: 'prompt'.")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise invalid("invalid_type", "prompt", f"'prompt' must be a string or an array, not {type_name(value)}.")
+    if not value:
+        raise invalid("array_below_min_length", "prompt", "'prompt' must not be empty.")
+    if not isinstance(value[0], str | list):
+        return [check_token_ids(value, "prompt", vocab_size)]
+    if len(value) > MAX_PROMPTS:
+        raise invalid("array_above_max_length", "prompt", f"'prompt' takes at most {MAX_PROMPTS} prompts.")
+    kind = type(value[0])
+    if not all(isinstance(inner, kind) for inner in value):
+        raise invalid("invalid_type", "prompt", "The prompts must be all strings, or all arrays of token ids.")
+    return value if kind is str else [_ids(inner, index, vocab_size) for index, inner in enumerate(value)]
+
+
+def _ids(value: list[Any], index: int, vocab_size: int) -> list[int]:
+    path = f"prompt.{index}"
+    if not value:
+        raise invalid("array_below_min_length", path, f"'{path}' must not be empty.")
+    return check_token_ids(value, path, vocab_size)

@@ -1,0 +1,83 @@
+"""The `messages` of a chat request: checked, and reduced to what a chat template reads. Text only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from services.dispatcher.endpoints.fields import type_name
+from services.dispatcher.http.errors import ApiError, invalid, unsupported
+from services.dispatcher.text.template import MAX_MESSAGES
+
+MAX_PARTS: Final = 10_000
+_ROLES: Final = ("system", "developer", "user", "assistant")
+
+
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages as the template gets them: `role`, `content` as one string, `name` if given.
+
+    The role `developer` becomes `system`, which is what templates know.
+
+    Raises:
+        ApiError: the first thing that is not allowed.
+    """
+    if value is None:
+        raise invalid("missing_required_parameter", "messages", "Missing required parameter: 'messages'.")
+    if not isinstance(value, list):
+        raise invalid("invalid_type", "messages", f"'messages' must be an array, not {type_name(value)}.")
+    if not value:
+        raise invalid("array_below_min_length", "messages", "'messages' must have at least one message.")
+    if len(value) > MAX_MESSAGES:
+        raise invalid("array_above_max_length", "messages", f"'messages' has more than {MAX_MESSAGES} messages.")
+    return [_message(message, f"messages.{index}") for index, message in enumerate(value)]
+
+
+def count_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the characters that a conversation brings to the tokenizer, apart from the template's own."""
+    return sum(len(text) for message in messages for text in message.values())
+
+
+def _message(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise invalid("invalid_type", path, f"'{path}' must be an object, not {type_name(value)}.")
+    role = value.get("role")
+    if role == "tool":
+        raise unsupported(f"{path}.tool_call_id", "Tool calls are not supported, so no message can answer one.")
+    if role not in _ROLES:
+        raise invalid("invalid_value", f"{path}.role", f"'{path}.role' must be one of {', '.join(_ROLES)}.")
+    for field in ("tool_calls", "function_call", "audio"):
+        if value.get(field):
+            raise unsupported(f"{path}.{field}")
+    name = value.get("name")
+    if name is not None and not isinstance(name, str):
+        raise invalid("invalid_type", f"{path}.name", f"'{path}.name' must be a string, not {type_name(name)}.")
+    content = _content(value.get("content"), role, f"{path}.content")
+    message = {"role": "system" if role == "developer" else role, "content": content}
+    return message if name is None else {**message, "name": name}
+
+
+def _content(value: Any, role: str, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None and role == "assistant":
+        return ""
+    if not isinstance(value, list):
+        raise invalid("invalid_type", path, f"'{path}' must be a string or an array of parts, not {type_name(value)}.")
+    if len(value) > MAX_PARTS:
+        raise invalid("array_above_max_length", path, f"'{path}' has more than {MAX_PARTS} parts.")
+    return "\n".join([_part(part, f"{path}.{index}") for index, part in enumerate(value)])
+
+
+def _part(value: Any, path: str) -> str:
+    if not isinstance(value, dict):
+        raise invalid("invalid_type", path, f"'{path}' must be an object, not {type_name(value)}.")
+    if value.get("type") != "text":
+        raise _not_text(path)
+    text = value.get("text")
+    if not isinstance(text, str):
+        raise invalid("invalid_type", f"{path}.text", f"'{path}.text' must be a string, not {type_name(text)}.")
+    return text
+
+
+def _not_text(path: str) -> ApiError:
+    return invalid("unsupported_content_type", path, "Only parts of type 'text' are supported; nothing was fetched.")

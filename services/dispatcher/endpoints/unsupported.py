@@ -1,0 +1,100 @@
+"""Parameters that mean something, but not here: refused by name, unless their value asks for nothing.
+
+Anything that no list here or in the endpoints knows is ignored, because clients send new names every month.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from services.dispatcher.endpoints.fields import Fields
+from services.dispatcher.http.errors import unsupported
+
+_IsNeutral = Callable[[Any], bool]
+
+
+def _never(_value: Any) -> bool:
+    return False
+
+
+def _is_empty(value: Any) -> bool:
+    return value in ([], {}, "") and not isinstance(value, bool)
+
+
+def _is_false(value: Any) -> bool:
+    return value is False
+
+
+def _one_of(*neutral: Any) -> _IsNeutral:
+    def is_neutral(value: Any) -> bool:
+        return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral)
+
+    return is_neutral
+
+
+_COMMON: Final[dict[str, _IsNeutral]] = {
+    "length_penalty": _one_of(1, 1.0),
+    "use_beam_search": _is_false,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+    "structured_outputs": _never,
+    "prompt_logprobs": _never,
+    "logits_processors": _is_empty,
+    "include_stop_str_in_output": _is_false,
+    "truncate_prompt_tokens": _never,
+    "allowed_token_ids": _is_empty,
+    "bad_words": _is_empty,
+}
+CHAT: Final[dict[str, _IsNeutral]] = {
+    **_COMMON,
+    "tools": _is_empty,
+    "tool_choice": _one_of("none"),
+    "functions": _is_empty,
+    "function_call": _one_of("none"),
+    "chat_template": _never,
+    "chat_template_kwargs": _never,
+    "add_generation_prompt": _never,
+    "continue_final_message": _never,
+    "add_special_tokens": _never,
+    "documents": _is_empty,
+    "audio": _never,
+    "prediction": _never,
+    "web_search_options": _never,
+    "echo": _is_false,
+}
+COMPLETIONS: Final[dict[str, _IsNeutral]] = {**_COMMON, "suffix": _is_empty, "prompt_embeds": _never}
+TOKENIZE: Final[dict[str, _IsNeutral]] = {
+    "tools": _is_empty,
+    "chat_template": _never,
+    "chat_template_kwargs": _never,
+    "continue_final_message": _is_false,
+}
+
+_REASONS: Final = {
+    "chat_template": "Chat templates come with the model; a request cannot bring one.",
+    "chat_template_kwargs": "Chat templates come with the model; a request cannot change them.",
+    "tools": "Tool calls are not supported.",
+    "functions": "Tool calls are not supported.",
+    "tool_choice": "Tool calls are not supported; only 'none' is accepted.",
+}
+
+
+def refuse_unsupported(values: Mapping[str, Any], table: Mapping[str, _IsNeutral]) -> None:
+    """Raise the 400 for the first parameter that asks for something that does not exist here."""
+    for name, is_neutral in table.items():
+        value = values.get(name)
+        if value is not None and not is_neutral(value):
+            raise unsupported(name, _REASONS.get(name, ""))
+    _refuse_formats(Fields(values))
+
+
+def _refuse_formats(fields: Fields) -> None:
+    form = fields.mapping("response_format")
+    if form is not None and form.text("type") != "text":
+        raise unsupported("response_format", "Only the response format 'text' is supported.")
+    modalities = fields.values.get("modalities")
+    if modalities is not None and modalities != ["text"]:
+        raise unsupported("modalities", "Only the modality 'text' is supported.")

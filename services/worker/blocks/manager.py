@@ -1,0 +1,180 @@
+"""Block tables: which KV blocks each row holds, and what the executor has yet to hear of it. No tensor, no tokens.
+
+A row writes only into blocks that it alone refers to and that have no name: full blocks are shared by reference, and of
+a block that is not full a row that shares it gets a copy when it is admitted, before it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.blocks.block_pool import BlockPool
+from services.worker.engine.types import I32, NO_COPIES, NO_TABLE_DELTA, CopyOps, TableDelta
+
+Rows = NDArray[np.intp]
+_ONE = np.array(1, dtype=np.int32)
+
+
+class BlockManager(BlockPool):
+    """The blocks, and the block tables of all rows."""
+
+    def __init__(self, num_blocks: int, block_size: int, held: I32, max_blocks_per_row: int) -> None:
+        """Begin with blocks 0 to num_blocks - 1 usable and free.
+
+        Args:
+            num_blocks: usable blocks.
+            block_size: token slots of a block.
+            held: [num_rows] the table's column `held_blocks`, written here only.
+            max_blocks_per_row: of a sequence as long as the model's context.
+        """
+        super().__init__(num_blocks)
+        self.block_size = block_size
+        self._block_size = np.array(block_size, dtype=np.int32)  # half as long as a scalar, in a short operation
+        self.held = held
+        self.block_table: I32 = np.zeros((held.size, max_blocks_per_row), dtype=np.int32)
+        self._shared: list[tuple[int, I32]] = []  # (row, blocks that it has come to share) since the last `extend`
+        self._ahead: list[tuple[int, I32]] = []  # (row, blocks that `take_for` gave it) since the last `extend`
+        self._copies: list[tuple[int, int, int]] = []  # (row, index in its table, source) since the last `take_copies`
+
+    def extend(self, rows: Rows, ends: I32) -> TableDelta:
+        """Give rows the blocks that they lack for tokens [0, end); the scheduler has seen to it that they are free.
+
+        Args:
+            rows: [n], each once.
+            ends: [n] tokens that each row must have slots for.
+        """
+        held = self.held[rows]
+        short = ends > held * self._block_size
+        delta = self._extend(rows[short], held[short], ends[short]) if np.count_nonzero(short) else NO_TABLE_DELTA
+        return self._with_first(delta) if self._shared or self._ahead else delta
+
+    def _extend(self, rows: Rows, held: I32, ends: I32) -> TableDelta:
+        next_held = held + _ONE
+        if not np.count_nonzero(ends > next_held * self._block_size):  # decodes: one block for each row
+            ids = self._take(rows.size)
+            self.block_table[rows, held] = ids
+            self.held[rows] = next_held
+            return TableDelta(rows.astype(np.int32), held, ids)
+        more = -(-ends // self._block_size) - held
+        total = int(more.sum())
+        first = np.cumsum(more) - more
+        row, index = np.repeat(rows, more), np.repeat(held - first, more) + np.arange(total, dtype=np.int32)
+        ids = self._take(total)
+        self.block_table[row, index] = ids
+        self.held[rows] += more
+        return TableDelta(row.astype(np.int32), index.astype(np.int32), ids)
+
+    def _with_first(self, delta: TableDelta) -> TableDelta:
+        first, self._shared, self._ahead = [*self._shared, *self._ahead], [], []
+        return TableDelta(
+            np.concatenate([*(np.full(ids.size, row, dtype=np.int32) for row, ids in first), delta.row]),
+            np.concatenate([*(np.arange(ids.size, dtype=np.int32) for _, ids in first), delta.index]),
+            np.concatenate([*(ids for _, ids in first), delta.block_id]),
+        )
+
+    def take_for(self, row: int, count: int) -> I32:
+        """Give a row that holds nothing `count` free blocks ahead of its next step, and return them."""
+        assert not self.held[row], f"row {row} holds blocks already"
+        ids = self._take(count)
+        self.block_table[row, :count] = ids
+        self.held[row] = count
+        self._ahead.append((row, ids))
+        return ids
+
+    def share(self, row: int, ids: I32, partial: int | None, owner: Hashable) -> None:
+        """Let a row that holds nothing refer to full blocks, and copy one more that is not full.
+
+        Args:
+            row: is in the next batch, so that its executor learns of them.
+            ids: in sequence order; held by somebody, pinned, or free and named.
+            partial: held by somebody; the block that the row is given next becomes its copy.
+            owner: pins the source of the copy, which must stay as it is until the copy is made.
+        """
+        assert not self.held[row], f"row {row} holds blocks already"
+        self._refer(ids)
+        self.block_table[row, : ids.size] = ids
+        self.held[row] = ids.size
+        if ids.size:
+            self._shared.append((row, ids))
+        if partial is not None:
+            self.pin(np.array([partial], dtype=np.int32), owner)
+            self._copies.append((row, int(ids.size), partial))
+
+    def take_copies(self) -> CopyOps:
+        """Return the copies that rows asked for since the last call; they have been extended since."""
+        if not self._copies:
+            return NO_COPIES
+        rows, indices, sources = np.array(self._copies, dtype=np.int32).T
+        self._copies.clear()
+        return CopyOps(sources, self.block_table[rows, indices])
+
+    def rename(self, rows: I32, source: I32, target: I32) -> TableDelta:
+        """Let tables of some rows name blocks `target` [n] where they name `source` [n]; return what has changed."""
+        names = np.arange(self.refcount.size, dtype=np.int32)
+        names[source] = target
+        held = self.held[rows]
+        table = self.block_table[rows, : int(held.max(initial=0))]
+        is_renamed = (np.arange(table.shape[1]) < held[:, None]) & (names[table] != table)
+        place, index = is_renamed.nonzero()
+        ids: I32 = names[table[is_renamed]]
+        self.block_table[rows[place], index] = ids
+        return TableDelta(rows[place], index.astype(np.int32), ids)
+
+    def release(self, row: int) -> None:
+        """Take all blocks from a row; those that nobody else refers to or pins become free."""
+        ids = self.block_table[row, : self.held[row]]
+        self.held[row] = 0
+        self._let_go(ids)
+        if self._ahead:
+            self._ahead = [entry for entry in self._ahead if entry[0] != row]
+
+    def freeable(self, rows: I32) -> I32:
+        """Return [n]: how many blocks become free when rows[i:] are released, beyond those that rows[i + 1:] free.
+
+        So the sum is what all of them free together, and the sum of an end is what that end frees.
+        """
+        held = self.held[rows]
+        if not self._pins and int(self.held.sum()) == self.num_used:
+            return held  # nothing is shared or pinned
+        table = self.block_table[rows, : int(held.max(initial=0))]
+        ids = table[np.arange(table.shape[1]) < held[:, None]]
+        first = np.full(self.refcount.size, rows.size)
+        np.minimum.at(first, ids, np.repeat(np.arange(rows.size), held))
+        alone = (np.bincount(ids, minlength=self.refcount.size) == self.refcount) & (self.pins == 0)
+        counts = np.bincount(first[alone & (first < rows.size)], minlength=rows.size)
+        return counts.astype(np.int32)
+
+    def holders(self, ids: I32, rows: I32) -> list[int]:
+        """Return those of the rows that hold any of the blocks, in the given order."""
+        wanted = np.zeros(self.refcount.size, dtype=np.bool_)
+        wanted[ids] = True
+        return [row for row in rows.tolist() if wanted[self.block_table[row, : self.held[row]]].any()]
+
+    def check_invariants(self, live_rows: I32) -> None:
+        """Check the conservation laws: every usable block is free or in use, and every reference is counted.
+
+        Args:
+            live_rows: rows that hold a sequence; every other row must hold nothing.
+        """
+        held = np.zeros_like(self.held)
+        held[live_rows] = self.held[live_rows]
+        assert (held == self.held).all(), "a free row holds blocks"
+        tables = [self.block_table[row, : self.held[row]] for row in live_rows.tolist()]
+        entries = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int32)
+        references = np.bincount(entries, minlength=self.refcount.size)
+        assert (references == self.refcount).all(), "refcounts differ from the entries of the block tables"
+        self.check_pool()
+        assert not self._shared, "the executor was not told what a row shares"
+        for row, ids in self._ahead:
+            assert self.held[row] == ids.size, "the executor would be told of blocks that a row had"
+            assert (self.block_table[row, : ids.size] == ids).all(), "the executor would be told of other blocks"
+        assert not self._copies, "the executor was not told to copy a block"
+
+    def check_writable(self, row: int, num_computed: int) -> None:
+        """Check that a row is the only one to refer to the blocks that it still writes, and that they have no name."""
+        ids = self.block_table[row, num_computed // self.block_size : self.held[row]]
+        assert (self.refcount[ids] == 1).all(), f"row {row} would write into a block that others refer to"
+        assert not self.index.is_named[ids].any(), f"row {row} would write into a block that has a name"

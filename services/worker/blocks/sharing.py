@@ -1,0 +1,315 @@
+"""Which KV a sequence need not compute: blocks of sequences that began alike, and the prompt of the one that it forks.
+
+Names (`prefix.py`) of a row's full blocks are made when the row is added, for its known tokens, and when it gives its
+blocks up, for its outputs; so a step of decodes costs nothing here. A block gets its name once a step that computed it
+has succeeded. Between its admission and that moment a row *claims* the names of its blocks: others that lack the same
+block can wait for it instead of computing it too. For a block whose KV is on its way from another worker everybody
+waits; it is reserved from the beginning, so nobody else takes its room, and named when its KV is there. If that KV can
+be attended where it lies (`remote_kv.py`), rows share such a block before it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from services.worker.blocks.forks import Forks
+from services.worker.blocks.manager import BlockManager
+from services.worker.blocks.prefix import RunName, following_names, root_name
+from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
+from services.worker.engine.assemble import known_tokens
+from services.worker.engine.types import EMPTY_I32, I32, KeptKv
+from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
+from services.worker.sequences.table import SequenceTable, Status
+from services.worker.sequences.token_log import TokenLog
+
+_COMING: Final = "KV that is on its way"
+"""Owner of the pins."""
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What is known of a row's full blocks."""
+
+    names: list[RunName]
+    """The root, then one name per full block, as far as they have been made."""
+    num_settled: int = 0
+    """Leading blocks of the row's table that are shared or have been named (or whose name another block had)."""
+    num_claimed: int = 0
+    """Full blocks of the known tokens at admission; 0 once all of them are settled."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    """What a row can share."""
+
+    ids: list[int] = field(default_factory=list)
+    """Full blocks, in sequence order."""
+    partial: int | None = None
+    """A block of which the row needs a copy."""
+    num_tokens: int = 0
+
+
+class Sharing:
+    """Names, claims and forks of all rows. Answers policies as their `BlockFacts`; only the engine changes it."""
+
+    def __init__(self, table: SequenceTable, blocks: BlockManager, log: TokenLog, *, prefix_caching: bool) -> None:
+        self.forks = Forks(table)
+        self.prefix_caching = prefix_caching
+        self._table = table
+        self._blocks = blocks
+        self._log = log
+        self._chains: dict[int, _Chain] = {}
+        self._claims: dict[RunName, int] = {}
+        self._unsettled: dict[int, _Chain] = {}
+        """Rows with claims."""
+        self._coming: set[RunName] = set()
+        """Of blocks whose KV is on its way."""
+        self._remote: RemoteKv | None = None
+        """Which of it can be attended where it lies."""
+
+    # What policies ask
+
+    def freeable(self, rows: I32) -> I32:
+        """Return [n]: blocks that become free when rows[i:] give up theirs, beyond those that rows[i + 1:] free."""
+        return self._blocks.freeable(rows)
+
+    def cached(self, row: int) -> CachedPrefix:
+        """Return what a waiting or preempted row would share if it were admitted now."""
+        match, following = self._match(row), None
+        if self.prefix_caching and match.partial is None and len(match.ids) < self._num_shareable(row):
+            following = self._chains[row].names[len(match.ids) + 1]
+            if following in self._claims or following in self._coming:
+                return CachedPrefix(match.num_tokens, 0, following, is_coming=True)
+        if not match.num_tokens and following is None:
+            return NOTHING_CACHED
+        num_shared = self._blocks.in_use(np.array(match.ids, dtype=np.int32)) if match.ids else 0
+        return CachedPrefix(match.num_tokens, num_shared, following)
+
+    # Rows come, run and go
+
+    def add(self, row: int, salt: str, parent: int | None) -> None:
+        """Take in a new row, which may fork another one."""
+        if parent is not None:
+            self.forks.add(row, parent)
+        if self.prefix_caching:
+            self._chains[row] = chain = _Chain([root_name(salt)])
+            if parent is not None:
+                num_full = int(self._table.num_prompt[row]) // self._blocks.block_size
+                chain.names += self._chains[parent].names[1 : num_full + 1]
+            self._make_names(row, chain, int(self._table.num_known[row]) // self._blocks.block_size)
+
+    def admit(self, rows: list[int], owner: Hashable, leaving: I32) -> list[int]:
+        """Give rows that are admitted what they can share.
+
+        Args:
+            rows: hold no blocks.
+            owner: pins the sources of copies until the next batch has come back.
+            leaving: rows that give up their blocks before that batch.
+
+        Returns:
+            For each row its tokens whose KV exists then: as `cached` has said, or less if its parent leaves.
+        """
+        matches = [self._match(row, leaving) for row in rows]  # all of them before anything changes
+        for row, match in zip(rows, matches, strict=True):
+            self._blocks.share(row, np.array(match.ids, dtype=np.int32), match.partial, owner)
+            if self.prefix_caching:
+                self._claim(row, self._chains[row], len(match.ids))
+        return [match.num_tokens for match in matches]
+
+    def landed(self) -> None:
+        """Name the blocks that a step has completed, and let go on who waits for them."""
+        if self._unsettled:
+            for row, chain in list(self._unsettled.items()):
+                num_full = int(self._table.num_computed[row]) // self._blocks.block_size
+                if num_full > chain.num_settled:
+                    self._settle(row, chain, min(num_full, chain.num_claimed))
+        self.forks.review()
+
+    def kept(self, rows: Iterable[int]) -> KeptKv:
+        """Return the first full blocks of parked rows, as far as their contents are here."""
+        found: dict[RunName, int] = {}
+        tails: dict[RunName, None] = {}
+        ends: set[RunName] = set()
+        for row in rows if self.prefix_caching else ():
+            names = self._chains[row].names[1:]
+            ids = self._blocks.index.find(names)
+            found.update(zip(names, ids, strict=False))
+            tails |= dict.fromkeys(names[tail_begin(len(ids), self._blocks.block_size) : len(ids)])
+            ends.update(names[max(len(ids) - 1, 0) : len(ids)])
+        marked = (
+            np.array([place for place, name in enumerate(found) if name in those], dtype=np.int32)
+            for those in (tails, ends)
+        )
+        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32), *marked)
+
+    def computed(self, rows: Iterable[int]) -> KeptKv:
+        """Return the full blocks of running rows, as far as they are computed, each name once; rows go on as before."""
+        found: dict[RunName, int] = {}
+        for row in rows if self.prefix_caching else ():
+            num_full = int(self._table.num_computed[row]) // self._blocks.block_size
+            self._make_names(row, self._chains[row], num_full)
+            names = self._chains[row].names[1 : num_full + 1]
+            for name, block in zip(names, self._blocks.block_table[row, :num_full].tolist(), strict=True):
+                found.setdefault(name, block)
+        return KeptKv(tuple(found), np.array(list(found.values()), dtype=np.int32))
+
+    # KV that is on its way
+
+    @property
+    def num_coming(self) -> int:
+        """Blocks whose KV is on its way."""
+        return len(self._coming)
+
+    def awaits_coming(self, row: int) -> bool:
+        """Return whether a waiting or preempted row is not admitted because KV for it is on its way from a worker."""
+        return self.cached(row).next_block in self._coming
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks that are kept for KV on its way, or just arrived, and that no row has yet."""
+        return self._blocks.num_only_pinned(_COMING)
+
+    def expect(self, coming: KeptKv, spans: Sequence[RemoteSpan] = ()) -> None:
+        """Let rows wait for KV that is on its way into free blocks, and keep these for it until `expect_no_more`.
+
+        Args:
+            coming: on its way.
+            spans: what of it can be attended where it lies, so that rows need not wait for it.
+        """
+        self._blocks.reserve(coming.ids, _COMING)
+        self._coming.update(coming.names)
+        self._remote = RemoteKv(coming, spans, self._blocks.block_size) if spans else None
+
+    def arrived(self, blocks: KeptKv) -> None:
+        """Take note of KV that has come; it was expected."""
+        for name, block in zip(blocks.names, blocks.ids.tolist(), strict=True):
+            self._coming.remove(name)
+            self._blocks.index.add(name, block)
+        if self._remote is not None:
+            self._remote.arrived(blocks.names)
+
+    def expect_no_more(self) -> None:
+        """Let rows compute what has not come; no row shares any of it. Idempotent."""
+        self._coming.clear()
+        self._remote = None
+        self._blocks.unpin(_COMING)
+
+    # Rows give up their blocks
+
+    def release(self, row: int, *, is_sound: bool = True) -> None:
+        """Take all blocks from a row and keep the contents of those that are full.
+
+        Args:
+            row: not in flight.
+            is_sound: the contents may be used again; those of a row that failed may not.
+        """
+        self.forks.let_go(row)
+        chain = self._chains.get(row)
+        if chain is not None:
+            num_full = int(self._table.num_computed[row]) // self._blocks.block_size
+            if is_sound:
+                self._make_names(row, chain, num_full)
+                self._settle(row, chain, num_full)
+            else:
+                self._blocks.index.forget(self._blocks.block_table[row, : self._blocks.held[row]])
+            self._drop_claims(row, chain)
+            chain.num_settled = 0
+        self._blocks.release(row)
+
+    def forget(self, row: int) -> None:
+        """Forget a row that ends; its blocks are released."""
+        self.forks.forget(row)
+        self._chains.pop(row, None)
+
+    def has_equal_prompt(self, row: int, prompt: I32, salt: str) -> bool:
+        """Return whether a new sequence may fork this row."""
+        sequence = self._table.sequence(row)
+        return sequence.cache_salt == salt and np.array_equal(sequence.prompt, prompt)
+
+    def check_invariants(self) -> None:
+        """Check claims, names and forks; raises AssertionError naming the law that is broken."""
+        self.forks.check_invariants()
+        assert len(self._chains) == (self._table.num_live if self.prefix_caching else 0), "each live row has its names"
+        claimed = {name: row for row, chain in self._unsettled.items() for name in chain.names[chain.num_settled + 1 :]}
+        assert self._claims.keys() <= claimed.keys(), "a claim that nobody works on"
+        for name, row in self._claims.items():
+            assert name in self._unsettled[row].names[self._unsettled[row].num_settled + 1 :], (
+                "a claim without a claimant"
+            )
+        for row, chain in self._chains.items():
+            assert (row in self._unsettled) == (chain.num_claimed > chain.num_settled), (
+                "claims differ from what is open"
+            )
+            assert self._table.status[row] == Status.RUNNING or not chain.num_claimed, "only running rows claim"
+
+    # Inside
+
+    def _num_shareable(self, row: int) -> int:
+        """Return how many full blocks the row can share: at least one token is left to compute."""
+        return (int(self._table.num_known[row]) - 1) // self._blocks.block_size
+
+    def _match(self, row: int, leaving: I32 = EMPTY_I32) -> _Match:
+        found = _Match()
+        if self.prefix_caching:
+            names = self._chains[row].names
+            shareable = names[1 : self._num_shareable(row) + 1]
+            ids = self._blocks.index.find(shareable)
+            if self._remote is not None:
+                ids = self._remote.extend(shareable, ids, self._blocks.index)
+            found = _Match(ids, None, len(ids) * self._blocks.block_size)
+        parent = self.forks.ready_parent(row)
+        if parent is None or parent in leaving:
+            return found
+        num_tokens = min(int(self._table.num_prompt[row]), int(self._table.num_known[row]) - 1)
+        if found.num_tokens >= num_tokens:
+            return found
+        return max(found, self._of_parent(parent, num_tokens), key=lambda match: match.num_tokens)
+
+    def _of_parent(self, parent: int, num_tokens: int) -> _Match:
+        num_full, rest = divmod(num_tokens, self._blocks.block_size)
+        ids = self._blocks.block_table[parent, : num_full + 1].tolist()
+        if self._remote is not None:
+            num_usable = self._remote.num_usable(ids[: num_full + bool(rest)], num_full)
+            if num_usable <= num_full:
+                return _Match(ids[:num_usable], None, num_usable * self._blocks.block_size)
+        return _Match(ids[:num_full], ids[num_full] if rest else None, num_tokens)
+
+    def _make_names(self, row: int, chain: _Chain, num_full: int) -> None:
+        """Name the row's first full blocks; their tokens are known."""
+        size, made = self._blocks.block_size, len(chain.names) - 1
+        if num_full > made:
+            tokens = known_tokens(self._table, self._log, row, made * size, (num_full - made) * size)
+            chain.names += following_names(chain.names[-1], tokens, size)
+
+    def _claim(self, row: int, chain: _Chain, num_shared: int) -> None:
+        chain.num_settled = num_shared
+        num_full = int(self._table.num_known[row]) // self._blocks.block_size
+        self._make_names(row, chain, num_full)
+        if num_full > num_shared:
+            chain.num_claimed = num_full
+            self._unsettled[row] = chain
+            for name in chain.names[num_shared + 1 : num_full + 1]:
+                self._claims.setdefault(name, row)
+
+    def _settle(self, row: int, chain: _Chain, num_full: int) -> None:
+        """Give the row's first blocks, which are computed, their names."""
+        begin = chain.num_settled
+        names = chain.names[begin + 1 : num_full + 1]
+        for name, block in zip(names, self._blocks.block_table[row, begin:num_full].tolist(), strict=True):
+            self._blocks.index.add(name, block)
+            if self._claims.get(name) == row:
+                del self._claims[name]
+        chain.num_settled = num_full
+        if chain.num_settled >= chain.num_claimed:
+            self._drop_claims(row, chain)
+
+    def _drop_claims(self, row: int, chain: _Chain) -> None:
+        for name in chain.names[chain.num_settled + 1 : chain.num_claimed + 1]:
+            if self._claims.get(name) == row:
+                del self._claims[name]
+        chain.num_claimed = 0
+        self._unsettled.pop(row, None)

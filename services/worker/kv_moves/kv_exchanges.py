@@ -1,0 +1,180 @@
+"""What one device brings to exchanges of KV, and how they are made: when a group forms, while it stands, when it parts.
+
+a group forms       offer_to_form ─► to_form, with decide: in its pages, or by copies, live or coordinated
+it stands, parts    offer_to_part ─► to_part
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from services.worker.attention.remote import STATE_EXTRA
+from services.worker.engine.types import SPLIT_KEYS, KeptKv
+from services.worker.executor.elastic_model import ElasticModel
+from services.worker.kv_moves.exchange_mode import Pace
+from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
+from services.worker.kv_moves.kv_table import MAX_EXCHANGED, AreLive, KvOffer, KvTable, table_to_form
+from services.worker.kv_moves.kv_wire import KvSocket
+from services.worker.kv_moves.live_exchange import LiveExchange, RemoteParts
+from services.worker.kv_moves.remote_attention import RemoteShape
+from services.worker.kv_moves.remote_wire import RemoteSocket
+from services.worker.pages.hand_over import HandOver
+from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.roles.device import GroupPlace
+from shared.layers import LayerRange
+from shared.systems import KvExchange
+
+MESSAGE_S = 200e-6
+"""Assumed of a message of remote attention between two stages, from thread to thread."""
+
+
+class KvExchanges:
+    """Of one device.
+
+    Args:
+        model: of the device.
+        turns: of its connections.
+        memory_bytes: of the host for KV that changes hands; 0: none is copied.
+        limit_s: in which KV has to change hands.
+        link_bytes_per_s: at which it does; 0: unknown.
+        mode: how KV comes to a group that forms.
+        token_s: that computing a token takes; 0: unknown.
+        hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
+    """
+
+    def __init__(  # noqa: PLR0913  limits by name
+        self,
+        model: ElasticModel,
+        turns: LinkTurns,
+        *,
+        memory_bytes: int,
+        limit_s: float,
+        link_bytes_per_s: float,
+        mode: KvExchange,
+        token_s: float,
+        hands_over: bool,
+    ) -> None:
+        self._model = model
+        self._turns = turns
+        self._memory_bytes = memory_bytes
+        self.limit_s = limit_s
+        """In which KV has to change hands."""
+        self._link_bytes_per_s = link_bytes_per_s
+        self._token_s = token_s
+        self._hands_over = hands_over
+        can_attend = SPLIT_KEYS % self._block_size == 0
+        self._mode = mode if can_attend else KvExchange.COORDINATED
+
+    @property
+    def may_attend(self) -> bool:
+        """KV that has not arrived may be attended where it lies."""
+        return self._mode is not KvExchange.COORDINATED
+
+    def most_copied(self, place: GroupPlace | None) -> int:
+        """Return the blocks of one round of copies ahead: what the stage with most layers keeps aside."""
+        stages = () if place is None else place.stages
+        return min(self._room(max([len(self._held), *(len(stage.layers) for stage in stages)])), MAX_EXCHANGED)
+
+    def offer_to_form(self, layers: LayerRange, group: int, kept: KeptKv, step_s: float) -> KvOffer:
+        """Return what this device brings to a group that forms.
+
+        Args:
+            layers: that it will have.
+            group: plan of the group that it is in; 0: it is alone.
+            kept: as in `KvOffer`.
+            step_s: as there.
+        """
+        num_blocks = self._model.blocks_with(layers)
+        room = self._room(len(self._held))
+        return KvOffer(self._held, room, num_blocks, group, kept, self._link_bytes_per_s, step_s)
+
+    def offer_to_part(self, place: GroupPlace) -> KvOffer:
+        """Return what this device brings when its group parts, or copies ahead."""
+        ahead = self._model.ahead()
+        num_blocks = self._model.info.capacity.num_blocks
+        ahead_blocks = 0 if ahead is None else ahead.num_blocks
+        return KvOffer(self._held, self._room(len(self._held)), num_blocks, place.plan_id, ahead_blocks=ahead_blocks)
+
+    def to_form(
+        self, place: GroupPlace, socks: Mapping[int, socket.socket], attention: Mapping[int, socket.socket]
+    ) -> LiveExchange:
+        """Return what moves KV to a group that forms, and attends it where it lies.
+
+        Args:
+            place: in the group.
+            socks: by stage, for KV; owned by it.
+            attention: by stage, for remote attention; none: there is none.
+        """
+        spec, remote = self._model.spec, None
+        if attention:
+            shape = RemoteShape(
+                spec.num_heads, spec.head_dim, self._block_size, spec.num_layers, self._model.cache.keys[0].dtype
+            )
+            ends = {stage: RemoteSocket(sock, self._turns) for stage, sock in attention.items()}
+            remote = RemoteParts(ends, shape, self._model.host_attention)
+        return LiveExchange(
+            place.index,
+            {peer: KvSocket(sock) for peer, sock in socks.items()},
+            [stage.layers for stage in place.stages],
+            block_bytes=self._model.facts.block_bytes,
+            limit_s=self.limit_s,
+            remote=remote,
+        )
+
+    def to_part(self, place: GroupPlace, socks: dict[int, KvSocket], *, is_lasting: bool = False) -> LiveExchange:
+        """Return what moves KV between the stages of a group to where each of them has all layers."""
+        return LiveExchange(
+            place.index,
+            socks,
+            [self._model.whole] * len(place.stages),
+            block_bytes=self._model.facts.block_bytes,
+            limit_s=self.limit_s,
+            is_lasting=is_lasting,
+        )
+
+    def hand_over(self, place: GroupPlace) -> HandOver:
+        """Return this stage's part in handing pages over to the others of a group that forms; `end` it."""
+        return HandOver(place, self._model, self.limit_s, is_on=self._hands_over)
+
+    def end(self, pages: HandOver) -> None:
+        """Close what `hand_over` gave; if this device's memory has refused, none is handed over any more."""
+        pages.close()
+        self._hands_over = self._hands_over and pages.is_possible
+
+    def decide(self, place: GroupPlace, pages: HandOver, offers: Sequence[KvOffer]) -> KvTable:
+        """Return what moves when a group forms, of which this stage is the leader. Blocks."""
+        num_layers = self._model.info.num_layers
+        return pages.decide(offers, lambda: table_to_form(offers, num_layers, self._modes(place, offers)))
+
+    @property
+    def _held(self) -> LayerRange:
+        return self._model.layers
+
+    @property
+    def _block_size(self) -> int:
+        return self._model.info.capacity.block_size
+
+    def _room(self, num_layers: int) -> int:
+        """Return of how many blocks so many layers may be kept aside."""
+        return self._memory_bytes // (2 * self._model.facts.block_bytes * num_layers)
+
+    def _modes(self, place: GroupPlace, offers: Sequence[KvOffer]) -> AreLive:
+        """Return what chooses whose KV is attended where it lies."""
+        spec = self._model.spec
+        query_bytes = spec.num_heads * spec.head_dim * self._model.cache.keys[0].dtype.itemsize
+        state_bytes = spec.num_heads * (spec.head_dim + STATE_EXTRA) * 4
+        facts = ExchangeFacts(
+            held=tuple(offer.layers for offer in offers),
+            wanted=tuple(stage.layers for stage in place.stages),
+            link_bytes_per_s=tuple(offer.link_bytes_per_s for offer in offers),
+            latency_s=MESSAGE_S,
+            pace=Pace(
+                max(offer.step_s for offer in offers),
+                self.limit_s,
+                self._token_s * self._block_size / len(offers),
+            ),
+            block_bytes=2 * self._model.facts.block_bytes,
+            token_bytes=query_bytes + state_bytes,
+        )
+        return modes_of(self._mode, facts, can_attend=self.may_attend)

@@ -1,0 +1,392 @@
+"""Remote attention of one stage: it asks others for what has not arrived here yet, and answers what they ask.
+
+    the stage's thread                             another stage
+    rows_of   which rows need what                 reader ──► queue ──► server thread: folds the keys that it kept aside
+    ask       STEP (once a step), ASK ───────────►                                │
+              rows whose keys are here meanwhile                                  │
+    take      ◄──────────── reader ◄──────────────────────── ANSWER ◄─────────────┘
+
+A reader never sends and the server waits for nobody, so stages that ask each other at the same time never wait in a
+circle, whatever the order of their steps.
+
+Keys that were kept aside stay until every stage has said that it asks no more (`finish`). If a connection ends before,
+whoever needs what lay there fails its step with `RemoteLostError`, which ends the group.
+
+Source: KunServe v1, section 4.2 (remote attention). Deviations: the source attends in its host's memory, where KV that
+changes hands lies; arrived KV is attended locally.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from services.worker.attention.base import SPLIT_KEYS, Attention, Fold, KeyRanges, RaggedRows
+from services.worker.attention.remote import STATE_EXTRA, RemoteLostError, RemoteRows, new_states, remote_rows
+from services.worker.engine.types import I32, I64, Bool
+from services.worker.kv_moves.kv_table import KvTable
+from services.worker.kv_moves.remote_wire import RemoteFrame, RemoteKind, RemoteSocket, StepRows, pack_rows, unpack_rows
+from services.worker.memory.block_copies import BlockCopies
+from services.worker.memory.kv_cache import KVCache
+from shared.errors import WireError
+from shared.layers import LayerRange
+
+SILENCE_S: Final = 30.0
+"""Longest time that a step waits for an answer; then its source counts as lost."""
+
+AttentionOver = Callable[[KVCache], Attention[Any]]
+"""Returns an attention over keys and values in main memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteShape:
+    """Sizes of the model's attention, as both ends know them."""
+
+    num_heads: int
+    head_dim: int
+    block_size: int
+    num_layers: int
+    dtype: torch.dtype
+    """Of queries."""
+
+
+class KeptKeys:
+    """The KV of one lot as it was before the change, at one of its sources.
+
+    Args:
+        copies: of the lot's blocks, in its order.
+        num_blocks: of the lot.
+        shape: of the model.
+        attention_over: see there.
+    """
+
+    def __init__(self, copies: BlockCopies, num_blocks: int, shape: RemoteShape, attention_over: AttentionOver) -> None:
+        self.num_blocks = num_blocks
+        self.layers = copies.layers
+        """That it has."""
+        self._block_size = shape.block_size
+        self._attention = attention_over(copies.as_cache(shape.num_layers))
+
+    def plan(self, rows: StepRows) -> Fold:
+        """Prepare what some rows need of it, in all layers."""
+        split = SPLIT_KEYS // self._block_size
+        width = int(rows.end.max(initial=0)) // self._block_size
+        tables = np.zeros((len(rows.start), max(width, split)), dtype=np.int32)
+        columns = np.arange(tables.shape[1]) * self._block_size
+        tables[(columns >= rows.first[:, None]) & (columns < rows.end[:, None])] = rows.places
+        return self._attention.plan_fold(
+            KeyRanges(RaggedRows(rows.num_tokens, rows.start, tables), rows.first, rows.end)
+        )
+
+
+@dataclass(slots=True)
+class _Part:
+    """Rows of a step whose keys lie in one lot."""
+
+    lot: int
+    rows: StepRows
+    tokens: torch.Tensor
+    """[t] which of the tokens of the step's remote rows are theirs."""
+    asked: dict[int, Fold | None] = field(default_factory=dict)
+    """By source: who knows these rows; of this stage what it prepared."""
+
+
+class _Peer:
+    """The connection to one other stage, and what came over it."""
+
+    def __init__(self, stage: int, sock: RemoteSocket) -> None:
+        self.stage = stage
+        self.sock = sock
+        self.answers: SimpleQueue[RemoteFrame | str] = SimpleQueue()
+        """Or why there are no more."""
+        self.is_done = False
+        """It asks no more. Of the server."""
+        self.plans: dict[int, tuple[int, Fold]] = {}
+        """By lot, of its step: tokens, and what was prepared. Of the server."""
+
+
+class RemoteAttention:
+    """A `RemoteKeys` for one stage, and the other stages' source. Threads run from `begin` to `close`.
+
+    Args:
+        stage: this one.
+        table: what moves.
+        own: layers of this stage.
+        kept: by lot: what this stage kept aside of it.
+        socks: connections by stage, to all others; owned.
+        shape: of the model.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        table: KvTable,
+        own: LayerRange,
+        kept: Mapping[int, KeptKeys],
+        socks: Mapping[int, RemoteSocket],
+        shape: RemoteShape,
+    ) -> None:
+        self._stage = stage
+        self._table = table
+        self._own = own
+        self._kept = dict(kept)
+        self._shape = shape
+        self._peers = {index: _Peer(index, sock) for index, sock in socks.items()}
+        ends = [lot.first + len(lot.ids) for lot in table.lots]
+        self._lot_first: I64 = np.array([lot.first for lot in table.lots], dtype=np.int64)
+        self._is_missing: Bool = np.zeros(max(ends, default=0) + 1, dtype=np.bool_)
+        for lot in table.lots:
+            if stage in lot.targets and any(table.held[source].overlap(own) is not None for source in lot.sources):
+                self._is_missing[lot.first : lot.first + len(lot.ids)] = True
+        self._num_missing = int(self._is_missing.sum())
+        self._parts: tuple[_Part, ...] = ()
+        self._waiting: list[tuple[_Peer, _Part, int]] = []
+        self._states: torch.Tensor | None = None
+        self._is_finished = False
+        self.num_asked = 0
+        """Layers of steps for which others were asked."""
+        self._work: SimpleQueue[tuple[_Peer, RemoteFrame] | _Peer | None] = SimpleQueue()
+        """What the server does: a frame; who asks no more; None: this stage does not."""
+        self._threads = [
+            threading.Thread(target=self._read, args=(peer,), name="remote attention", daemon=True)
+            for peer in self._peers.values()
+        ]
+        self._server = threading.Thread(target=self._serve, name="remote attention server", daemon=True)
+
+    def begin(self) -> None:
+        """Listen to the others."""
+        for thread in (*self._threads, self._server):
+            thread.start()
+
+    def landed(self, lot: int, count: int) -> None:
+        """The first blocks of a lot are here, in all layers of this stage. In any thread."""
+        first = self._table.lots[lot].first
+        self._is_missing[first : first + count] = False
+
+    def finish(self) -> None:
+        """Ask no more: everything is here, or nobody uses what is not. In the stage's thread. Idempotent."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        self._parts, self._states = (), None  # what they were prepared over can go
+        for peer in self._peers.values():
+            try:
+                peer.sock.send(RemoteKind.DONE)
+            except OSError:  # it has gone, and knows what it needs of that
+                continue
+        self._work.put(None)
+
+    def shut(self) -> None:
+        """End all connections: whoever waits, here or there, hears of it. Idempotent; from any thread."""
+        for peer in self._peers.values():
+            peer.sock.shut()
+
+    def close(self) -> None:
+        """End all connections, and wait for the threads. Idempotent; no step is under way."""
+        self.shut()
+        self._is_finished = True
+        self._work.put(None)
+        for thread in (*self._threads, self._server):
+            thread.join()
+        for peer in self._peers.values():
+            peer.sock.close()
+
+    # RemoteKeys: in the stage's thread
+
+    def rows_of(self, rows: RaggedRows) -> RemoteRows | None:
+        """Return which rows of a step need keys that are not here; see `RemoteKeys`."""
+        if self._is_finished or not self._is_missing.any():
+            return None
+        size = self._shape.block_size
+        width = min(int(-(-rows.start.max(initial=0) // size)), rows.tables.shape[1])
+        ids = rows.tables[:, :width]
+        lacks = self._is_missing[np.minimum(ids, len(self._is_missing) - 1)]  # the last one is never missing
+        lacks &= np.arange(width) * size < rows.start[:, None]
+        if not lacks.any():
+            return None
+        needs = lacks.any(axis=1)
+        first = np.where(needs, lacks.argmax(axis=1) * size // SPLIT_KEYS * SPLIT_KEYS, 0).astype(np.int32)
+        last = (width - lacks[:, ::-1].argmax(axis=1)) * size
+        end = np.where(needs, -(-last // SPLIT_KEYS) * SPLIT_KEYS, 0).astype(np.int32)
+        if (end > rows.start)[needs].any():
+            raise RemoteLostError("a sequence goes on that needs KV of a split which is not all here, nor elsewhere")
+        found = remote_rows(rows, first, end)
+        if found is not None:
+            self._parts = tuple(self._split(found))
+        return found
+
+    def ask(self, rows: RemoteRows, layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
+        """Send queries and states to where the keys are; see `RemoteKeys`."""
+        del rows  # `rows_of` has cut them into parts
+        self._states = states
+        self.num_asked += 1
+        for part in self._parts:
+            source = self._source_of(part.lot, layer)
+            if source == self._stage:
+                self._fold_here(part, layer, queries, states)
+                continue
+            peer = self._peers[source]
+            try:
+                if source not in part.asked:
+                    peer.sock.send(RemoteKind.STEP, part.lot, 0, pack_rows(part.rows))
+                    part.asked[source] = None
+                parts = [_bytes_of(queries[part.tokens])]
+                if part.rows.first.any():  # else nothing is in the states yet
+                    parts.append(_bytes_of(states[part.tokens]))
+                peer.sock.send(RemoteKind.ASK, part.lot, layer, *parts)
+            except OSError as error:
+                raise RemoteLostError(f"stage {source} is gone: {error}") from error
+            self._waiting.append((peer, part, layer))
+
+    def take(self) -> None:
+        """Wait for the answers; see `RemoteKeys`."""
+        waiting, self._waiting = self._waiting, []
+        states = self._states
+        assert states is not None, "nothing was asked"
+        for peer, part, layer in waiting:
+            answer = self._answer(peer)
+            size = len(part.tokens) * self._shape.num_heads * (self._shape.head_dim + STATE_EXTRA) * 4
+            if (answer.lot, answer.layer, len(answer.body)) != (part.lot, layer, size):
+                raise RemoteLostError(f"stage {peer.stage} answers what was not asked")
+            given = torch.frombuffer(bytearray(answer.body), dtype=torch.float32)
+            states[part.tokens] = given.view(len(part.tokens), *states.shape[1:])
+
+    def _answer(self, peer: _Peer) -> RemoteFrame:
+        try:
+            found = peer.answers.get(timeout=SILENCE_S)
+        except Exception as error:  # Empty
+            raise RemoteLostError(f"stage {peer.stage} has not answered for {SILENCE_S:g} s") from error
+        if isinstance(found, str):
+            peer.answers.put(found)  # for whoever asks next
+            raise RemoteLostError(f"stage {peer.stage} does not attend any more: {found}")
+        return found
+
+    def _split(self, found: RemoteRows) -> list[_Part]:
+        """Cut rows by the lots that have their keys."""
+        size, rows = self._shape.block_size, found.rows
+        tokens_before = np.cumsum(rows.num_tokens) - rows.num_tokens
+        by_lot: dict[int, list[tuple[int, I32]]] = {}
+        for place in range(len(rows.start)):
+            blocks = rows.tables[place, found.first[place] // size : found.end[place] // size].astype(np.int64)
+            lots = np.searchsorted(self._lot_first, blocks, side="right") - 1
+            lot = int(lots[0])
+            if not self._table.lots[lot].is_live or (lots != lot).any() or blocks.max() >= len(self._is_missing) - 1:
+                raise RemoteLostError("a sequence goes on with KV that is not here, and nobody attends")
+            by_lot.setdefault(lot, []).append((place, (blocks - self._lot_first[lot]).astype(np.int32)))
+        parts = []
+        for lot, members in by_lot.items():
+            chosen = np.array([place for place, _ in members], dtype=np.int64)
+            step = StepRows(
+                rows.num_tokens[chosen],
+                rows.start[chosen],
+                found.first[chosen],
+                found.end[chosen],
+                np.concatenate([places for _, places in members]),
+            )
+            tokens = np.concatenate(
+                [np.arange(tokens_before[i], tokens_before[i] + rows.num_tokens[i], dtype=np.int64) for i in chosen]
+            )
+            parts.append(_Part(lot, step, torch.from_numpy(tokens)))
+        return parts
+
+    def _source_of(self, lot: int, layer: int) -> int:
+        return next(source for source in self._table.lots[lot].sources if layer in self._table.held[source])
+
+    def _fold_here(self, part: _Part, layer: int, queries: torch.Tensor, states: torch.Tensor) -> None:
+        fold = part.asked.get(self._stage)
+        if fold is None:
+            fold = part.asked[self._stage] = self._kept[part.lot].plan(part.rows)
+        mine = states[part.tokens]
+        fold(layer, queries[part.tokens].cpu(), mine)
+        states[part.tokens] = mine
+
+    # The others' source
+
+    def _read(self, peer: _Peer) -> None:
+        """Body of a reader."""
+        reason = "it has left"
+        try:
+            while True:
+                frame = peer.sock.receive()
+                if frame.kind is RemoteKind.ANSWER:
+                    peer.answers.put(frame)
+                elif frame.kind is RemoteKind.FAILED:
+                    peer.answers.put(bytes(frame.body).decode(errors="replace"))
+                elif frame.kind is RemoteKind.DONE:
+                    self._work.put(peer)
+                else:
+                    self._work.put((peer, frame))
+        except (OSError, WireError) as error:
+            reason = str(error) or type(error).__name__
+        peer.sock.shut()
+        peer.answers.put(reason)
+        self._work.put(peer)
+
+    def _serve(self) -> None:
+        """Body of the server."""
+        while not (self._is_finished and all(peer.is_done for peer in self._peers.values())):
+            match self._work.get():
+                case None:
+                    pass
+                case _Peer() as peer:
+                    peer.is_done = True
+                    peer.plans.clear()
+                case (peer, frame):
+                    self._answer_to(peer, frame)
+        self._kept.clear()
+
+    def _answer_to(self, peer: _Peer, frame: RemoteFrame) -> None:
+        try:
+            self._attend(peer, frame)
+        except OSError:  # the reader hears of it
+            return
+        except Exception as error:  # whatever torch or the wire comes up with: the other stage has to know
+            _say_failed(peer.sock, frame, f"{type(error).__name__}: {error}")
+
+    def _attend(self, peer: _Peer, frame: RemoteFrame) -> None:
+        kept = self._kept.get(frame.lot)
+        if kept is None:
+            raise WireError(f"lot {frame.lot} is not here")
+        if frame.kind is RemoteKind.STEP:
+            rows = unpack_rows(frame.body, self._shape.block_size, kept.num_blocks)
+            peer.plans[frame.lot] = int(rows.num_tokens.sum()), kept.plan(rows)
+            return
+        if frame.layer not in kept.layers or frame.lot not in peer.plans:
+            raise WireError(f"layer {frame.layer} is not among {kept.layers}, or no rows were named")
+        num_tokens, fold = peer.plans[frame.lot]
+        queries, states = self._read_ask(frame.body, num_tokens)
+        fold(frame.layer, queries, states)
+        peer.sock.send(RemoteKind.ANSWER, frame.lot, frame.layer, _bytes_of(states))
+
+    def _read_ask(self, body: bytes | bytearray, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self._shape
+        num_queries = num_tokens * shape.num_heads * shape.head_dim * shape.dtype.itemsize
+        num_states = num_tokens * shape.num_heads * (shape.head_dim + STATE_EXTRA) * 4
+        if len(body) not in (num_queries, num_queries + num_states):
+            raise WireError(f"{len(body)} bytes of queries and states of {num_tokens} tokens")
+        given = bytearray(body) if isinstance(body, bytes) else body
+        queries = torch.frombuffer(given, dtype=shape.dtype, count=num_queries // shape.dtype.itemsize)
+        queries = queries.view(num_tokens, shape.num_heads, shape.head_dim)
+        if len(body) == num_queries:
+            return queries, new_states(num_tokens, shape.num_heads, shape.head_dim)
+        states = torch.frombuffer(bytearray(given[num_queries:]), dtype=torch.float32)
+        return queries, states.view(num_tokens, shape.num_heads, shape.head_dim + STATE_EXTRA)
+
+
+def _say_failed(sock: RemoteSocket, frame: RemoteFrame, reason: str) -> None:
+    try:
+        sock.send(RemoteKind.FAILED, frame.lot, frame.layer, reason.encode())
+    except OSError:  # the reader hears of it
+        return
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of numbers, in main memory."""
+    data: memoryview = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data

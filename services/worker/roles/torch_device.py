@@ -1,0 +1,489 @@
+"""The device of a live worker whose layers can be dropped: a model in pages, and sockets to the other stages.
+
+            lead: dial all members                    executor: PipelineExecutor over threads and sockets
+    alone ─────────────────────────────────► leader
+      │ ▲   join: be dialled by the stages            stage server: threads compute what comes over sockets
+      │ └───────── before, dial those behind ► member
+      │                                               in all states one model in one memory (`elastic_model.py`);
+      └─ alone: leave, load, open ◄─────── anything   what runs on it is closed before another change than `reside`
+
+A stage may have parameters of other layers beside its own (`reside`): they are loaded while it computes, from the
+host's checkpoint or from the stages that compute with them (`parameter_lending.py`).
+
+Stages connect first (`gather.py`) and say what KV they have; so nothing is dropped for a group to which somebody does
+not come, and KV is kept aside only if it goes along. Then each drops its layers, the pipeline opens, and KV moves
+beside its steps (`live_exchange.py`), or, on one device, before them in its pages (`hand_over.py`). When a group
+dissolves, its stages connect once more, for KV alone.
+
+Source: KunServe v2, sections 3, 4.1 and 4.2 (instances drop layers, form a group, and exchange KV); how stages find
+each other is left open there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from services.worker.engine.types import NOTHING_KEPT, KeptKv, KvCapacity
+from services.worker.executor.elastic_model import ElasticModel
+from services.worker.executor.parameter_load import ParameterLoad
+from services.worker.executor.thread import ThreadExecutor
+from services.worker.kv_moves.copy_ahead import CopyAhead
+from services.worker.kv_moves.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
+from services.worker.kv_moves.kv_exchanges import KvExchanges
+from services.worker.kv_moves.kv_table import KvOffer, table_to_part
+from services.worker.kv_moves.kv_wire import KvSocket
+from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.peers.connect import StageListener
+from services.worker.peers.door import what_failed
+from services.worker.peers.greeting import StageReady, StageRole, StageWelcome
+from services.worker.peers.messages import say
+from services.worker.peers.threads import in_thread
+from services.worker.pipeline.channel import SocketChannel
+from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.pipeline.membership import Membership
+from services.worker.pipeline.pipeline import PipelineExecutor
+from services.worker.pipeline.runner_stage import RunnerStage
+from services.worker.pipeline.thread_stage import ThreadStages
+from services.worker.roles.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
+from services.worker.roles.parameter_peers import ParameterPeers
+from shared.layers import LayerRange, check_tiling
+from shared.messages.report import ElasticFacts
+from shared.process.log import get_logger
+from shared.systems import KvExchange
+
+GROUP_LIMIT_S = 5.0
+"""Longest time in which the stages of a group have to find each other."""
+PART_LIMIT_S = 1.0
+"""Longest time in which those of a group that dissolves have to find each other: meanwhile they serve nobody."""
+EXCHANGE_BYTES = 256 * 1024**2
+"""Host memory for KV that changes hands, while it does."""
+EXCHANGE_LIMIT_S = 30.0
+"""Longest time in which KV has to change hands."""
+_log = get_logger()
+
+
+class TorchGroupDevice:
+    """A `GroupDevice` over a loaded model. Lives on the running event loop; `alone` gives the first executor.
+
+    Args:
+        model: owned; no runner of it is open.
+        listener: where other stages connect; owned.
+        limit_s: in which the stages of a group have to find each other.
+        exchange_bytes: host memory for KV that changes hands, beside a chunk (4 MiB or a block) for each other stage;
+            taken while it does. 0: all KV is computed again.
+        exchange_limit_s: in which KV has to change hands; else it is computed again.
+        part_limit_s: in which the stages of a group that dissolves have to find each other.
+        exchange_bytes_per_s: at which KV changes hands, as reported.
+        peers_first: parameters come back beside a group from its other stages, and from the checkpoint what those do
+            not give; else the other way round.
+        kv_exchange: how KV comes to a group that forms; the same for all of its stages.
+        token_s: that computing a token takes; 0: unknown, KV that does not come in time costs nothing then.
+        hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
+    """
+
+    def __init__(  # noqa: PLR0913  limits by name
+        self,
+        model: ElasticModel,
+        listener: StageListener,
+        *,
+        limit_s: float = GROUP_LIMIT_S,
+        exchange_bytes: int = EXCHANGE_BYTES,
+        exchange_limit_s: float = EXCHANGE_LIMIT_S,
+        part_limit_s: float = PART_LIMIT_S,
+        exchange_bytes_per_s: float = 0.0,
+        peers_first: bool = False,
+        kv_exchange: KvExchange = KvExchange.COORDINATED,
+        token_s: float = 0.0,
+        hands_over: bool = False,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._model = model
+        self._listener = listener
+        self._limit_s = limit_s
+        self._part_limit_s = part_limit_s
+        self._peers_first = peers_first
+        link_bytes_per_s = exchange_bytes_per_s if exchange_bytes else 0.0
+        self._turns = LinkTurns()
+        self._kv = KvExchanges(
+            model,
+            self._turns,
+            memory_bytes=exchange_bytes,
+            limit_s=exchange_limit_s,
+            link_bytes_per_s=link_bytes_per_s,
+            mode=kv_exchange,
+            token_s=token_s,
+            hands_over=hands_over,
+        )
+        self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)
+        self._changing = asyncio.Lock()
+        self._executor: ThreadExecutor | PipelineExecutor | None = None
+        self._membership: Membership | None = None
+        self._place: GroupPlace | None = None
+        """In the group that stands."""
+        self._exchange_now: LiveExchange | None = None
+        """Of the group that stands, until it is over or for longer."""
+        self._copying: CopyAhead | None = None
+        """Of the group that stands: KV that moves before it dissolves, and the connections for the rest."""
+        self._layers = model.layers
+        self._resident = model.resident
+        self._closed = False
+        facts = model.facts
+        self._facts = ElasticFacts(
+            layer_bytes=facts.layer_bytes,
+            outer_bytes=facts.outer_bytes,
+            first_stage_end=facts.first_stage_end,
+            last_stage_begin=facts.last_stage_begin,
+            block_bytes=facts.block_bytes,
+            page_bytes=facts.page_bytes,
+            num_pages=facts.num_pages,
+            max_blocks=facts.max_blocks,
+            link_bytes_per_s=link_bytes_per_s,
+            has_host_copy=True,
+        )
+
+    @property
+    def layers(self) -> LayerRange:
+        """Held now; while they change, those of before."""
+        return self._layers
+
+    @property
+    def resident(self) -> LayerRange:
+        """Layers whose parameters have memory; while they change, those of before."""
+        return self._resident
+
+    @property
+    def loaded_ratio(self) -> float:
+        """Share of the resident parameters' bytes that are loaded; see `GroupDevice`."""
+        return self._model.loaded_ratio
+
+    @property
+    def load_now(self) -> ParameterLoad | None:
+        """How far parameters are that `reside` loads; see `GroupDevice`."""
+        return self._model.load_now
+
+    @property
+    def facts(self) -> ElasticFacts:
+        """Sizes of its memory."""
+        return self._facts
+
+    @property
+    def address(self) -> str:
+        """Where other stages connect."""
+        return self._listener.address
+
+    def refusal(self, layers: LayerRange) -> str | None:
+        """Return why this device cannot come to hold exactly these layers; see `GroupDevice`."""
+        if self._closed:
+            return "the device is closed"
+        try:
+            num_blocks = self._model.blocks_with(layers)
+        except ValueError as error:
+            return str(error)
+        info = self._model.info
+        if num_blocks * info.capacity.block_size < info.max_model_len:
+            return f"with layers {layers} the memory holds {num_blocks} KV blocks, too few for the longest request"
+        return None
+
+    def blocks_beside(self, layers: LayerRange) -> int:
+        """Return the KV blocks of the own layers beside the parameters of some more; see `GroupDevice`."""
+        return self._model.blocks_with(self._layers, layers)
+
+    async def lead(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> Led:
+        """Become the first stage of a group; see `GroupDevice`."""
+        async with self._changing:
+            if place.index:
+                raise GroupFailedError(f"stage {place.index} cannot lead")
+            self._check(place)
+            with contextlib.ExitStack() as sockets:
+                offer = await self._leave_with(kept, place.own.layers)
+                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._kv.may_attend)
+                capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
+                exchange = self._kv.to_form(place, links.kv, links.attention)
+                sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
+                stage = await self._become(place, exchange, offer)
+                try:
+                    await all_ready(place, links, self._kv.limit_s + self._limit_s)
+                    channels = [SocketChannel(sock, self._turns) for sock in links.members]
+                    behind = SocketChannel(links.behind, self._turns)
+                    stages = ThreadStages(stage, behind, channels, capacity, self._loop)
+                except BaseException:
+                    stage.close()
+                    raise
+                sockets.pop_all()
+            executor = PipelineExecutor(stages, self._loop.time, on_end)
+            self._executor, self._place = executor, place
+            self._peers.stand(place)
+
+            def over() -> None:
+                """Give blocks without KV to others; where sequences go on without it, the group has ended."""
+                if exchange.failure is not None and exchange.lacks_live:
+                    stages.lose(f"KV is not exchanged: {exchange.failure}")
+                else:
+                    executor.end_writes()
+
+            exchange.when_over(over)
+            return Led(
+                executor,
+                exchange.handed_over,
+                exchange.arrivals(capacity.num_blocks),
+                num_moved_bytes=exchange.num_moved_bytes if exchange.by_pages else 0,
+            )
+
+    async def join(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv = NOTHING_KEPT) -> int:
+        """Become another stage of a group; see `GroupDevice`.
+
+        It returns when this stage can compute. If another one cannot, the leader gives up, and `on_end` is called.
+        """
+        async with self._changing:
+            if not place.index:
+                raise GroupFailedError("the first stage leads, it does not join")
+            self._check(place)
+            with contextlib.ExitStack() as sockets:
+                offer = await self._leave_with(kept, place.own.layers)
+                welcome = StageWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
+                seats = self._listener.expect(place, attending=self._kv.may_attend)
+                sockets.callback(seats.close)
+                try:
+                    links = await gather_as_member(
+                        place, seats, welcome, self._limit_s, sockets, attending=self._kv.may_attend
+                    )
+                finally:
+                    self._listener.forget(seats)
+                exchange = self._kv.to_form(place, links.kv, links.attention)
+                sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
+                stage = await self._become(place, exchange, offer)
+                try:
+                    await say(links.leader, StageReady())
+                except BaseException as error:
+                    stage.close()
+                    if isinstance(error, OSError):
+                        raise GroupFailedError(f"the leader is gone: {what_failed(error)}") from error
+                    raise
+                self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._turns)
+                self._place = place
+                self._peers.stand(place)
+                sockets.pop_all()
+            return offer.num_blocks
+
+    async def reside(self, layers: LayerRange, num_blocks: int, *, is_ahead: bool = False) -> int:
+        """Have parameters beside the own ones, or have them no more; see `GroupDevice`."""
+        async with self._changing:
+            if self._place is None:
+                raise GroupFailedError("it is a stage of no group")
+            await self._stop_copying()
+            if self._exchange_now is not None:
+                await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
+            peers = await self._peers.sources() if layers != self._layers else ()
+            before, after = (peers, ()) if self._peers_first else ((), peers)
+            try:
+                return await in_thread(
+                    lambda: self._model.reside(layers, num_blocks, before, after, is_ahead=is_ahead),
+                    "parameter mapping",
+                )
+            except Exception as error:  # whatever the memory raises: `alone` says whether it can be mended
+                raise GroupFailedError(f"parameters of {layers}: {type(error).__name__}: {error}") from error
+            finally:
+                self._note_layers()
+
+    @property
+    def most_copied(self) -> int:
+        """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
+        return self._kv.most_copied(self._place)
+
+    async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
+        """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
+        await self._stop_copying()
+        place, ahead = self._place, self._model.ahead()
+        if place is None or ahead is None:
+            return False
+        with contextlib.ExitStack() as sockets:
+            socks = await self._meet(place, StageRole.AHEAD, sockets)
+            if socks is None or self._place is not place or self._copying is not None:
+                return False
+            sockets.pop_all()
+        lasting = {peer: KvSocket(sock) for peer, sock in socks.items()}
+        copying = CopyAhead(lasting, lambda: self._kv.to_part(place, lasting, is_lasting=True))
+        self._copying = copying
+        return await copying.run(self._kv.offer_to_part(place), self._model.cache, ahead, next_shares)
+
+    def end_copying(self) -> None:
+        """Let copies end soon, and forget what was for the rest; see `GroupDevice`."""
+        if self._copying is not None:
+            self._copying.shut()
+
+    def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
+        """Return of how many blocks a stage can have all layers; see `GroupDevice`."""
+        return self._model.blocks_ahead(layers, num_blocks)
+
+    @property
+    def whole_blocks(self) -> int:
+        """KV blocks beside the whole model."""
+        return self._model.info.capacity.num_blocks
+
+    async def alone(self, parting: Parting | None = None) -> Led:
+        """Be a whole instance; see `GroupDevice`.
+
+        A member that parts stays in its pipeline until the others have come, so that the leader can close it in order.
+        """
+        async with self._changing:
+            if isinstance(self._executor, ThreadExecutor) and not self._executor.is_closed:
+                return Led(self._executor)
+            with contextlib.ExitStack() as sockets:
+                exchange = await self._part(parting, sockets)
+                await self._leave()
+                try:
+                    await in_thread(self._model.restore, "layer loading")
+                finally:
+                    self._note_layers()
+                if exchange is not None:
+                    await exchange.move(self._model.cache)
+            self._executor = ThreadExecutor(await in_thread(self._model.open, "model opening"), self._loop)
+            if exchange is None:
+                return Led(self._executor)
+            return Led(self._executor, exchange.kept, num_moved_bytes=exchange.num_moved_bytes)
+
+    async def close(self) -> None:
+        """Leave any group and give back memory; see `GroupDevice`."""
+        async with self._changing:
+            self._closed = True
+            await self._leave()
+            await self._listener.close()
+            await in_thread(self._model.close, "model closing")
+
+    def _note_layers(self) -> None:
+        self._layers, self._resident = self._model.layers, self._model.resident
+
+    @property
+    def _block_size(self) -> int:
+        return self._model.info.capacity.block_size
+
+    async def _leave(self) -> None:
+        """End what runs on the model. Cancelled, it can be called again."""
+        self._place = None
+        await self._stop_copying()
+        await self._peers.leave()
+        if self._exchange_now is not None:
+            await self._exchange_now.stop()
+            self._exchange_now = None
+        if self._executor is not None:
+            await self._executor.close()
+            self._executor = None
+        if self._membership is not None:
+            await self._membership.leave()
+            self._membership = None
+
+    async def _stop_copying(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            await copying.stop()
+
+    async def _leave_with(self, kept: KeptKv, layers: LayerRange) -> KvOffer:
+        """End what runs on the model, and return what goes along to a group in which it will have these layers."""
+        group = 0 if self._place is None else self._place.plan_id
+        step_s = 0.0 if self._executor is None else self._executor.recent_step_s
+        await self._leave()
+        return self._kv.offer_to_form(layers, group, kept, step_s)
+
+    async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
+        """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
+        pages = self._kv.hand_over(place)
+
+        def change() -> None:
+            if exchange.by_pages:
+                exchange.carry_out(pages.carry_out)
+                return
+            exchange.read(self._model.cache)
+            self._model.keep(place.own.layers)
+
+        def open_stage() -> RunnerStage:
+            stage = RunnerStage(self._model.open(), exchange.end_writes)
+            if stage.capacity.num_blocks < offer.num_blocks:
+                stage.close()
+                raise MemoryError(f"{stage.capacity.num_blocks} blocks fit, {offer.num_blocks} were promised")
+            return stage
+
+        try:
+            said = replace(offer, card=pages.card, door=pages.door)
+            await exchange.agree(said, self._model.cache.num_blocks, partial(self._kv.decide, place, pages))
+            await in_thread(change, "layer dropping")
+            stage = await in_thread(open_stage, "model opening")
+        except BaseException as error:
+            exchange.close()
+            if not isinstance(error, Exception):
+                raise
+            # whatever the memory or torch raises: `alone` says whether it can be mended
+            raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
+        finally:
+            self._kv.end(pages)
+            self._note_layers()
+        if exchange.by_pages:
+            return stage
+        self._exchange_now = exchange
+        exchange.begin(self._model.cache)
+        if exchange.remote is not None:
+            stage.attend_elsewhere(exchange.remote)
+        return stage
+
+    async def _part(self, parting: Parting | None, sockets: contextlib.ExitStack) -> LiveExchange | None:
+        """Meet the other stages of the group that stands, and keep aside what goes to them; None: no KV moves."""
+        place = self._place
+        if parting is None or place is None:
+            return None
+        shares = parting.shares
+        if shares and len(shares) != len(place.stages):
+            raise ValueError(f"{len(shares)} shares for {len(place.stages)} stages")
+        socks: dict[int, KvSocket] | None = None
+        if self._copying is not None and self._copying.is_complete:
+            socks, self._copying = self._copying.hand_on(), None
+        await self._stop_copying()
+        if socks is None and (met := await self._meet(place, StageRole.PARTING, sockets)) is not None:
+            socks = {peer: KvSocket(sock) for peer, sock in met.items()}
+        if socks is None:
+            return None
+        exchange = self._kv.to_part(place, socks)
+        sockets.callback(exchange.close)
+        decide = partial(table_to_part, shares=shares, there=parting.there)
+        await exchange.agree(self._kv.offer_to_part(place), self._model.cache.num_blocks, decide)
+        await in_thread(lambda: exchange.read(self._model.cache), "KV exchange")
+        return exchange
+
+    async def _meet(
+        self, place: GroupPlace, purpose: StageRole, sockets: contextlib.ExitStack
+    ) -> dict[int, socket.socket] | None:
+        """Return connections to the other stages of a group that stands, by stage; None: not all have come."""
+        welcome = StageWelcome(num_blocks=self.whole_blocks, block_size=self._block_size)
+        seats = self._listener.expect(place, purpose=purpose) if place.index else None
+        if seats is not None:
+            sockets.callback(seats.close)
+        try:
+            return await gather_for_kv(place, purpose, seats, welcome, self._part_limit_s, sockets)
+        except GroupFailedError as error:
+            _log.warning("kv_not_exchanged", stage=place.index, reason=str(error))
+            return None
+        finally:
+            if seats is not None:
+                self._listener.forget(seats)
+
+    def _check(self, place: GroupPlace) -> None:
+        try:
+            check_tiling([stage.layers for stage in place.stages], self._model.info.num_layers)
+        except ValueError as error:
+            raise GroupFailedError(str(error)) from None
+        if len(place.stages) < 2:
+            raise GroupFailedError("a group of one stage is no group")
+        reason = self.refusal(place.own.layers)
+        if reason is not None:
+            raise GroupFailedError(reason)
+
+
+def _least(own: KvCapacity, members: tuple[StageWelcome, ...]) -> KvCapacity:
+    """Return what every stage has."""
+    sizes = {own.block_size, *(welcome.block_size for welcome in members)}
+    if len(sizes) > 1:
+        raise GroupFailedError(f"the stages have KV blocks of different sizes: {sorted(sizes)} tokens")
+    return KvCapacity(min(own.num_blocks, *(welcome.num_blocks for welcome in members)), own.block_size)

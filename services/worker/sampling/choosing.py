@@ -1,0 +1,105 @@
+"""Chooses tokens from the scores of a step, by what each row's request asks for; see `sampler.py` for the drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.engine.types import I32, I64, Batch, Bool
+from services.worker.memory.host_link import Fetching, is_beside
+from services.worker.sampling.logit_rules import LogitRules, has_rules
+from services.worker.sampling.logprobs import LogprobTable
+from services.worker.sampling.sampler import Choose, Sampler, SamplingTable
+from services.worker.sampling.scoring import Scores
+from shared.stream_extras import TokenLogprob
+from shared.types import SamplingParams
+
+Said = dict[int, TokenLogprob]
+"""Log-probabilities, by place among the rows that are chosen for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """Tokens that are being chosen for k rows.
+
+    Attributes:
+        fetching: of the scores' `finite` and `largest`, and of a choice's columns.
+        on_device: the ids [k] where they will be, if the host is not needed to choose; else None.
+        end: returns the ids [k] and their log-probabilities, from the fetched columns behind `finite`; where the host
+            is not needed, it keeps nothing large on the device.
+    """
+
+    fetching: Fetching
+    on_device: torch.Tensor | None
+    end: Callable[..., tuple[I64, Said]]
+
+
+class Chooser:
+    """What the requests of all rows say of choosing.
+
+    Args:
+        max_rows: rows of the engine's table.
+        eos_token_ids: of the model.
+        vocab_size: of the model.
+        row_by_row: what is chosen for a row does not depend, to the bit, on the others.
+        choose: see `Sampler`.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        *,
+        row_by_row: bool,
+        choose: Choose | None = None,
+    ) -> None:
+        self._is_plain: Bool = np.zeros(max_rows, dtype=np.bool_)
+        self._sampling = SamplingTable(max_rows)
+        self._sampler = Sampler(row_by_row=row_by_row, choose=choose)
+        self._rules = LogitRules(max_rows, eos_token_ids, vocab_size)
+        self._logprobs = LogprobTable(max_rows, row_by_row=row_by_row)
+
+    def take_in(self, batch: Batch) -> None:
+        """Follow a batch: rows that go and come, and its tokens. Of a dropped row only its rules take memory."""
+        for admitted in batch.admits:
+            self._is_plain[admitted.row] = _is_plain(admitted.sampling)
+            self._sampling.put(admitted.row, admitted.sampling)
+            self._logprobs.put(admitted)
+        self._rules.take_in(batch)
+
+    def begin(self, scores: Scores, rows: I32, position: I64) -> Choosing:
+        """Begin to choose the next token of each row [k].
+
+        Args:
+            scores: of the step; may be changed.
+            rows: [k]
+            position: [k] of the token that is chosen.
+        """
+        beside = is_beside(scores.largest.device)
+        if self._is_plain[rows].all():
+            fetching = Fetching(scores.finite, scores.largest)
+            return Choosing(fetching, scores.largest if beside else None, lambda largest: (largest, {}))
+        logits, has_any_rules = scores.logits, self._rules.concern(rows)
+        put_back = self._rules.apply(logits, rows, position)
+        known = None if has_any_rules else scores.largest
+        choice = self._sampler.begin(logits, self._sampling.take(rows), position, known)
+        fetching = Fetching(scores.finite, scores.largest, *choice.columns)
+        if not self._logprobs.asking(rows).any():
+            on_device = choice.on_device() if beside and not has_any_rules else None
+            return Choosing(fetching, on_device, lambda _, *columns: (choice.end(*columns), {}))
+
+        def end(_: I64, *columns: I64) -> tuple[I64, Said]:
+            chosen = choice.end(*columns)
+            put_back()
+            return chosen, self._logprobs.of_tokens(logits, rows, chosen)
+
+        return Choosing(fetching, None, end)
+
+
+def _is_plain(sampling: SamplingParams) -> bool:
+    """Return whether the next token is always the largest logit, and nothing else is wanted."""
+    return sampling.temperature == 0 and sampling.logprobs is None and not has_rules(sampling)

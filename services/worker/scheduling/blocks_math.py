@@ -1,0 +1,39 @@
+"""Arithmetic of KV blocks that the scheduling policies share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.scheduling.view import I32, Columns, SchedulerView
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-numerator // denominator)
+
+
+def num_known(columns: Columns, rows: I32) -> I32:
+    """Return the tokens of each row whose ids are known: prompt and outputs."""
+    known: I32 = columns.num_prompt[rows] + columns.num_output[rows]
+    return known
+
+
+def missing_blocks(view: SchedulerView, rows: I32, ends: I32) -> I32:
+    """Return the blocks that each row lacks for its tokens [0, end)."""
+    missing: I32 = np.maximum(-(-ends // view.block_size) - view.columns.held_blocks[rows], 0)
+    return missing
+
+
+def num_kept(needs: I32, freeable: I32, free_blocks: int) -> int:
+    """Return how many rows, from the first on, can go on if all the others give up their blocks: as many as possible.
+
+    Args:
+        needs: [n] blocks that each row lacks.
+        freeable: [n] blocks that a row frees if it and all after it give up theirs, beyond those that the others free.
+        free_blocks: blocks that nobody holds.
+    """
+    if int(needs.sum()) <= free_blocks:
+        return int(needs.size)
+    demand = np.concatenate([[0], np.cumsum(needs)])
+    given_up = int(freeable.sum()) - np.concatenate([[0], np.cumsum(freeable)])
+    return int(np.flatnonzero(demand <= free_blocks + given_up)[-1])

@@ -1,0 +1,50 @@
+"""How a sequence gives way when blocks run out: its KV is dropped, or it moves to host memory.
+
+The two are compared by what they waste: memory that is occupied while nobody makes progress with it, in token-seconds.
+
+    recompute:  t_compute · (own + others)       everybody in the batch waits while the KV is computed again
+    swap:       (t_queue + 2 · t_copy) · own     the sequence's own memory is blocked while it is copied, out and back
+
+A token-second costs the same in both, so the smaller product wins. The queue is what the link has yet to carry.
+
+Source: InferCept (Abhyankar et al., 2024), the comparison of the waste of discarding, preserving and swapping (its
+section 4). Deviations: preserving is no choice here, since the memory is needed now; copies run beside the steps, so
+they stall nobody else, as in InferCept while its swaps stay within a step's budget; instead of that budget the wait for
+the link counts.
+"""
+
+from __future__ import annotations
+
+from services.worker.scheduling.view import HostView
+
+
+class Leaving:
+    """Decides for one sequence after the other, given those that leave before it.
+
+    Args:
+        host: the host memory.
+        block_size: token slots of a block.
+    """
+
+    def __init__(self, host: HostView, block_size: int) -> None:
+        self._cost = host.cost
+        self._block_size = block_size
+        self._free_blocks = host.free_blocks
+        self._num_queued = host.num_leaving
+
+    def swaps(self, num_tokens: int, num_other_tokens: int) -> bool:
+        """Return whether a sequence should move to the host, and count it as leaving if so.
+
+        Args:
+            num_tokens: whose KV it has.
+            num_other_tokens: of KV of those that run on.
+        """
+        num_blocks = -(-num_tokens // self._block_size)
+        if not num_blocks or num_blocks > self._free_blocks:
+            return False
+        copy_s, queue_s = num_blocks * self._cost.block_copy_s, self._num_queued * self._cost.block_copy_s
+        if (queue_s + 2 * copy_s) * num_tokens > self._cost.recompute_s(num_tokens) * (num_tokens + num_other_tokens):
+            return False
+        self._free_blocks -= num_blocks
+        self._num_queued += num_blocks
+        return True

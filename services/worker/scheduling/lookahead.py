@@ -1,0 +1,142 @@
+"""Lookahead scheduling for a pipeline: every step computes as much as its neighbours, cut from one line of prompts.
+
+    step        0        1        2        3        4             what a step holds: the decodes whose turn it is, and
+    decodes     a b c    d e      a b c    d e      a b c         the next piece of the line, worth the same work as
+    prefill     R0 ..... R0 ..... R0 R1 .. R1 R2 .. R3 ...        the one before (`shares.py`)
+
+Everything that is queued and fits the memory stands in one line, first come first; what this call hands out is the next
+piece of it. Chunks of one prompt may be in neighbouring steps: stages work first in, first out. When nothing is queued
+the decodes alone are split. With one lane it is `chunked`.
+
+Source: KunServe, version 2, section 4.3; deviations of the formation: `microbatch.py`. Memory is given, and taken, as
+in `chunked`. Of a prompt that waits the whole work counts, as if none of it was cached.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.worker.scheduling.blocks_math import num_known
+from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.plan import StepPlan
+from services.worker.scheduling.shares import Line, Room, Shares
+from services.worker.scheduling.view import I32, SchedulerOutput, SchedulerView
+from services.worker.scheduling.work import Work
+
+
+class LookaheadScheduler:
+    """Keeps, from call to call, how large the pieces of the line are and how many are left."""
+
+    def __init__(self, work: Work | None = None) -> None:
+        """Begin with nothing cut.
+
+        Args:
+            work: what prefill costs; only proportions matter, so that of the whole model will do for its stages.
+                Needed where there is more than one lane.
+        """
+        self._work = work
+        self._single = ChunkedScheduler()
+        self._shares = Shares(1)
+
+    def schedule(self, view: SchedulerView) -> SchedulerOutput:
+        """Choose the next step.
+
+        Raises:
+            ValueError: there are several lanes, and nothing to balance them by.
+        """
+        num_lanes = view.limits.num_lanes
+        if num_lanes == 1:
+            return self._single.schedule(view)
+        if self._work is None:
+            raise ValueError(f"lookahead over {num_lanes} lanes needs to know what prefill costs")
+        if self._shares.num_lanes != num_lanes:
+            self._shares = Shares(num_lanes)
+        output = self._next(view, self._work)
+        if view.num_in_flight or output.rows.size:
+            return output
+        return self._single.schedule(view)  # only memory can be in the way, so lanes do not matter
+
+    def _next(self, view: SchedulerView, work: Work) -> SchedulerOutput:
+        plan = LinePlan(view, work)
+        plan.decode(work)
+        line, room = _line(view, work, plan.room_blocks()), Room.beside(plan.num_decodes, view.limits, work)
+        plan.take(self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
+        plan.continue_prefills()
+        if not plan.preempts:
+            plan.admit(whole=False)
+        return plan.output()
+
+
+class LinePlan(StepPlan):
+    """A step that takes prompts up to the work that is due."""
+
+    def __init__(self, view: SchedulerView, work: Work) -> None:
+        super().__init__(view)
+        self._work = work
+        self._left_s = 0.0
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes that are chosen."""
+        return int(self._decodes.size)
+
+    def room_blocks(self) -> int:
+        """Return the blocks that nobody has been promised."""
+        return self._running.free_blocks - self._promised_blocks()
+
+    def take(self, share_s: float) -> None:
+        """Let the step take prompts up to so much work."""
+        self._left_s = share_s
+
+    def _cut(self, row: int, computed: int, left: int) -> int:
+        del row
+        chunk = self._work.largest(computed, self._left_s)
+        if not chunk and not self._chunk_rows and self._left_s > 0:
+            chunk = 1  # a share may be less than a token
+        if not chunk:
+            self._left_s = 0.0  # nobody behind is cheaper to begin with
+        return min(chunk, left, self._tokens_left)
+
+    def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
+        super()._choose(row, num_tokens, computed, held)
+        self._left_s -= self._work.chunk_s(computed, num_tokens)
+        columns = self._view.columns
+        if computed + num_tokens < columns.num_prompt[row] + columns.num_output[row]:
+            self._left_s = 0.0  # what it is cut to is all that is due
+
+
+def _any_decodes(view: SchedulerView) -> bool:
+    """Return whether somebody decodes, now or once its batch is back."""
+    columns = view.columns
+    if np.count_nonzero(num_known(columns, view.running) - columns.num_computed[view.running] == 1):
+        return True
+    return bool(np.count_nonzero(num_known(columns, view.in_flight) <= view.in_flight_ends))
+
+
+def _line(view: SchedulerView, work: Work, room_blocks: int) -> Line:
+    """Return what is left of the prompts that were begun and of those that fit the memory.
+
+    Args:
+        view: the moment.
+        work: of prefill.
+        room_blocks: that nobody has been promised.
+    """
+    columns, running = view.columns, view.running
+    computed = columns.num_computed[running]
+    begun = num_known(columns, running) - computed > 1
+    parked = _fitting(view, room_blocks)
+    rows = np.concatenate([view.extensible, running[begun], parked])
+    done = np.zeros(rows.size)
+    done[: rows.size - parked.size] = np.concatenate([view.extensible_begins, computed[begun]])
+    left = num_known(columns, rows) - done
+    works = left * (work.beta_s + work.alpha_s * (done + (left + 1) / 2))
+    return Line(float(works.sum()), int(left.sum()), int(rows.size))
+
+
+def _fitting(view: SchedulerView, room_blocks: int) -> I32:
+    """Return the parked rows without KV on the host whose tokens fit the memory together, and the first in any case."""
+    parked = np.concatenate([view.preempted, view.waiting]) if view.preempted.size else view.waiting
+    parked = parked[view.columns.host_tokens[parked] == 0]
+    blocks = -(-(num_known(view.columns, parked) + 1) // view.block_size) + 1  # one for the headroom of each
+    fitting: I32 = parked[: max(int(np.searchsorted(blocks.cumsum(), room_blocks, side="right")), 1)]
+    return fitting

@@ -1,0 +1,35 @@
+"""Names of the scheduling policies (`shared.systems.System.scheduler`) and how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.fcfs import FcfsScheduler
+from services.worker.scheduling.lookahead import LookaheadScheduler
+from services.worker.scheduling.round_robin import RoundRobinScheduler
+from services.worker.scheduling.view import Scheduler
+from services.worker.scheduling.work import Work
+
+SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
+    "fcfs": FcfsScheduler,
+    "chunked": ChunkedScheduler,
+    "round-robin": RoundRobinScheduler,
+    "lookahead": LookaheadScheduler,
+}
+
+
+def make_scheduler(name: str, work: Work | None = None) -> Scheduler:
+    """Return a new scheduler of this name, with fresh private state.
+
+    Args:
+        name: of `SCHEDULERS`.
+        work: what prefill costs, for the schedulers that weigh it.
+
+    Raises:
+        KeyError: no scheduler has this name; the error lists those that exist.
+    """
+    if name not in SCHEDULERS:
+        raise KeyError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
+    made = SCHEDULERS[name]
+    return LookaheadScheduler(work) if made is LookaheadScheduler else made()

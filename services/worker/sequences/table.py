@@ -1,0 +1,196 @@
+"""The sequence table: hot state of all sequences in columns, row = sequence. Only the engine writes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import IntEnum
+from typing import Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.worker.engine.config import NewSequence
+from services.worker.scheduling.view import Columns
+from services.worker.sequences.rows import RowQueue
+from services.worker.sequences.sequence import Sequence
+from shared.types import RequestClass
+
+C = TypeVar("C", bound=NDArray[np.generic])
+
+
+class Status(IntEnum):
+    """Where a row is; a row is in exactly one queue, or free."""
+
+    FREE = 0
+    WAITING = 1
+    RUNNING = 2
+    PREEMPTED = 3
+
+
+class Hold:
+    """Why a row may not be scheduled. A feature that must keep a sequence from running adds a bit, nothing else."""
+
+    IN_FLIGHT: Final = np.uint8(1)  # in a batch that the executor has not answered
+    CANCELLED: Final = np.uint8(2)  # ends when its batch comes back
+    RETRY: Final = np.uint8(4)  # was in a failed batch and waits for its turn to be tried in a smaller one
+    NO_ROOM: Final = np.uint8(8)  # the KV memory has shrunk below what the whole sequence needs
+    FORK: Final = np.uint8(16)  # waits for the prompt of the sequence that it forks
+    PAUSED: Final = np.uint8(32)  # its dispatcher has not been heard for too long
+    SWAPPING: Final = np.uint8(64)  # its KV is being copied to host memory, or back
+    ENDED: Final = np.uint8(128)  # has ended and said so; a batch that went ahead still writes its KV
+
+
+class SequenceTable:
+    """Columns, free rows and the three queues.
+
+    `rows` arguments are [n] arrays of row numbers; columns are indexed by row.
+    """
+
+    def __init__(self, num_rows: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.num_parked_blocks = 0
+        """KV blocks that waiting and preempted rows need for the tokens known so far, as if nothing were cached."""
+        self._block_size = block_size
+        self.status = np.zeros(num_rows, dtype=np.uint8)
+        self.hold = np.zeros(num_rows, dtype=np.uint8)
+        self.num_prompt = np.zeros(num_rows, dtype=np.int32)
+        self.num_output = np.zeros(num_rows, dtype=np.int32)
+        self.num_known = np.zeros(num_rows, dtype=np.int32)  # num_prompt + num_output
+        self.num_computed = np.zeros(num_rows, dtype=np.int32)
+        self.held_blocks = np.zeros(num_rows, dtype=np.int32)  # written by the block manager
+        self.host_tokens = np.zeros(num_rows, dtype=np.int32)  # of a preempted row: tokens whose KV is on the host
+        self.max_output = np.zeros(num_rows, dtype=np.int32)
+        self.last_token = np.zeros(num_rows, dtype=np.int32)  # the last known token: a decode's input
+        self.order = np.zeros(num_rows, dtype=np.int64)  # order of `add`: breaks ties of arrival
+        self.last_step = np.full(num_rows, -1, dtype=np.int64)  # the newest step with the row; kept with several lanes
+        self.arrival_s = np.zeros(num_rows, dtype=np.float64)
+        self.expires_s = np.full(num_rows, np.inf)
+        self.request_class = np.zeros(num_rows, dtype=np.uint8)
+        self.qoe_ttft_s = np.zeros(num_rows, dtype=np.float64)
+        self.qoe_speed = np.zeros(num_rows, dtype=np.float64)
+        self.qoe_gap_s = np.zeros(num_rows, dtype=np.float64)  # 1 / qoe_speed
+        self.qoe_last_s = np.zeros(num_rows, dtype=np.float64)
+        self.qoe_delay_sum_s = np.zeros(num_rows, dtype=np.float64)
+        self.channel = np.zeros(num_rows, dtype=np.int32)
+        self.stream = np.zeros(num_rows, dtype=np.uint32)
+        self.attempt = np.zeros(num_rows, dtype=np.uint16)
+        self.has_started = np.zeros(num_rows, dtype=np.bool_)  # it has run before
+        self.at_executor = np.zeros(num_rows, dtype=np.bool_)  # the executor knows the row
+        self.cold: list[Sequence | None] = [None] * num_rows
+        self.waiting = RowQueue(num_rows)
+        self.running = RowQueue(num_rows)
+        self.preempted = RowQueue(num_rows)
+        self.num_readers = 0  # live rows that a reader follows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._num_added = 0
+        self.columns = Columns(
+            num_prompt=_read_only(self.num_prompt),
+            num_output=_read_only(self.num_output),
+            num_computed=_read_only(self.num_computed),
+            held_blocks=_read_only(self.held_blocks),
+            host_tokens=_read_only(self.host_tokens),
+            order=_read_only(self.order),
+            last_step=_read_only(self.last_step),
+            arrival_s=_read_only(self.arrival_s),
+            request_class=_read_only(self.request_class),
+            qoe_ttft_s=_read_only(self.qoe_ttft_s),
+            qoe_speed=_read_only(self.qoe_speed),
+            qoe_last_s=_read_only(self.qoe_last_s),
+            qoe_delay_sum_s=_read_only(self.qoe_delay_sum_s),
+        )
+
+    @property
+    def num_live(self) -> int:
+        """Rows that hold a sequence."""
+        return self.num_rows - len(self._free)
+
+    def sequence(self, row: int) -> Sequence:
+        """Return the cold data of a live row."""
+        sequence = self.cold[row]
+        assert sequence is not None, f"row {row} is free"
+        return sequence
+
+    def add(self, new: NewSequence, max_output: int) -> int | None:
+        """Take a free row for the sequence and put it into `waiting`; None if all rows are taken."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        prompt, generated = new.prompt.astype(np.int32), int(new.generated.size)
+        self.cold[row] = Sequence((new.request_id, new.attempt), prompt, new.sampling, generated, new.cache_salt)
+        self.status[row], self.hold[row] = Status.WAITING, 0
+        self.num_prompt[row], self.num_output[row] = prompt.size, generated
+        self.num_known[row], self.num_computed[row] = prompt.size + generated, 0
+        self.max_output[row] = max_output
+        self.last_token[row] = new.generated[-1] if generated else prompt[-1]
+        self.order[row] = self._num_added
+        self.last_step[row] = -1
+        self.arrival_s[row], self.expires_s[row] = new.arrival_s, new.expires_s
+        self.request_class[row] = new.request_class is RequestClass.BEST_EFFORT
+        self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
+        self._set_qoe(row, new)
+        self._num_added += 1
+        self.waiting.insert(row, self.arrival_s, self.order)
+        self.num_parked_blocks += self._num_blocks(row)
+        return row
+
+    def admit(self, row: int) -> None:
+        """Move a waiting or preempted row to the end of `running`."""
+        queue = self.waiting if self.status[row] == Status.WAITING else self.preempted
+        queue.remove(np.array([row]))
+        self.num_parked_blocks -= self._num_blocks(row)
+        self.status[row] = Status.RUNNING
+        self.running.append(row)
+
+    def preempt(self, row: int) -> None:
+        """Move a running row to its place in `preempted`; its KV on the device is gone."""
+        self.running.remove(np.array([row]))
+        self.status[row] = Status.PREEMPTED
+        self.num_computed[row] = 0
+        self.preempted.insert(row, self.arrival_s, self.order)
+        self.num_parked_blocks += self._num_blocks(row)
+
+    def rename(self, row: int, new: NewSequence) -> None:
+        """Give a live row to a newer attempt of its request: another name, channel, handle and time limit."""
+        self.cold[row] = replace(self.sequence(row), key=(new.request_id, new.attempt))
+        self.channel[row], self.stream[row], self.attempt[row] = new.channel, new.stream, new.attempt
+        self.expires_s[row] = new.expires_s
+
+    def free(self, row: int) -> None:
+        """Forget a row, whatever its queue."""
+        queue = (self.waiting, self.running, self.preempted)[self.status[row] - 1]
+        queue.remove(np.array([row]))
+        if self.status[row] != Status.RUNNING:
+            self.num_parked_blocks -= self._num_blocks(row)
+        self.num_readers -= int(not np.isnan(self.qoe_speed[row]))
+        self.status[row], self.hold[row] = Status.FREE, 0
+        self.num_computed[row] = 0
+        self.expires_s[row] = np.inf
+        self.has_started[row] = self.at_executor[row] = False
+        self.cold[row] = None
+        self._free.append(row)
+
+    @property
+    def num_head_blocks(self) -> int:
+        """Blocks that the next parked row needs for the tokens known so far; 0 without one."""
+        queue = self.preempted if len(self.preempted) else self.waiting
+        return self._num_blocks(int(queue.view[0])) if len(queue) else 0
+
+    def _num_blocks(self, row: int) -> int:
+        return -(-int(self.num_known[row]) // self._block_size)
+
+    def _set_qoe(self, row: int, new: NewSequence) -> None:
+        """Begin the O(1) QoE form. Outputs of earlier attempts count as shown on schedule: nobody here saw them."""
+        if new.qoe is None:
+            ttft_s = speed = last_s = delay_sum_s = np.nan
+        else:
+            ttft_s, speed = new.qoe.ttft_s, new.qoe.speed_tokens_per_s
+            last_s, delay_sum_s = ttft_s + (new.generated.size - 1) / speed, 0.0
+            self.num_readers += 1
+        self.qoe_ttft_s[row], self.qoe_speed[row], self.qoe_gap_s[row] = ttft_s, speed, 1 / speed
+        self.qoe_last_s[row], self.qoe_delay_sum_s[row] = last_s, delay_sum_s
+
+
+def _read_only(column: C) -> C:
+    view = column.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,198 @@
+"""Requests on their way into the engine: submit, cancel, replay. Checks, refuses, and wakes the step loop.
+
+No policy and no waiting here: each handler touches the engine once and answers. A cancellation may overtake its
+submission on the bus, so cancelled names are remembered for a while and refused when they arrive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from services.worker.engine.config import AddRefusal, NewSequence
+from services.worker.engine.engine import Engine
+from services.worker.serving.emitter import Emitter
+from services.worker.serving.leases import Leases
+from services.worker.serving.uploads import Uploads
+from shared.ids import StreamId
+from shared.messages.request import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    RefusalReason,
+    Refused,
+    Replay,
+    ReplayUnknown,
+    Submit,
+    Upload,
+    Uploaded,
+)
+from shared.subjects import check_token
+from shared.token_batch import stream_batch
+from shared.transport.bus import Message
+from shared.wire import decode, decode_union, encode
+
+_REASONS = {
+    AddRefusal.FULL: RefusalReason.FULL,
+    AddRefusal.TOO_LONG: RefusalReason.TOO_LONG,
+    AddRefusal.INVALID: RefusalReason.INVALID,
+    AddRefusal.DUPLICATE: RefusalReason.DUPLICATE,
+}
+
+_QUESTIONS: TypeAdapter[Submit | Upload] = TypeAdapter(Annotated[Submit | Upload, Field(discriminator="kind")])
+MAX_REMEMBERED = 16_384
+"""Requests whose newest attempt is remembered."""
+MAX_TOMBSTONES = 4096
+"""Cancellations remembered for submissions that are still on their way."""
+
+
+class Intake:
+    """The engine's door. Every method runs on the event loop, between two steps of the loop's own code."""
+
+    def __init__(
+        self, engine: Engine, emitter: Emitter, leases: Leases, now: Callable[[], float], wake: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._emitter = emitter
+        self._leases = leases
+        self._now = now
+        self._wake = wake
+        self._open = False
+        self._is_aside = False
+        self._uploads = Uploads()
+        self._tombstones: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._newest: OrderedDict[str, int] = OrderedDict()
+
+    def open(self) -> None:
+        """Take submissions from now on."""
+        self._open = True
+
+    def close(self) -> None:
+        """Refuse submissions from now on; what runs goes on."""
+        self._open = False
+
+    @property
+    def is_serving(self) -> bool:
+        """Submissions are taken, or would be if the worker were not a stage of another one's group."""
+        return self._open
+
+    def stand_aside(self) -> None:
+        """Refuse submissions while this worker is a stage of another one's group."""
+        self._is_aside = True
+
+    def serve_again(self) -> None:
+        """It is no longer."""
+        self._is_aside = False
+
+    @property
+    def _closed(self) -> RefusalReason | None:
+        """Why nothing is taken now; None if something is."""
+        if not self._open:
+            return RefusalReason.DRAINING
+        return RefusalReason.STAGE if self._is_aside else None
+
+    async def submit(self, message: Message) -> bytes:
+        """Answer a `Submit` with `Accepted` or `Refused`, and a part of a long one with `Uploaded`."""
+        asked = decode_union(message.data, _QUESTIONS)
+        if isinstance(asked, Upload):
+            num_bytes = self._uploads.add(asked, self._now()) if self._closed is None else 0
+            return encode(Uploaded(request_id=asked.request_id, num_bytes=num_bytes))
+        return encode(self._admit(asked))
+
+    def _admit(self, submit: Submit) -> Accepted | Refused:
+        def refuse(reason: RefusalReason, detail: str = "", newest_attempt: int = 0) -> Refused:
+            return Refused(request_id=submit.request_id, reason=reason, detail=detail, newest_attempt=newest_attempt)
+
+        closed = self._closed
+        if closed is not None:
+            return refuse(closed)
+        if (submit.request_id, submit.attempt) in self._tombstones:
+            return refuse(RefusalReason.CANCELLED, newest_attempt=submit.attempt)
+        newest = self._newest.get(submit.request_id, 0)
+        is_here = (submit.request_id, submit.attempt) in self._engine.row_of
+        if submit.attempt < newest or (submit.attempt == newest and not is_here):
+            return refuse(RefusalReason.DUPLICATE, newest_attempt=newest)
+        if submit.uploaded is not None:
+            data = self._uploads.take(submit.request_id, submit.attempt, sum(submit.uploaded))
+            if data is None:
+                return refuse(RefusalReason.FULL, "not all of its parts are here")
+            ids = {"prompt": data[: submit.uploaded[0]], "generated": data[submit.uploaded[0] :]}
+            submit = submit.model_copy(update=ids)
+        if not submit.prompt or len(submit.prompt) % 4 or len(submit.generated) % 4:
+            return refuse(RefusalReason.INVALID, "token ids are not whole u32 values")
+        try:
+            check_token(submit.dispatcher_id)
+        except ValueError as error:
+            return refuse(RefusalReason.INVALID, str(error))
+        new = self._new_sequence(submit)
+        row = self._engine.hand_over(new)
+        outcome = self._engine.add(new) if row is None else row
+        if isinstance(outcome, AddRefusal):
+            return refuse(_REASONS[outcome], newest_attempt=newest)
+        self._remember(submit)
+        self._wake()
+        return Accepted(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            incarnation=self._leases.incarnation,
+            num_output=self._engine.num_outputs(submit.request_id, submit.attempt),
+        )
+
+    def _new_sequence(self, submit: Submit) -> NewSequence:
+        now_s = self._now()
+        return NewSequence(
+            request_id=submit.request_id,
+            stream=submit.stream,
+            attempt=submit.attempt,
+            channel=self._leases.hear(submit.dispatcher_id, submit.incarnation),
+            prompt=submit.prompt_ids(),
+            generated=submit.generated_ids(),
+            sampling=submit.sampling,
+            arrival_s=now_s - submit.age_s,
+            expires_s=now_s + submit.remaining_s,
+            request_class=submit.request_class,
+            qoe=submit.qoe,
+            fork_of=submit.fork_of,
+            cache_salt=submit.cache_salt,
+        )
+
+    def _remember(self, submit: Submit) -> None:
+        """A copy of this submission, or an older one, may still be on its way."""
+        self._newest[submit.request_id] = submit.attempt
+        self._newest.move_to_end(submit.request_id)
+        while len(self._newest) > MAX_REMEMBERED:
+            self._newest.popitem(last=False)
+
+    async def cancel(self, message: Message) -> bytes:
+        """Answer a `Cancel`; the KV is free now, or when the step that is running ends."""
+        cancel = decode(message.data, Cancel)
+        found = self._engine.cancel(cancel.request_id, cancel.attempt)
+        if not found:
+            self._tombstones[(cancel.request_id, cancel.attempt)] = None
+            while len(self._tombstones) > MAX_TOMBSTONES:
+                self._tombstones.popitem(last=False)
+        self._wake()
+        return encode(Cancelled(request_id=cancel.request_id, found=found))
+
+    async def replay(self, message: Message) -> bytes:
+        """Answer a `Replay` with a token batch of that one stream (its handle is 0), or with `ReplayUnknown`."""
+        replay = decode(message.data, Replay)
+        found = self._engine.replay(replay.request_id, replay.attempt, replay.first_index)
+        if found is None:
+            return encode(ReplayUnknown(request_id=replay.request_id, incarnation=self._leases.incarnation))
+        tokens, finish = found
+        batch = stream_batch(
+            self._emitter.worker_id,
+            counter=0,
+            stream=StreamId(0),  # the asker knows which stream it asked about
+            attempt=replay.attempt,
+            first_index=replay.first_index,
+            tokens=tokens,
+            finish=finish,
+            logprobs=self._engine.logprobs.last((replay.request_id, replay.attempt), len(tokens)),
+        )
+        parts = batch.split(self._emitter.max_payload_bytes)
+        return parts[0].pack()  # what does not fit one message is asked for again

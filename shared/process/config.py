@@ -1,0 +1,237 @@
+"""Typed settings: flag, then environment variable, then `sluice.toml`, then default.
+
+Nothing else in the project reads the environment.
+
+For a field `max_model_len` of section `worker`, the first of these that is given wins:
+
+    --max-model-len 4096                     flag
+    SLUICE_WORKER_MAX_MODEL_LEN=4096         environment; an empty variable counts as not given
+    [worker]                                 ./sluice.toml
+    max_model_len = 4096
+    the field's default
+
+The fields of `ServiceSettings` belong to every service, so they are read from `SLUICE_<FIELD>` and from the top of the
+file too, after the section's own; the broker also from `NATS_URL`. Section `""` is `sluice up`: its fields stand at the
+top. Whatever is unknown (a flag, a variable of the section, a key, a table) is refused with the nearest known name; a
+bad value is refused with the place where it stands and what is allowed there. A service does not know the names that
+`sluice up` reads at the top, so there it refuses only what is almost a name of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from shared.errors import ConfigError
+from shared.process.config_fields import SizeType, allowed_text, flag_name, help_text, parse_size
+from shared.process.config_sources import Given, Schema, read_env, read_flags, read_toml, split_values
+from shared.subjects import check_token
+
+__all__ = [
+    "ConfigError",
+    "Loaded",
+    "ModelNames",
+    "ServiceSettings",
+    "Settings",
+    "Size",
+    "load",
+    "load_with_origin",
+    "parse_size",
+]
+
+CONFIG_FILE: Final = Path("sluice.toml")
+"""Read from the working directory if it exists."""
+
+Size = Annotated[int, BeforeValidator(parse_size), SizeType()]
+"""Bytes, written as `512MiB`, `2GiB`, `1.5GiB` or a plain number."""
+
+SubjectToken = Annotated[str, AfterValidator(check_token)]
+"""Text that may be one token of a bus subject."""
+
+
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names without repetition; each has 1 to 256 printable characters and no space at its ends."""
+    for name in names:
+        if not 1 <= len(name) <= 256 or not name.isprintable() or name != name.strip():
+            raise ValueError(f"'{name[:80]}' is no name for a model (allowed: 1 to 256 printable characters)")
+    return tuple(dict.fromkeys(names))
+
+
+def _split_names(value: object) -> object:
+    """Return the names of a text with commas; what was given, but names nothing, is a slip and not the default."""
+    names = split_values(value) if isinstance(value, str) else value
+    if names == [] and value != "":
+        raise ValueError("no name is given (write at least one, or leave the setting out)")
+    return names
+
+
+ModelNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split_names),
+    AfterValidator(_check_names),
+    Field(max_length=64),
+]
+"""Names under which one model is served, written with commas; answers carry the first."""
+
+
+def default_instance_id() -> str:
+    """Return an id that no other process on the network has now: host name and process id, fit for a subject."""
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname())[:40] or "host"
+    return f"{host}-{os.getpid()}"
+
+
+class Settings(BaseModel):
+    """Settings of one program: frozen, unknown keys refused. The line under each field is what `--help` prints."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class ServiceSettings(Settings):
+    """What every service needs."""
+
+    cluster: SubjectToken = "default"
+    """Name of the cluster; clusters that share a broker do not see each other."""
+    nats_url: Annotated[str, Field(pattern=r"^(nats|tls|ws|wss)://\S+$")] = "nats://127.0.0.1:4222"
+    """Where the NATS server listens; several servers of one NATS cluster with commas."""
+    nats_user: str = ""
+    """User at the NATS server; empty: the one in the URL, or none."""
+    nats_password: Annotated[str, Field(repr=False)] = ""
+    """The user's password; better given by environment or file than as a flag, which other users of the machine see."""
+    nats_password_file: Path | None = None
+    """File whose first line is the password, where none is given."""
+    nats_replicas: Annotated[int, Field(ge=1, le=5)] = 1
+    """Copies of each key-value bucket; 3 with a NATS cluster of three, so that any one server may be lost."""
+    instance_id: SubjectToken = Field(default_factory=default_instance_id)
+    """Name of this process, unique in the cluster: 1 to 64 letters, digits, '_' or '-'."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe events that are logged."""
+    log_format: Literal["auto", "human", "json"] = "auto"
+    """How events are written: one readable line, one JSON object, or what suits stderr (a terminal gets lines)."""
+    health_file: Path | None = None
+    """File that is rewritten every second, for `python -m shared.process.health FILE` as a container's health check."""
+
+    def nats_credentials(self) -> tuple[str, str] | None:
+        """Return user and password for the NATS server, None if none are set apart from the URL's.
+
+        Raises:
+            ConfigError: there is a user without a password, or the file cannot be read.
+        """
+        if not self.nats_user:
+            return None
+        password = self.nats_password or self._read_password()
+        if not password:
+            raise ConfigError(f"user '{self.nats_user}' has no password", "Set SLUICE_NATS_PASSWORD or _PASSWORD_FILE")
+        return self.nats_user, password
+
+    def _read_password(self) -> str:
+        path = self.nats_password_file
+        if path is None:
+            return ""
+        try:
+            return path.read_text(encoding="utf-8").partition("\n")[0].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"{path} cannot be read ({reason})", "Make it with `sluice nats-config`") from None
+
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[S]):
+    """Settings, and where each value came from."""
+
+    settings: S
+    origins: Mapping[str, str]
+    """Per field: `--port`, `SLUICE_PORT`, `port in sluice.toml, line 3`, or `default`."""
+
+
+def load(
+    model: type[S],
+    section: str,
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    path: Path | None = None,
+) -> S:
+    """Return the settings. With `--help` among the flags it prints them and exits with 0.
+
+    Args:
+        model: the settings' type.
+        section: `worker`, `dispatcher`, …; "" for `sluice up`.
+        argv: flags without the program's name; None means this process's.
+        env: variables; None means this process's.
+        path: the TOML file, which must exist; None means `./sluice.toml` if there is one.
+
+    Raises:
+        ConfigError: the text is one line that says what is wrong, where, and what is allowed.
+    """
+    return load_with_origin(model, section, argv, env, path=path).settings
+
+
+def load_with_origin(
+    model: type[S],
+    section: str,
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    path: Path | None = None,
+) -> Loaded[S]:
+    """Return the settings as `load` does, with the origin of each value."""
+    argv = sys.argv[1:] if argv is None else argv
+    env = os.environ if env is None else env
+    schema = Schema(model, section, _common_fields(model))
+    if "--help" in argv or "-h" in argv:
+        sys.stdout.write(_help(schema))
+        raise SystemExit(0)
+    given: dict[str, Given] = {}
+    if path is not None or CONFIG_FILE.is_file():
+        given |= read_toml(schema, path or CONFIG_FILE)
+    given |= read_env(schema, env)
+    given |= read_flags(schema, argv)
+    try:
+        settings = model.model_validate({name: item.value for name, item in given.items()})
+    except ValidationError as error:
+        raise _explain(error, schema, given) from None
+    origins = {name: given[name].origin if name in given else "default" for name in model.model_fields}
+    return Loaded(settings, origins)
+
+
+def _common_fields(model: type[Settings]) -> frozenset[str]:
+    return frozenset(ServiceSettings.model_fields) if issubclass(model, ServiceSettings) else frozenset()
+
+
+def _help(schema: Schema) -> str:
+    program = f"python -m services.{schema.section}" if schema.section else "sluice up"
+    names = {name: ", ".join(schema.variables(name)) for name in schema.model.model_fields}
+    return help_text(schema.model, program, names)
+
+
+def _explain(error: ValidationError, schema: Schema, given: Mapping[str, Given]) -> ConfigError:
+    """Turn pydantic's report into one sentence about the first bad value."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    own_words: Any = first.get("ctx", {}).get("error")
+    if name not in schema.model.model_fields:  # a rule about several fields
+        return ConfigError(str(own_words or first["msg"]))
+    origin = given[name].origin if name in given else flag_name(name)
+    if first["type"] == "missing":
+        hint = f"Give {flag_name(name)}, set {schema.variable(name)}, or write {name} in {CONFIG_FILE}"
+        return ConfigError(f"{flag_name(name)} is required", hint)
+    if own_words is not None:
+        return ConfigError(f"{origin}: {own_words}")
+    field = schema.model.model_fields[name]
+    value = f"'{str(first['input'])[:80]}'" if field.repr else "this value"
+    if first["type"] == "string_pattern_mismatch":
+        return ConfigError(f"{origin}: {value} is not allowed", f"It must match {first['ctx']['pattern']}")
+    return ConfigError(f"{origin}: {value} is not allowed", f"Use {allowed_text(field)}")

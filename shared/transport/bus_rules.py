@@ -1,0 +1,126 @@
+"""What both buses check and count in the same way: subjects, keys, sizes, handlers. No transport here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from shared.process.log import get_logger
+from shared.transport.bus import MessageTooLargeError
+
+_TOKEN = re.compile(r"[^\s.*>]+\Z")
+_KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
+_BUCKET = re.compile(r"[a-zA-Z0-9_-]+\Z")
+
+
+@dataclass(slots=True)
+class BusStats:
+    """What went wrong on one connection since it was made."""
+
+    handler_errors: int = 0
+    """Handlers, watch handlers and responders that raised."""
+    dropped_in: int = 0
+    """Messages that found a full queue in front of their handler (a slow consumer)."""
+    dropped_out: int = 0
+    """Messages published while the connection was broken and its buffer full."""
+    refused: int = 0
+    """Publishes or subscriptions that the broker did not permit."""
+    late_answers: int = 0
+    """Answers that the broker did not permit: their requests came over a connection that is gone."""
+    disconnects: int = 0
+    reconnects: int = 0
+    other_errors: int = 0
+
+    def note_handler_error(self, subject: str, error: Exception) -> None:
+        """Count and log a handler that raised."""
+        self.handler_errors += 1
+        get_logger().error("handler raised", subject=subject, exc_info=error)
+
+    def note_dropped(self, subject: str) -> None:
+        """Count a message that found a full queue; logged at 1, 2, 4, 8, … so that a flood does not fill the log."""
+        self.dropped_in += 1
+        if is_power_of_two(self.dropped_in):
+            get_logger().warning("slow consumer, messages dropped", subject=subject, dropped=self.dropped_in)
+
+
+def is_power_of_two(count: int) -> bool:
+    """Return whether the count is 1, 2, 4, 8 and so on: when to log what happens often."""
+    return count > 0 and count & (count - 1) == 0
+
+
+@lru_cache(maxsize=4096)
+def check_subject(subject: str) -> str:
+    """Return the subject if a message can be sent to it.
+
+    Raises:
+        ValueError: an empty token, white space, or a wildcard.
+    """
+    if not all(map(_TOKEN.match, subject.split("."))):
+        raise ValueError(
+            f"'{subject[:80]}' is not a subject: use tokens without white space, '*' and '>', joined by '.'"
+        )
+    return subject
+
+
+@lru_cache(maxsize=4096)
+def check_pattern(pattern: str) -> str:
+    """Return the pattern if it can be subscribed to.
+
+    Raises:
+        ValueError: an empty token, white space, `>` before the end, or a wildcard inside a token.
+    """
+    parts = pattern.split(".")
+    if parts[-1] == ">":
+        parts.pop()
+    if pattern != ">" and not (parts and all(part == "*" or _TOKEN.match(part) for part in parts)):
+        raise ValueError(f"'{pattern[:80]}' cannot be subscribed to: '*' is a whole token, '>' the last one")
+    return pattern
+
+
+def check_key(key: str) -> str:
+    """Return the key if a bucket can hold it.
+
+    Raises:
+        ValueError: a character other than letters, digits and `-/_=.`, or an empty token.
+    """
+    if not _KEY.match(key):
+        raise ValueError(f"'{key[:80]}' is not a key: use letters, digits and '-/_=', joined by '.'")
+    return key
+
+
+def check_bucket(bucket: str) -> str:
+    """Return the name if it can be a bucket's.
+
+    Raises:
+        ValueError: a character other than letters, digits, `_` and `-`.
+    """
+    if not _BUCKET.match(bucket):
+        raise ValueError(f"'{bucket[:80]}' is not a bucket: use letters, digits, '_' and '-'")
+    return bucket
+
+
+def check_size(subject: str, data: bytes, max_bytes: int) -> None:
+    """Refuse a payload over the limit.
+
+    Raises:
+        MessageTooLargeError: it is.
+    """
+    if len(data) > max_bytes:
+        raise MessageTooLargeError(subject, len(data), max_bytes)
+
+
+def has_wildcard(pattern: str) -> bool:
+    """Return whether the (checked) pattern can match more than one subject."""
+    return pattern.endswith(">") or "*" in pattern
+
+
+def matches(pattern: list[str], subject: list[str]) -> bool:
+    """Return whether a pattern's tokens match a subject's: `*` one token, a last `>` one or more."""
+    if pattern[-1] == ">":
+        if len(subject) < len(pattern):
+            return False
+        pattern = pattern[:-1]
+    elif len(subject) != len(pattern):
+        return False
+    return all(token in ("*", found) for token, found in zip(pattern, subject, strict=False))

@@ -1,0 +1,208 @@
+"""Key-value buckets on JetStream: file storage, one stream per bucket, revisions are its sequence numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StorageType
+from nats.js.kv import KeyValue as Bucket
+
+from shared.transport.bus import (
+    BusClosedError,
+    BusError,
+    BusTimeoutError,
+    KvEntry,
+    Subscription,
+    WatchHandler,
+    WrongRevisionError,
+)
+from shared.transport.bus_rules import BusStats, check_key, check_pattern, check_size, has_wildcard
+from shared.transport.nats_client import cancellable
+from shared.transport.nats_watch import NatsWatch
+
+KV_TIMEOUT_S = 5.0
+"""For one operation on a bucket."""
+OPEN_TRIES = 3
+"""Attempts at opening a bucket, each of which may take `KV_TIMEOUT_S`."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketShape:
+    """How a bucket is created."""
+
+    history: int = 1
+    """Values that are kept of each key."""
+    max_age_s: float = 0.0
+    """Seconds after which a value is gone; 0: values stay."""
+    replicas: int = 1
+    """Servers that keep a copy; more than 1 needs a cluster of servers."""
+
+
+class NatsKeyValue:
+    """One bucket; implements `shared.transport.bus.KeyValue`. Made by `open`."""
+
+    def __init__(self, client: Client, name: str, shape: BucketShape, stats: BusStats) -> None:
+        self._client = client
+        self._name = name
+        self._shape = shape
+        self._stats = stats
+        self._js = JetStreamContext(client, timeout=KV_TIMEOUT_S)
+        self._bucket: Bucket | None = None
+        self._watches: dict[NatsWatch, None] = {}
+
+    @classmethod
+    async def open(cls, client: Client, name: str, shape: BucketShape, stats: BusStats) -> NatsKeyValue:
+        """Return the bucket; it is created in this shape if it does not exist.
+
+        Raises:
+            BusError: the broker has no JetStream, or did not answer.
+        """
+        opened = cls(client, name, shape, stats)
+        with _translated(name):
+            await cancellable(opened.ensure_soon())
+        return opened
+
+    async def ensure_soon(self) -> None:
+        """Find or create the stream, with patience: servers of a cluster that start need seconds to elect a leader."""
+        for _ in range(OPEN_TRIES - 1):
+            with suppress(nats.errors.TimeoutError):
+                await self.ensure()
+                return
+            if self._stats.refused:  # patience is of no use
+                raise nats.errors.TimeoutError
+        await self.ensure()
+
+    async def ensure(self) -> Bucket:
+        """Find or create the stream behind the bucket."""
+        try:
+            self._bucket = await self._js.key_value(self._name)
+        except nats.js.errors.BucketNotFoundError:
+            config = KeyValueConfig(
+                bucket=self._name,
+                history=self._shape.history,
+                ttl=self._shape.max_age_s or None,
+                storage=StorageType.FILE,
+                replicas=self._shape.replicas,
+            )
+            try:
+                self._bucket = await self._js.create_key_value(config)
+            except nats.js.errors.BadRequestError:  # somebody created it in between, with another history
+                self._bucket = await self._js.key_value(self._name)
+        return self._bucket
+
+    async def get(self, key: str) -> KvEntry | None:
+        """See `KeyValue.get`."""
+        check_key(key)
+        with _translated(self._name):
+            try:
+                entry = await self._attempt(lambda bucket: bucket.get(key))
+            except nats.js.errors.KeyNotFoundError:
+                return None
+        assert entry.revision is not None, "a stored entry has a sequence number"
+        return KvEntry(key, entry.value or b"", entry.revision)
+
+    async def put(self, key: str, value: bytes) -> int:
+        """See `KeyValue.put`."""
+        self._check(key, value)
+        with _translated(self._name):
+            return await self._attempt(lambda bucket: bucket.put(key, value))
+
+    async def create(self, key: str, value: bytes) -> int:
+        """See `KeyValue.create`."""
+        self._check(key, value)
+        with _translated(self._name):
+            try:
+                return await self._attempt(lambda bucket: bucket.create(key, value))
+            except nats.js.errors.KeyWrongLastSequenceError:
+                raise WrongRevisionError(key, 0) from None
+
+    async def update(self, key: str, value: bytes, revision: int) -> int:
+        """See `KeyValue.update`."""
+        self._check(key, value)
+        with _translated(self._name):
+            try:
+                return await self._attempt(lambda bucket: bucket.update(key, value, last=revision))
+            except nats.js.errors.KeyWrongLastSequenceError:
+                raise WrongRevisionError(key, revision) from None
+
+    async def delete(self, key: str) -> None:
+        """See `KeyValue.delete`."""
+        check_key(key)
+        with _translated(self._name):
+            await self._attempt(lambda bucket: bucket.delete(key))
+
+    async def keys(self) -> list[str]:
+        """See `KeyValue.keys`."""
+        found: dict[str, KvEntry] = {}
+
+        def note(entry: KvEntry) -> None:
+            found[entry.key] = entry
+
+        watch = await self._start_watch(">", note)
+        await watch.close()
+        return sorted(key for key, entry in found.items() if entry.value is not None)
+
+    async def watch(self, key: str, handler: WatchHandler) -> Subscription:
+        """See `KeyValue.watch`. When it returns, the handler has seen the present values."""
+        if not has_wildcard(check_pattern(key)):
+            check_key(key)
+        watch = await self._start_watch(key, handler)
+        self._watches = {other: None for other in self._watches if not other.closed}
+        self._watches[watch] = None
+        return watch
+
+    def reconnected(self) -> None:
+        """Let every watch ask for what it missed."""
+        for watch in self._watches:
+            watch.renew()
+
+    async def close(self) -> None:
+        """End the watches. Idempotent."""
+        for watch in list(self._watches):
+            await watch.close()
+        self._watches.clear()
+
+    async def _start_watch(self, key: str, handler: WatchHandler) -> NatsWatch:
+        watch = NatsWatch(self._client, self._js, self._name, key, handler, self._stats)
+        with _translated(self._name):
+            try:
+                await cancellable(watch.start())
+            except BaseException:
+                await watch.close()  # cancelled at the last moment, it may have begun
+                raise
+        return watch
+
+    def _check(self, key: str, value: bytes) -> None:
+        check_size(check_key(key), value, int(self._client.max_payload))
+
+    async def _attempt(self, operation: Callable[[Bucket], Awaitable[_T]]) -> _T:
+        """Run the operation; if the stream is gone (a broker that lost its disk), create it and run it again."""
+        assert self._bucket is not None, "made by open()"
+        try:
+            return await cancellable(operation(self._bucket))
+        except nats.js.errors.NoStreamResponseError:
+            return await cancellable(operation(await self.ensure()))
+
+
+@contextmanager
+def _translated(bucket: str) -> Iterator[None]:
+    """Turn nats-py's errors into the bus's."""
+    try:
+        yield
+    except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError):
+        raise BusClosedError(f"the bus is closed; bucket '{bucket}' cannot be reached") from None
+    except (nats.errors.TimeoutError, nats.errors.OutboundBufferLimitError):
+        raise BusTimeoutError(f"bucket '{bucket}'", KV_TIMEOUT_S) from None
+    except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError):
+        raise BusError(f"bucket '{bucket}': the nats-server runs without JetStream; start it with -js") from None
+    except nats.errors.Error as error:
+        raise BusError(f"bucket '{bucket}': {error}") from None

@@ -1,0 +1,309 @@
+"""Where modelled devices meet: the connections of their groups, and the KV that goes over them, on one loop.
+
+device A ── lead ──► ModelledNetwork ◄── join ── device B        a pipeline begins once all of its stages are there
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import Future
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv
+from services.worker.kv_moves.arrivals import Arrivals
+from services.worker.kv_moves.exchange_mode import Pace
+from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
+from services.worker.kv_moves.kv_table import AreLive
+from services.worker.pipeline.channel import ModelledLink
+from services.worker.roles.device import GroupFailedError, GroupPlace, NextShares
+from shared.ids import WorkerId
+from shared.systems import KvExchange
+from sim.devices.modelled_exchange import (
+    Estate,
+    Exchange,
+    Share,
+    copy_shares,
+    hand_out,
+    traffic_of,
+)
+from sim.devices.modelled_pipeline import ModelledStages, StageOwner
+from sim.devices.modelled_stage import REMOTE_STATES, ModelledStage, RemoteLink
+
+_Key = tuple[int, WorkerId]
+"""Of a group: its plan and its leader."""
+PART_LIMIT_S = 1.0
+"""How long a worker waits for the others when their group dissolves in order."""
+
+
+@dataclass(slots=True)
+class _Arrival:
+    worker_id: WorkerId
+    stage: ModelledStage
+    before: Estate
+    on_end: Callable[[str | None], None]
+    context: Context
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A group that has come about."""
+
+    stages: ModelledStages
+    arrivals: Arrivals
+    """For its leader."""
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """The stages of one group, as far as they have come."""
+
+    arrived: dict[int, _Arrival] = field(default_factory=dict)
+    begun: Future[Begun] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done when all are there."""
+
+
+@dataclass(slots=True)
+class _Departure:
+    shares: dict[int, Share] = field(default_factory=dict)
+    kept: Future[list[KeptKv]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    exchange_s: float = 0.0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Copying:
+    """The members of a group whose KV is copied ahead."""
+
+    members: dict[int, Share] = field(default_factory=dict)
+    are_there: Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_whole: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, *, is_whole: bool) -> None:
+        """It is over; later words change nothing."""
+        if not self.is_whole.done():
+            self.is_whole.set_result(is_whole)
+
+
+class ModelledNetwork:
+    """Where modelled workers find each other; one per cluster.
+
+    Args:
+        link: between any two workers.
+        meet_limit_s: how long stages wait for each other.
+        exchange_limit_s: how long KV may be on its way; the rest is computed again. 0: none comes.
+        kv_exchange: how KV comes to a group that forms.
+    """
+
+    def __init__(
+        self,
+        link: ModelledLink | None = None,
+        meet_limit_s: float = 5.0,
+        exchange_limit_s: float = 5.0,
+        kv_exchange: KvExchange = KvExchange.COORDINATED,
+    ) -> None:
+        self._kv_exchange = kv_exchange if exchange_limit_s > 0 else KvExchange.COORDINATED
+        self.num_remote_steps = 0
+        """Steps in which keys that lay elsewhere were attended, of groups that are over."""
+        self._link = link or ModelledLink()
+        self._meet_limit_s = meet_limit_s
+        self._exchange_limit_s = exchange_limit_s
+        self._meetings: dict[_Key, _Meeting] = {}
+        self._pipelines: dict[_Key, tuple[tuple[WorkerId, ...], ModelledStages]] = {}
+        self._partings: dict[_Key, _Departure] = {}
+        self._copyings: dict[_Key, _Copying] = {}
+        self._cut: set[frozenset[WorkerId]] = set()
+
+    async def meet(
+        self, place: GroupPlace, stage: ModelledStage, before: Estate, on_end: Callable[[str | None], None]
+    ) -> Begun:
+        """Wait for the other stages of a group; return them, and the KV that is on its way.
+
+        Raises:
+            GroupFailedError: they did not come in time.
+        """
+        meeting = self._meetings.setdefault(place.key, _Meeting())
+        meeting.arrived[place.index] = _Arrival(place.own.worker_id, stage, before, on_end, copy_context())
+        await asyncio.sleep(self._link.latency_s)
+        if len(meeting.arrived) == len(place.stages) and not meeting.begun.done() and not self._is_cut(place):
+            self._begin(place, meeting)
+        try:
+            async with asyncio.timeout(self._meet_limit_s):
+                return await asyncio.shield(meeting.begun)
+        except TimeoutError:
+            missing = [s.worker_id for i, s in enumerate(place.stages) if i not in meeting.arrived]
+            self._meetings.pop(place.key, None)
+            said = ", ".join(missing) if missing else "a connection"
+            raise GroupFailedError(f"{said} did not come within {self._meet_limit_s:g} s") from None
+
+    def _is_cut(self, place: GroupPlace) -> bool:
+        named = {stage.worker_id for stage in place.stages}
+        return any(pair <= named for pair in self._cut)
+
+    def _begin(self, place: GroupPlace, meeting: _Meeting) -> None:
+        arrivals = [meeting.arrived[i] for i in range(len(place.stages))]
+        owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
+        owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
+        stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
+        befores, link = [arrival.before for arrival in arrivals], self._link
+        are_live = self._modes(place, befores, arrivals[0].stage.capacity.block_size)
+        exchange = Exchange(befores, [a.stage for a in arrivals], link.bytes_per_s, are_live=are_live)
+        if exchange.is_live:
+            for arrival in arrivals:
+                arrival.stage.attend_over(RemoteLink(link.latency_s, link.bytes_per_s, link.token_bytes))
+        began_s = asyncio.get_running_loop().time()
+        leader = stages.servers[0]
+        news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
+        del self._meetings[place.key]
+        self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
+        coming = Arrivals(
+            exchange.coming,
+            exchange.num_blocks,
+            news,
+            stages.capacity.num_blocks,
+            exchange.spans,
+            num_bytes=exchange.num_bytes,
+            sources=exchange.sources,
+            mode=exchange.mode,
+        )
+        meeting.begun.set_result(Begun(stages, coming))
+
+    def _modes(self, place: GroupPlace, befores: Sequence[Estate], block_size: int) -> AreLive:
+        """Return what chooses whose KV is attended where it lies."""
+        link = self._link
+        facts = ExchangeFacts(
+            held=tuple(before.layers for before in befores),
+            wanted=tuple(stage.layers for stage in place.stages),
+            link_bytes_per_s=(link.bytes_per_s,) * len(befores),
+            latency_s=link.latency_s,
+            pace=Pace(
+                max(before.step_s for before in befores),
+                self._exchange_limit_s,
+                befores[0].token_s * block_size / len(befores),
+            ),
+            block_bytes=befores[0].block_bytes,
+            token_bytes=round(link.token_bytes * (1 + REMOTE_STATES)),
+        )
+        return modes_of(self._kv_exchange, facts, can_attend=SPLIT_KEYS % block_size == 0)
+
+    @property
+    def moves_kv(self) -> bool:
+        """KV changes hands; else all of it is computed again."""
+        return self._exchange_limit_s > 0
+
+    async def copy_ahead(self, place: GroupPlace, member: Share, next_shares: NextShares | None) -> bool:
+        """Copy KV of a group to where it will be, round by round; see `GroupDevice`."""
+        copying = self._copyings.setdefault(place.key, _Copying())
+        copying.members[place.index] = member
+        if len(copying.members) == len(place.stages):
+            copying.are_there.set_result(None)
+        try:
+            async with asyncio.timeout(PART_LIMIT_S):
+                either: list[Future[Any]] = [copying.are_there, copying.is_whole]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if next_shares is not None:
+                await self._copy_rounds(place, copying, next_shares)
+            return await asyncio.shield(copying.is_whole)
+        except TimeoutError:
+            copying.end(is_whole=False)
+            return False
+        finally:
+            if next_shares is not None:
+                copying.end(is_whole=False)
+            if self._copyings.get(place.key) is copying:
+                del self._copyings[place.key]
+
+    async def _copy_rounds(self, place: GroupPlace, copying: _Copying, next_shares: NextShares) -> None:
+        members = [copying.members[i] for i in sorted(copying.members)]
+        while not copying.is_whole.done():
+            shares = next_shares() if all(member.ahead_blocks for member in members) else ()
+            if not shares:
+                copying.end(is_whole=True)
+                return
+            took_s = traffic_of(members, list(map(len, shares))).most_bytes / self._link.bytes_per_s
+            await asyncio.wait([copying.is_whole], timeout=took_s)
+            if self._is_cut(place):
+                copying.end(is_whole=False)
+            if not copying.is_whole.done():
+                copy_shares(members, shares)
+
+    def end_copying(self, key: _Key) -> None:
+        """Break off what is copied ahead in a group. Idempotent."""
+        copying = self._copyings.get(key)
+        if copying is not None:
+            copying.end(is_whole=False)
+
+    async def part(self, place: GroupPlace, share: Share) -> tuple[KeptKv, int]:
+        """Wait for the other members of a group that dissolves, and for the KV.
+
+        Returns:
+            What this worker's blocks hold, and the bytes that went between all of them; nothing if somebody did not
+            come in time.
+        """
+        parting = self._partings.setdefault(place.key, _Departure())
+        parting.shares[place.index] = share
+        await asyncio.sleep(self._link.latency_s)
+        if len(parting.shares) == len(place.stages) and not parting.kept.done() and not self._is_cut(place):
+            del self._partings[place.key]
+            kept, traffic = hand_out([parting.shares[i] for i in range(len(place.stages))])
+            parting.exchange_s = traffic.most_bytes / self._link.bytes_per_s
+            parting.num_bytes = traffic.num_bytes
+            parting.kept.set_result(kept)
+        try:
+            async with asyncio.timeout(PART_LIMIT_S):
+                kept = await asyncio.shield(parting.kept)
+        except TimeoutError:
+            self._partings.pop(place.key, None)
+            return NOTHING_KEPT, 0
+        await asyncio.sleep(min(parting.exchange_s, self._exchange_limit_s))
+        if parting.exchange_s > self._exchange_limit_s:
+            return NOTHING_KEPT, 0
+        return kept[place.index], parting.num_bytes
+
+    def leave(self, key: _Key, index: int) -> None:
+        """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
+        found = self._pipelines.get(key)
+        if found is not None:
+            found[1].servers[index].leave("a stage has left the group")
+
+    def close(self, key: _Key) -> None:
+        """Forget a pipeline whose leader has closed it."""
+        self._forget(key)
+
+    def _forget(self, key: _Key) -> None:
+        found = self._pipelines.pop(key, None)
+        if found is not None:
+            self.num_remote_steps += sum(device.num_remote_steps for device in found[1].devices)
+
+    def lose(self, worker_id: WorkerId) -> None:
+        """A worker's process is gone, and its ends of all connections with it."""
+        for key, (workers, stages) in list(self._pipelines.items()):
+            if worker_id in workers:
+                self.end_copying(key)
+                index = workers.index(worker_id)
+                stages.servers[index].leave(f"{worker_id} is gone")
+                if index == 0:
+                    for channel in stages.from_leader:
+                        channel.cut(f"{worker_id}, the leader, is gone")
+                    self._forget(key)
+        for meeting in self._meetings.values():
+            for index in [i for i, arrival in meeting.arrived.items() if arrival.worker_id == worker_id]:
+                del meeting.arrived[index]
+
+    def cut(self, one: WorkerId, other: WorkerId) -> None:
+        """Cut the connection between two workers until `heal`: what runs over it is lost, and none is made."""
+        pair = frozenset((one, other))
+        self._cut.add(pair)
+        for workers, stages in list(self._pipelines.values()):
+            if pair <= set(workers):
+                first, second = sorted((workers.index(one), workers.index(other)))
+                if first == 0:
+                    stages.from_leader[second].cut(f"the connection of {one} and {other} is cut")
+                elif second == first + 1:
+                    stages.activations[first].cut(f"the connection of {one} and {other} is cut")
+
+    def heal(self, one: WorkerId, other: WorkerId) -> None:
+        """Let them connect again."""
+        self._cut.discard(frozenset((one, other)))
