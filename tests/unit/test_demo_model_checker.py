@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from demo_model.checker import accepts, check
-from demo_model.grammar import ABOUT_STORY, FULL_STORY_EXCHANGE, SUMS, Grammar, Turn, sample_conversations
-from demo_model.words import FRIENDS, HEROES, KINDS, PLACES
+from tools.demo_model.checker import accepts, check
+from tools.demo_model.grammar import ABOUT_STORY, FULL_STORY_EXCHANGE, SUMS, Grammar, Turn, sample_conversations
+from tools.demo_model.words import FRIENDS, HEROES, KINDS, PLACES
 
 SEEDS = st.integers(0, 10**6)
 

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from demo_model import foreign
-from demo_model.evaluate import PLAN, assert_disjoint, held_out_prompts
-from demo_model.grammar import (
+from tools.demo_model import foreign
+from tools.demo_model.evaluate import PLAN, assert_disjoint, held_out_prompts
+from tools.demo_model.grammar import (
     ABOUT_STORY,
     COMPANY,
     EXCHANGES,
@@ -21,11 +21,11 @@ from demo_model.grammar import (
     Grammar,
     sample_conversations,
 )
-from demo_model.story import WISH_ENTITIES
-from demo_model.words import COLOURS, FRIENDS, HEROES, KINDS, PLACES
+from tools.demo_model.story import WISH_ENTITIES
+from tools.demo_model.words import COLOURS, FRIENDS, HEROES, KINDS, PLACES
 
 PRINT_HASH = (
-    "import zlib; from demo_model.grammar import sample_conversations as s;"
+    "import zlib; from tools.demo_model.grammar import sample_conversations as s;"
     "print(zlib.crc32(repr([c.messages for c in s(4, 50)]).encode()))"
 )
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo_model.checker import accepts
-from demo_model.evaluate import PLAN, SEED, Prompt, held_out_prompts, sample, weights_digest
-from demo_model.tokenizer import train_on_grammar
+from tools.demo_model.checker import accepts
+from tools.demo_model.evaluate import PLAN, SEED, Prompt, held_out_prompts, sample, weights_digest
+from tools.demo_model.tokenizer import train_on_grammar
 
-ROOT = Path(__file__).parents[2] / "demo_model"
-MODEL, RESULTS = ROOT / "model", ROOT / "results"
+ROOT = Path(__file__).parents[2]
+MODEL, RESULTS = ROOT / "demo_model" / "model", ROOT / "tools" / "demo_model" / "results"
 
 
 def test_the_results_are_those_of_the_weights() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo_model.template import Case, Chain, Closed, Entity, Let, Literal, Node, Templates, Writer, readings
+from tools.demo_model.template import Case, Chain, Closed, Entity, Let, Literal, Node, Templates, Writer, readings
 
 ANIMALS = [Entity("owl", {"a": "an owl"}), Entity("fox", {"a": "a fox"}), Entity("ox", {"a": "an ox"})]
 T = Templates({"hero": Closed(ANIMALS), "friend": Closed(ANIMALS, unlike="hero")})

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from demo_model.data import Encoded, Encoder, Packer, batches
-from demo_model.grammar import sample_conversations
-from demo_model.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, save, train_on_grammar
+from tools.demo_model.data import Encoded, Encoder, Packer, batches
+from tools.demo_model.grammar import sample_conversations
+from tools.demo_model.tokenizer import SPECIAL_TOKENS, VOCAB_SIZE, save, train_on_grammar
 
 TOKENIZER = train_on_grammar(count=800)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from demo_model.template import Case, Chain, Choice, Closed, Domain, Entity, Let, Literal, Node, Templates
-from demo_model.wish import Trouble, Wish
-from demo_model.wishes import WISHES
-from demo_model.words import COLOURS, FRIENDS, KINDS, PLACES, USUAL_HEROES
+from tools.demo_model.template import Case, Chain, Choice, Closed, Domain, Entity, Let, Literal, Node, Templates
+from tools.demo_model.wish import Trouble, Wish
+from tools.demo_model.wishes import WISHES
+from tools.demo_model.words import COLOURS, FRIENDS, KINDS, PLACES, USUAL_HEROES
 
 WISH_ENTITIES = [Entity(wish.to) for wish in WISHES]
 TOOLS = {trouble.tool: Entity(trouble.tool) for wish in WISHES for trouble in wish.troubles}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from demo_model import story
-from demo_model.template import Chain, Choice, Closed, Node, Templates
-from demo_model.words import HEROES, OpenNames
+from tools.demo_model import story
+from tools.demo_model.template import Chain, Choice, Closed, Node, Templates
+from tools.demo_model.words import HEROES, OpenNames
 
 _T = Templates({**story.DOMAINS, "hero": OpenNames(Closed(HEROES))})
 _STORY_T = Templates(story.DOMAINS)

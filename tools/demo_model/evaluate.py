@@ -1,6 +1,6 @@
 """Measures the model that ships: perplexity on held-out conversations, and how many sampled answers are accepted.
 
-    python -m demo_model.evaluate --model demo_model/model
+    python -m tools.demo_model.evaluate --model demo_model/model
 
 The training conversations are written once more from their seed to prove that none of the prompts was among them.
 """
@@ -22,10 +22,10 @@ from typing import Any, cast
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo_model import grammar
-from demo_model.checker import check
-from demo_model.data import Encoder, conversations
-from demo_model.grammar import Conversation, Exchange, Grammar, Turn
+from tools.demo_model import grammar
+from tools.demo_model.checker import check
+from tools.demo_model.data import Encoder, conversations
+from tools.demo_model.grammar import Conversation, Exchange, Grammar, Turn
 
 SEED = 77
 """Of the held-out prompts and of the sampling."""
@@ -210,7 +210,9 @@ def main() -> None:
     """Measure and write evaluation.json."""
     parser = argparse.ArgumentParser(description="evaluate the demo model")
     parser.add_argument("--model", type=Path, default=Path("demo_model/model"))
-    parser.add_argument("--results", type=Path, default=Path("demo_model/results"), help="folder with training.json")
+    parser.add_argument(
+        "--results", type=Path, default=Path("tools/demo_model/results"), help="folder with training.json"
+    )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

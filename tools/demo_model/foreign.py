@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from demo_model.template import Closed, Domain, Entity, Templates
+from tools.demo_model.template import Closed, Domain, Entity, Templates
 
 
 def _list(text: str) -> Closed:

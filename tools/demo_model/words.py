@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from demo_model.template import Closed, Entity, Env, Reader, Writer
+from tools.demo_model.template import Closed, Entity, Env, Reader, Writer
 
 _PRONOUNS = {
     "she": {"they": "she", "them": "her", "their": "her"},

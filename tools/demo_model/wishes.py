@@ -6,7 +6,7 @@ The remedy names the trouble's `tool`, which the friend has given.
 
 from __future__ import annotations
 
-from demo_model.wish import Trouble, Wish
+from tools.demo_model.wish import Trouble, Wish
 
 WISHES = (
     Wish(

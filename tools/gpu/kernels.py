@@ -1,7 +1,7 @@
 """Compiles FlashInfer's kernels for Hopper where there is no GPU, and puts them into its wheel.
 
-    python -m tests.gpu.wheels FOLDER --python 3.12 --have FREEZE
-    python -m tests.gpu.kernels FOLDER [--head-dims 64 128] [--dtypes bfloat16] [--cache CACHE]
+    python -m tools.gpu.wheels FOLDER --python 3.12 --have FREEZE
+    python -m tools.gpu.kernels FOLDER [--head-dims 64 128] [--dtypes bfloat16] [--cache CACHE]
 
 Then as `wheels` says. FlashInfer takes a kernel from its own folder `data/aot` before it asks for a compiler: nothing
 has to be set on the GPU machine, and nothing is compiled there but other kinds of attention, which
@@ -27,7 +27,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Final
 
-from tests.gpu.wheels import pinned
+from tools.gpu.wheels import pinned
 
 TOOLKIT: Final = {
     "nvidia-cuda-nvcc": "13.0.88",
@@ -102,7 +102,7 @@ def libraries(wheel: Path, cache: Path, arguments: list[str]) -> list[Path]:
         "PATH": f"{cache / 'site' / 'bin'}:{home}/bin:{os.environ['PATH']}",
         "PYTHONPATH": str(cache / "site"),
     }
-    command = [sys.executable, "-m", "tests.gpu.kernels", "--build", *arguments]
+    command = [sys.executable, "-m", "tools.gpu.kernels", "--build", *arguments]
     result = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True)
     return [Path(line) for line in result.stdout.splitlines() if line.endswith(".so")]
 

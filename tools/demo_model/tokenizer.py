@@ -1,6 +1,6 @@
 """The model's own byte-level BPE tokenizer and its chat template, as a Hugging Face folder.
 
-    python -m demo_model.tokenizer --out demo_model/model
+    python -m tools.demo_model.tokenizer --out demo_model/model
 
 Every text can be encoded, since all 256 bytes are tokens. A plain text gets `<|bos|>` in front; a chat gets it from
 the template instead, so a rendered chat is encoded without special tokens being added.
@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from demo_model.grammar import sample_conversations
+from tools.demo_model.grammar import sample_conversations
 
 BOS, SYSTEM, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Special tokens; their ids are 0 to 4 in this order. `<|end|>` closes every message and is the end of an answer."""

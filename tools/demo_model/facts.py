@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from demo_model.template import Closed, Domain, Entity, Templates
+from tools.demo_model.template import Closed, Domain, Entity, Templates
 
 _NUMBER_LIST = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from demo_model.grammar import EXCHANGES, FOREIGN_EXCHANGE, Exchange
-from demo_model.template import Env, Reader, readings
+from tools.demo_model.grammar import EXCHANGES, FOREIGN_EXCHANGE, Exchange
+from tools.demo_model.template import Env, Reader, readings
 
 Message = Mapping[str, str]
 """`role` and `content`, as in OpenAI's API."""

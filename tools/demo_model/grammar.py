@@ -1,7 +1,7 @@
 """The whole grammar: conversations as a walk through exchanges, each a question's and an answer's templates.
 
-`Grammar` writes conversations from a seed; `demo_model.checker` reads them with the same tables. Prompts are split into
-a training and a held-out part by a hash, so that no training conversation contains a held-out one.
+`Grammar` writes conversations from a seed; `checker` reads them with the same tables. Prompts are split into a training
+and a held-out part by a hash, so that no training conversation contains a held-out one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from demo_model import facts, requests
-from demo_model.foreign import FOREIGN_REQUEST
-from demo_model.story import STORY
-from demo_model.template import Entity, Env, Node, Writer
+from tools.demo_model import facts, requests
+from tools.demo_model.foreign import FOREIGN_REQUEST
+from tools.demo_model.story import STORY
+from tools.demo_model.template import Entity, Env, Node, Writer
 
 HELD_OUT_ONE_IN = 10
 """One in this many prompts (for stories: combinations of hero's kind, place and wish) never occurs in training."""

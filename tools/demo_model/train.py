@@ -1,6 +1,6 @@
 """Trains the demo model from scratch on the CPU and writes it as a Hugging Face folder.
 
-    python -m demo_model.train --out demo_model/model
+    python -m tools.demo_model.train --out demo_model/model
 
 Everything follows from the seed, except for rounding that depends on the machine.
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo_model.data import Rows, batches
-from demo_model.tokenizer import MAX_MODEL_TOKENS, save, train_on_grammar
+from tools.demo_model.data import Rows, batches
+from tools.demo_model.tokenizer import MAX_MODEL_TOKENS, save, train_on_grammar
 
 TEMPERATURE = 0.7
 """Default of generation_config.json, and the temperature at which acceptance is measured."""
@@ -216,7 +216,7 @@ def main() -> None:
     """Train and write the model, its loss curve and how it was trained."""
     parser = argparse.ArgumentParser(description="train the demo model")
     parser.add_argument("--out", type=Path, default=Path("demo_model/model"))
-    parser.add_argument("--results", type=Path, default=Path("demo_model/results"))
+    parser.add_argument("--results", type=Path, default=Path("tools/demo_model/results"))
     parser.add_argument("--steps", type=int, default=TrainingParams.steps, help="optimiser steps")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()

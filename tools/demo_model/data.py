@@ -10,8 +10,8 @@ from random import Random
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from demo_model.grammar import Conversation, Grammar
-from demo_model.tokenizer import ASSISTANT, BOS, END, SPECIAL_TOKENS, SYSTEM, USER
+from tools.demo_model.grammar import Conversation, Grammar
+from tools.demo_model.tokenizer import ASSISTANT, BOS, END, SPECIAL_TOKENS, SYSTEM, USER
 
 ROW_TOKENS = (272, 512, 768)
 """Lengths of rows. A conversation goes into the shortest that holds it, since attention costs less there."""

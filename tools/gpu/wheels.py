@@ -1,6 +1,6 @@
 """Collects what a GPU machine without a network lacks: wheels in a folder, FlashInfer's as small as it can be.
 
-    python -m tests.gpu.wheels FOLDER [--python 3.12] [--have FREEZE]
+    python -m tools.gpu.wheels FOLDER [--python 3.12] [--have FREEZE]
 
 Then take the folder there, and
 
@@ -10,7 +10,7 @@ Then take the folder there, and
 FREEZE is what `python3 -m pip freeze` prints there; what it names is left out. A torch that sees the GPU, transformers
 and CUDA's toolkit (`nvcc`, with the headers of cuRAND) must be there. FlashInfer's wheel holds sources of kernels that
 Sluice never asks for; without them it is a third. Each wheel is a release as it is, but for that one, whose list of
-files is shortened to what is left. `tests.gpu.kernels` adds compiled kernels to it.
+files is shortened to what is left. `tools.gpu.kernels` adds compiled kernels to it.
 """
 
 from __future__ import annotations
