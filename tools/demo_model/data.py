@@ -164,7 +164,7 @@ def conversations(seed: int) -> Iterator[Conversation]:
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, batch_tokens: int) -> Iterator[tuple[int, Rows]]:
     """Yield batches without end, each with the number of conversations used so far; a seed fixes them."""
     encoder = Encoder(tokenizer)
-    plain = Random(seed)  # noqa: S311 - texts, not secrets
+    plain = Random(seed)
     packers = [Packer(row_tokens, batch_tokens) for row_tokens in ROW_TOKENS]
     for used, conversation in enumerate(conversations(seed), start=1):
         bare = plain.randrange(PLAIN_ONE_IN) == 0

@@ -142,7 +142,7 @@ class Grammar:
     """
 
     def __init__(self, seed: int, *, held_out: bool = False) -> None:
-        self._rng = Random(seed)  # noqa: S311 - texts, not secrets
+        self._rng = Random(seed)
         self._held_out = held_out
 
     def turn(self, exchange: Exchange, env: Env) -> Turn:
