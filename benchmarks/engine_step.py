@@ -13,9 +13,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.contract.batch import BatchOutput
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import BatchOutput
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, SamplingParams

@@ -27,7 +27,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.harness import DEMO_MODEL, machine, print_table
-from services.worker.engine.types import Batch, Executor, KeptKv, RowInit, TableDelta
+from services.worker.contract.batch import Batch, RowInit, TableDelta
+from services.worker.contract.executor import Executor
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.model_runner import RunnerSettings
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED

@@ -20,11 +20,11 @@ import uvloop
 
 from benchmarks.harness import print_table
 from benchmarks.on_device import model_parser, name_of, parse, settings_of
+from services.worker.contract.batch import Batch
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Batch
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner

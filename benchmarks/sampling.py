@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from benchmarks.harness import machine, print_table
-from services.worker.engine.types import EMPTY_I32, Batch, RowInit
+from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.batch import Batch, RowInit
 from services.worker.sampling.logit_rules import LogitRules
 from services.worker.sampling.logprobs import LogprobTable
 from services.worker.sampling.sampler import Sampler, SamplingTable

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import machine, print_table
-from services.worker.engine.types import NO_TABLE_DELTA, Batch, RowInit, TableDelta
+from services.worker.contract.batch import NO_TABLE_DELTA, Batch, RowInit, TableDelta
 from services.worker.executor.model_runner import ModelRunner, RunnerSettings
 from services.worker.executor.native_step import NativeForward
 from services.worker.executor.runner import load_runner

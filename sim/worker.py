@@ -9,9 +9,9 @@ from pathlib import Path
 
 from services.worker.build import EngineMaker, ModelFacts, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.contract.executor import Executor, HostMemory
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import Executor, HostMemory
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.pipeline.channel import ModelledLink

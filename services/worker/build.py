@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.worker.config import WorkerSettings
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_queued_for_memory
-from services.worker.engine.types import Batch, BatchOutput, Executor, HostMemory, KvCapacity, overlaps
 from services.worker.roles.agent import PlanAgent
 from services.worker.roles.device import GroupDevice
 from services.worker.roles.role_changes import RoleChanges

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from services.worker.build import ModelFacts
 from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
-from services.worker.engine.types import Executor, HostMemory
+from services.worker.contract.executor import Executor, HostMemory
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec

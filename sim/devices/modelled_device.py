@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout

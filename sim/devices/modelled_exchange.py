@@ -25,7 +25,8 @@ from math import ceil, isinf
 import numpy as np
 
 from services.worker.blocks.remote_kv import RemoteSpan
-from services.worker.engine.types import I32, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.arrivals import Arrived
 from services.worker.kv_moves.kv_table import (
     AreLive,

@@ -12,7 +12,8 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.engine.types import NOTHING_KEPT, SPLIT_KEYS, KeptKv
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.exchange_mode import Pace
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of

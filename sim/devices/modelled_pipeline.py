@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 
-from services.worker.engine.types import Batch, HostCopy, HostMemory, KvCapacity
+from services.worker.contract.batch import Batch
+from services.worker.contract.executor import HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.pipeline.channel import ChannelLostError, MemoryChannel, ModelledLink

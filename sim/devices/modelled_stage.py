@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, HostMemory, KvCapacity
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector, step_s
 from services.worker.modelled.shadow_kv import ShadowKv
 from services.worker.pipeline.channel import ChannelLostError, MemoryChannel, StageSender

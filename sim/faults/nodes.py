@@ -22,7 +22,7 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner
-from services.worker.engine.types import Batch
+from services.worker.contract.batch import Batch
 from shared.errors import StartupError
 from shared.ids import Incarnation, WorkerId
 from shared.transport.bus import BusError

@@ -17,7 +17,7 @@ from services.worker.attention.flashinfer_paged import FlashInferAttention, work
 from services.worker.attention.merge import merge_states
 from services.worker.attention.remote import attended_of, new_states, remote_rows
 from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 from services.worker.executor.kernels import choose_kernels
 from tests.support.attention_cases import AttentionCase, attention_spec
 

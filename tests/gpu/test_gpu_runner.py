@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import EMPTY_I32, Batch, HostCopy, RowInit
+from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.batch import Batch, RowInit
+from services.worker.contract.executor import HostCopy
 from services.worker.executor.selftest import prove_deterministic
 from services.worker.sampling.logit_rules import LogitRules
 from services.worker.sampling.logprobs import LogprobTable

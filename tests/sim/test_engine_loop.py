@@ -10,10 +10,10 @@ import sys
 import numpy as np
 import pytest
 
+from services.worker.contract.batch import Batch
 from services.worker.engine.config import NewSequence
 from services.worker.engine.gate import GateClosedError
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.engine.types import Batch
 from services.worker.modelled.shadow_kv import expected_outputs
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from services.dispatcher.session.leases import Loss
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 from services.worker.modelled.shadow_kv import ShadowKv
 from sim.faults.campaign import run_scenario
 from sim.faults.kinds import GROUP_KINDS, FaultKind

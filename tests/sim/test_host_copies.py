@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from services.worker.engine.types import CopyFailedError, HostCopy, HostMemory
+from services.worker.contract.executor import CopyFailedError, HostCopy, HostMemory
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from shared.cost import CostModel, load_profile

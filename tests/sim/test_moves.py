@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
 from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split

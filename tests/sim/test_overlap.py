@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.worker.engine.types import OWN_SAMPLE, Batch, BatchOutput
+from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
 from sim.faults.campaign import run_scenario
 from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import Scenario, draw_group_scenario, draw_scenario

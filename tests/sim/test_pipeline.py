@@ -7,9 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from services.worker.contract.batch import Batch, BatchOutput, RowInit, TableDelta
+from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.config import NewSequence
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, RowInit, TableDelta
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw
 from services.worker.pipeline.channel import ModelledLink

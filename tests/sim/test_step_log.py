@@ -18,7 +18,7 @@ from cli.profile.command import ProfileSettings, describe_overhead, fit_steps, m
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, Shape, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
-from services.worker.engine.types import Batch, BatchOutput
+from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.serving.step_log import StepLog
 from shared.cost import CostModel, load_profile, prefill_pairs, profile_toml
 from shared.ids import WorkerId

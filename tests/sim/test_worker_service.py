@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from services.worker.engine.types import Batch
+from services.worker.contract.batch import Batch
 from services.worker.modelled.shadow_kv import expected_outputs
 from services.worker.serving import intake
 from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S

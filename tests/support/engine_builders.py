@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.worker.contract.executor import HostMemory
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import HostMemory
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import MoveCost, Scheduler
 from services.worker.scheduling.work import Work

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, HostCopy
 from services.worker.engine.assemble import known_tokens
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
-from services.worker.engine.types import I32, OWN_SAMPLE, Batch, BatchFailedError, BatchOutput, HostCopy
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.stage_messages import StepDone
 from services.worker.sequences.table import Hold

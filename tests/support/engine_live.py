@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from services.worker.contract.executor import HostMemory
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import HostMemory
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.scheduling.view import MoveCost

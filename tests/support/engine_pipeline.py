@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import HostMemory
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import I32, Batch, BatchOutput, HostMemory
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.channel import ModelledLink

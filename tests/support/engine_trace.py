@@ -12,11 +12,11 @@ import sys
 
 import numpy as np
 
+from services.worker.contract.batch import Batch
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Batch
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from shared.cost import CostModel

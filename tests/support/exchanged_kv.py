@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from services.worker.blocks.prefix import following_names, root_name
+from services.worker.contract.executor import Executor
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.memory.posix import PosixMemory
 from services.worker.roles.torch_device import TorchGroupDevice

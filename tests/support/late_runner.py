@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.engine.types import Batch, BatchOutput, KvCapacity
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import KvCapacity
 from shared.layers import LayerRange
 from tests.support.late_stages import LateStream
 

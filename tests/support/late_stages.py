@@ -12,7 +12,8 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from services.worker.engine.types import Batch, BatchOutput, HostCopy
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import HostCopy
 from services.worker.memory import host_link
 from services.worker.pipeline import hidden_link
 from services.worker.pipeline.stage import MAX_LAUNCHED, Ended, StageStep

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.contract.executor import Executor
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor import opening
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.thread import ThreadExecutor

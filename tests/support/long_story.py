@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from services.worker.contract.executor import Executor
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_wire import KvSocket

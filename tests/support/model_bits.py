@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from services.worker.engine.types import Batch
+from services.worker.contract.batch import Batch
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.model_runner import ModelRunner
 from tests.support.live_groups import SHAPES, tokens_of

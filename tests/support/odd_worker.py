@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from services.worker.contract.batch import Batch
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import Batch
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.page_swap import PageSwap

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from services.worker.contract.batch import OWN_SAMPLE, Batch, BatchOutput
+from services.worker.contract.executor import Executor
 from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import OWN_SAMPLE, Batch, BatchOutput, Executor
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor

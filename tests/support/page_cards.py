@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.kv_table import KvOffer, KvTable
 from services.worker.memory import holdings
 from services.worker.memory.elastic import ElasticMemory, KvShape

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from services.worker.engine.types import EMPTY_I32, NO_COPIES, Batch, CopyOps, RowInit, TableDelta
+from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.batch import NO_COPIES, Batch, CopyOps, RowInit, TableDelta
 from services.worker.executor.model_runner import ModelRunner
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams

@@ -7,12 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Batch, BatchOutput
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage

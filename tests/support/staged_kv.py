@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32, Batch, HostCopy, HostMemory
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch
+from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.pipeline.stage import StageInbox, outcome, run_step
 from services.worker.pipeline.stage_messages import Activation, StepDone, StepFailed

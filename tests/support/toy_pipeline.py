@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import Batch, BatchOutput
 from services.worker.modelled.executor import step_s
 from shared.cost import CostModel
 

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.attention.base import SPLIT_KEYS, Attention, KeyRanges
+from services.worker.attention.base import Attention, KeyRanges
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.flashinfer_paged import FlashInferAttention
 from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.attention.remote import attended_of, new_states, remote_rows
 from services.worker.attention.torch_paged import TorchPagedAttention
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from tests.support import fake_flashinfer

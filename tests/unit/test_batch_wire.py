@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.types import Batch, BatchOutput, CopyOps, HostCopy, RowInit, TableDelta
+from services.worker.contract.batch import Batch, BatchOutput, CopyOps, RowInit, TableDelta
+from services.worker.contract.executor import HostCopy
 from services.worker.pipeline.batch_wire import pack_batch, unpack_batch
 from services.worker.pipeline.stage_messages import (
     FRAME,

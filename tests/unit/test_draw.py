@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.worker.engine.types import F64
+from services.worker.contract.arrays import F64
 from services.worker.sampling import draw as draw_module
 from services.worker.sampling.draw import (
     BLOCK,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.worker.blocks.free_blocks import FreeBlocks
 from services.worker.blocks.manager import BlockManager
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 
 
 def manager(num_blocks: int = 8, num_rows: int = 4, block_size: int = 4) -> BlockManager:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from services.worker.blocks import compaction
 from services.worker.blocks.compaction import with_moves
 from services.worker.blocks.manager import BlockManager
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, CopyOps, TableDelta
 from services.worker.engine.config import AddRefusal
-from services.worker.engine.types import I32, Batch, CopyOps, TableDelta
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.blocks.prefix import PrefixIndex, following_names, root_name
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.config import NewSequence
 from services.worker.engine.events import RowExtra
-from services.worker.engine.types import I32, Batch, BatchOutput
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason

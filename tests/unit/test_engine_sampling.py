@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.worker.contract.batch import BatchOutput
+from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.events import RowExtra
-from services.worker.engine.types import BatchFailedError, BatchOutput
 from shared.stream_extras import TokenLogprob
 from shared.types import SamplingParams
 from tests.support.engine_builders import engine_config, make_engine, new_sequence

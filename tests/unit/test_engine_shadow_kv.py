@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.engine.types import I32, Batch, CopyOps, HostCopy, RowInit, TableDelta
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, CopyOps, RowInit, TableDelta
+from services.worker.contract.executor import HostCopy
 from services.worker.modelled.executor import step_s
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
 from shared.cost import CostModel, StageCost

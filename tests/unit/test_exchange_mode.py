@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.engine.types import KeptKv
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.exchange_mode import LotWork, Pace, Prices, choose_live
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, all_live, modes_of, work_of
 from services.worker.kv_moves.kv_table import MovingKv, none_live

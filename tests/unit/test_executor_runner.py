@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.engine.types import BatchFailedError, CopyOps
+from services.worker.contract.batch import CopyOps
+from services.worker.contract.executor import BatchFailedError
 from services.worker.executor import opening as opening_module
 from services.worker.executor.runner import ModelRunner, load_runner
 from services.worker.memory.kv_cache import KVCache, bytes_per_block

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from services.worker.engine.types import BatchFailedError
+from services.worker.contract.executor import BatchFailedError
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.sampling.sampler import Choice, Sampler
 from shared.types import SamplingParams

@@ -8,15 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from services.worker.engine.types import (
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    CopyFailedError,
-    Executor,
-    HostCopy,
-    KvCapacity,
-)
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, Executor, HostCopy, KvCapacity
 from services.worker.executor.launched import Done, Launched
 from services.worker.executor.thread import ThreadExecutor
 from tests.support.checkpoints import CheckpointShape

@@ -17,8 +17,9 @@ import torch
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ModelFacts
 from services.worker.config import KernelKind, WorkerSettings
+from services.worker.contract.executor import BatchFailedError
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.loop import ExecutorBrokenError
-from services.worker.engine.types import NOTHING_KEPT, BatchFailedError, KeptKv
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.kv_progress import Landed
 from services.worker.kv_moves.kv_table import KvTable

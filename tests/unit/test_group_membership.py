@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from services.worker.engine.types import Batch, HostCopy, KvCapacity
+from services.worker.contract.batch import Batch
+from services.worker.contract.executor import HostCopy, KvCapacity
 from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.stage import Ended

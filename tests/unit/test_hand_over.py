@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import KeptKv
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.kv_table import KvOffer, KvTable, table_to_form
 from services.worker.memory.card import card_of

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.contract.executor import CopyFailedError, HostCopy
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import EngineStats
-from services.worker.engine.types import CopyFailedError, HostCopy
 from services.worker.executor import model_runner
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor

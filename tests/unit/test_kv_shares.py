@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.engine.types import KeptKv
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.kv_shares import KvShares
 from services.worker.kv_moves.placed_kv import PlacedKv
 

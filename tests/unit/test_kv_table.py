@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves import kv_messages
 from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.kv_moves.kv_table import (

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves import kv_wire, live_exchange
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.placed_kv import PlacedKv

@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_sources import ParameterSource
 from services.worker.kv_moves import kv_wire, live_exchange
 from services.worker.kv_moves.kv_table import KvTable

@@ -16,7 +16,8 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from services.worker.engine.types import EMPTY_I32, Batch, RowInit
+from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.batch import Batch, RowInit
 from services.worker.sampling import logit_rules
 from services.worker.sampling.logit_rules import LogitRules
 from services.worker.sampling.token_counts import TokenCounts

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import RowInit
+from services.worker.contract.batch import RowInit
 from services.worker.sampling import logprobs as logprobs_module
 from services.worker.sampling.logprobs import LogprobTable
 from services.worker.sequences.logprob_log import LogprobLog

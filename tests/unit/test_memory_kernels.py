@@ -15,7 +15,7 @@ from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.native_paged import NativePagedAttention
 from services.worker.attention.torch_paged import TorchPagedAttention
-from services.worker.engine.types import BatchFailedError, CopyFailedError, HostCopy
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.host_kv import HostKV

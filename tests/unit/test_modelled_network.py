@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrived
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import TokenDraw

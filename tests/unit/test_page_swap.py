@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from services.worker.engine.types import KeptKv
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable, table_to_form
 from services.worker.memory.change import MemoryLostError
 from services.worker.memory.cuda import CudaMemory

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.pipeline.hidden_link import as_numpy

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.remote import new_states
-from services.worker.engine.types import NOTHING_KEPT, BatchFailedError
+from services.worker.contract.executor import BatchFailedError
+from services.worker.contract.kept_kv import NOTHING_KEPT
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.kv_moves import exchange_modes, kv_exchanges, kv_wire, remote_attention
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, by_price

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from services.worker.blocks.prefix import PrefixIndex
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
-from services.worker.engine.types import SPLIT_KEYS, KeptKv
+from services.worker.contract.kept_kv import KeptKv
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.kv_messages import KvOffered, pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.kv_moves.kv_table import KvOffer, KvTable, MovingKv, table_to_form
 from shared.errors import WireError

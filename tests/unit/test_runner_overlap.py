@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import OWN_SAMPLE, BatchFailedError, BatchOutput
+from services.worker.contract.batch import OWN_SAMPLE, BatchOutput
+from services.worker.contract.executor import BatchFailedError
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory import host_link

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from services.worker.engine.types import I64
+from services.worker.contract.arrays import I64
 from services.worker.sampling.draw import RowSampling, filter_weights
 from services.worker.sampling.random import uniforms
 from services.worker.sampling.sampler import Sampler, SamplingTable

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import BatchFailedError
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.scheduling.registry import make_scheduler
 from shared.stream_extras import TokenLogprob

@@ -12,15 +12,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from services.worker.engine.types import (
-    EMPTY_I32,
-    Batch,
-    BatchFailedError,
-    HostCopy,
-    RemoteLostError,
-    RowInit,
-    TableDelta,
-)
+from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.batch import Batch, RowInit, TableDelta
+from services.worker.contract.executor import BatchFailedError, HostCopy
+from services.worker.contract.remote import RemoteLostError
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
 from services.worker.pipeline.channel import ChannelLostError

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.memory.host_link import Event
 from services.worker.pipeline import hidden_link

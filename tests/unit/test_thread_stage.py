@@ -9,21 +9,13 @@ import threading
 import numpy as np
 import pytest
 
+from services.worker.contract.arrays import EMPTY_I32
+from services.worker.contract.batch import Batch, BatchOutput, RowInit, TableDelta
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, HostMemory
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import ExecutorBrokenError, StepLoop
-from services.worker.engine.types import (
-    EMPTY_I32,
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    CopyFailedError,
-    HostCopy,
-    HostMemory,
-    RowInit,
-    TableDelta,
-)
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
 from services.worker.pipeline.channel import ChannelLostError, ModelledLink, SocketChannel

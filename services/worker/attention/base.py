@@ -8,8 +8,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32
-from services.worker.engine.types import SPLIT_KEYS as SPLIT_KEYS  # kSplit in src/attention_work.h
+from services.worker.contract.arrays import I32
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.torch_paged import first_keys
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.attention.base import SPLIT_KEYS, Fold, KeyRanges, RaggedRows, slots_at
+from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
 from services.worker.attention.merge import merge_states
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 

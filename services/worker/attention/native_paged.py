@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.worker.attention.base import SPLIT_KEYS, Fold, KeyRanges, RaggedRows
-from services.worker.engine.types import I32
+from services.worker.attention.base import Fold, KeyRanges, RaggedRows
+from services.worker.contract.arrays import I32
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 from services.worker.native.library import NativeLibrary

@@ -22,9 +22,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from services.worker.attention.base import SPLIT_KEYS, KeyRanges, RaggedRows
-from services.worker.engine.types import I32, I64
-from services.worker.engine.types import RemoteLostError as RemoteLostError
+from services.worker.attention.base import KeyRanges, RaggedRows
+from services.worker.contract.arrays import I32, I64
+from services.worker.contract.remote import SPLIT_KEYS
 
 STATE_EXTRA = 2
 """What a state holds behind the weighted values [head_dim]: the largest score so far, in units of log2, -inf before the

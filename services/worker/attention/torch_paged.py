@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.worker.attention.base import Fold, KeyRanges, RaggedRows, slots_at
 from services.worker.attention.fixed_splits import FixedSplitAttention
-from services.worker.engine.types import I32, I64
+from services.worker.contract.arrays import I32, I64
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.spec import ModelSpec
 

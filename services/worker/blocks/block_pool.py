@@ -16,7 +16,7 @@ from services.worker.blocks.free_blocks import FreeBlocks
 from services.worker.blocks.limit import Limit
 from services.worker.blocks.pins import Pins
 from services.worker.blocks.prefix import PrefixIndex
-from services.worker.engine.types import EMPTY_I32, I32, Bool
+from services.worker.contract.arrays import EMPTY_I32, I32, Bool
 
 
 class BlockPool:

@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 
 from services.worker.blocks.manager import BlockManager
-from services.worker.engine.types import I32, CopyOps, TableDelta
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import CopyOps, TableDelta
 
 MAX_MOVED_BLOCKS: Final = 256
 """Blocks that move with one batch at most; raising it makes way sooner and lengthens the steps meanwhile."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import EMPTY_I32, I32, I64
+from services.worker.contract.arrays import EMPTY_I32, I32, I64
 
 Bool = NDArray[np.bool_]
 

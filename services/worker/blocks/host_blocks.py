@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 
 
 class HostBlocks:

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.engine.types import I32, Bool
+from services.worker.contract.arrays import I32, Bool
 
 _NO_LIMIT: Final = 2**31 - 1
 

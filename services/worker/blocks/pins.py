@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from services.worker.engine.types import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32
 
 
 class Pins:

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 
 RunName = bytes
 """16 bytes; names a block's tokens and all before them."""

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.worker.blocks.prefix import PrefixIndex, RunName
-from services.worker.engine.types import SPLIT_KEYS, KeptKv
+from services.worker.contract.kept_kv import KeptKv
+from services.worker.contract.remote import SPLIT_KEYS
 
 
 @dataclass(frozen=True, slots=True)

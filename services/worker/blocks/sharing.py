@@ -20,8 +20,9 @@ from services.worker.blocks.forks import Forks
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.prefix import RunName, following_names, root_name
 from services.worker.blocks.remote_kv import RemoteKv, RemoteSpan, tail_begin
+from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.assemble import known_tokens
-from services.worker.engine.types import EMPTY_I32, I32, KeptKv
 from services.worker.scheduling.view import NOTHING_CACHED, CachedPrefix
 from services.worker.sequences.table import SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog

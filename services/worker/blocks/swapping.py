@@ -20,8 +20,8 @@ import numpy as np
 
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
+from services.worker.contract.executor import HostCopy, HostMemory
 from services.worker.engine.stats import Totals
-from services.worker.engine.types import HostCopy, HostMemory
 from services.worker.scheduling.view import HostView, MoveCost
 from services.worker.sequences.table import Hold, SequenceTable, Status
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import EMPTY_I32, I32, OWN_SAMPLE, RowInit
+from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.batch import OWN_SAMPLE, RowInit
 from services.worker.sequences.table import SequenceTable
 from services.worker.sequences.token_log import TokenLog
 

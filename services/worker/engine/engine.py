@@ -20,28 +20,20 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
+from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.assemble import decodes_first, input_tokens
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
-from services.worker.engine.flights import Flights
+from services.worker.engine.flights import Flight, Flights
 from services.worker.engine.going_ahead import rows_ahead
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.room import Room
 from services.worker.engine.stats import EngineStats, Totals, take_stats
 from services.worker.engine.transitions import Transitions
-from services.worker.engine.types import (
-    I32,
-    NOTHING_KEPT,
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    Bool,
-    Flight,
-    HostCopy,
-    HostMemory,
-    KeptKv,
-)
 from services.worker.engine.viewing import view_of
 from services.worker.scheduling.view import Limits, MoveCost, Scheduler, SchedulerOutput
 from services.worker.sequences import qoe_columns

@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from services.worker.contract.arrays import I32
 from services.worker.engine.flights import Flights
-from services.worker.engine.types import I32
 from services.worker.scheduling.plain import MAX_BLOCKS_PER_ROW
 from services.worker.scheduling.view import Limits
 from services.worker.sequences.table import Hold, SequenceTable

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from math import isinf
 
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, Executor
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import NO_EVENTS, StepEvents
 from services.worker.engine.gate import StepGate
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, CopyFailedError, Executor
 
 _MIN_TIMER_S = 0.001
 """Event loops do not keep shorter timers."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 
 Rows = NDArray[np.intp]
 

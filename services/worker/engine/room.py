@@ -9,8 +9,9 @@ import numpy as np
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
+from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.transitions import Transitions
-from services.worker.engine.types import I32, Bool, KeptKv
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from shared.hot import hot_dataclass
 
 if TYPE_CHECKING:
+    from services.worker.contract.arrays import I32
     from services.worker.engine.engine import Engine
-    from services.worker.engine.types import I32
 
 
 @dataclass(slots=True)

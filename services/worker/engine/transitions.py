@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
+from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.batch import RowInit
 from services.worker.engine.assemble import row_init
 from services.worker.engine.events import RowExtra
 from services.worker.engine.retry import RetryQueue
 from services.worker.engine.stats import Totals
-from services.worker.engine.types import EMPTY_I32, I32, RowInit
 from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.residents import Residents
 from services.worker.sequences.table import Hold, SequenceTable, Status

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.worker.engine.types import EMPTY_I32
+from services.worker.contract.arrays import EMPTY_I32
 from services.worker.scheduling.view import SchedulerView
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 
 from services.worker.attention.base import Attention
-from services.worker.engine.types import KvCapacity
+from services.worker.contract.executor import KvCapacity
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.parameter_loading import ParameterLoading

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import RaggedRows
-from services.worker.engine.types import I32, I64, Batch, TableDelta
+from services.worker.contract.arrays import I32, I64
+from services.worker.contract.batch import Batch, TableDelta
 from services.worker.memory.host_link import Turns
 from services.worker.sampling.own_samples import OwnSamples
 

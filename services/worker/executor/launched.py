@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.engine.types import BatchOutput
+from services.worker.contract.batch import BatchOutput
 
 
 class Launched(Protocol):

@@ -16,18 +16,10 @@ import numpy as np
 import torch
 
 from services.worker.attention.remote import RemoteKeys
-from services.worker.engine.types import (
-    I32,
-    I64,
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    CopyFailedError,
-    HostCopy,
-    HostMemory,
-    KvCapacity,
-    RemoteLostError,
-)
+from services.worker.contract.arrays import I32, I64
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, HostMemory, KvCapacity
+from services.worker.contract.remote import RemoteLostError
 from services.worker.executor.inputs import BlockTables
 from services.worker.executor.launched import Done, Launched
 from services.worker.executor.step import ForwardPass

@@ -15,8 +15,10 @@ import torch
 
 from services.worker.attention.base import RaggedRows
 from services.worker.attention.native_paged import rows_args
-from services.worker.attention.remote import RemoteKeys, RemoteLostError, RemoteRows, new_states
-from services.worker.engine.types import F64, I32, I64, Batch
+from services.worker.attention.remote import RemoteKeys, RemoteRows, new_states
+from services.worker.contract.arrays import F64, I32, I64
+from services.worker.contract.batch import Batch
+from services.worker.contract.remote import RemoteLostError
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec

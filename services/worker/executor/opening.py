@@ -15,7 +15,8 @@ import torch
 from services.worker.attention.base import Attention
 from services.worker.attention.native_paged import split_bytes
 from services.worker.attention.torch_paged import GROUP_BYTES, max_group_rows
-from services.worker.engine.types import Batch, BatchFailedError, KvCapacity, RowInit, TableDelta
+from services.worker.contract.batch import Batch, RowInit, TableDelta
+from services.worker.contract.executor import BatchFailedError, KvCapacity
 from services.worker.executor.kernels import Kernels
 from services.worker.executor.model_runner import ModelInfo, ModelRunner, RunnerSettings
 from services.worker.executor.step_graphs import Recorder, StepGraphs, graph_sizes

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, Batch, TableDelta
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, TableDelta
 from services.worker.executor.model_runner import ModelRunner
 from shared.errors import StartupError
 

@@ -10,7 +10,8 @@ import torch
 
 from services.worker.attention.base import Attention, RaggedRows
 from services.worker.attention.remote import RemoteKeys, RemoteRows, attended_of, new_states
-from services.worker.engine.types import I32, I64, Batch
+from services.worker.contract.arrays import I32, I64
+from services.worker.contract.batch import Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
 from services.worker.memory.kv_cache import KVCache
 from services.worker.models.decoder import Decoder

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from services.worker.attention.base import FixedDecodes
-from services.worker.engine.types import I32, I64, Batch
+from services.worker.contract.arrays import I32, I64
+from services.worker.contract.batch import Batch
 from services.worker.executor.inputs import InputBuffers, StepInputs
 from services.worker.executor.step import DecodeLayers
 from services.worker.memory.host_link import send

@@ -8,14 +8,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-from services.worker.engine.types import (
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    CopyFailedError,
-    HostCopy,
-    KvCapacity,
-)
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, KvCapacity
 from services.worker.executor.launched import Launched
 from services.worker.executor.recent_steps import RecentSteps
 

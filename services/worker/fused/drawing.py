@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine.types import F64
+from services.worker.contract.arrays import F64
 from services.worker.fused import choice_kernels, launching
 from services.worker.fused.operators import row_constants
 from services.worker.memory.host_link import send

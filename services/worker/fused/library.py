@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine.types import F64, I64
+from services.worker.contract.arrays import F64, I64
 from services.worker.fused.drawing import choose
 from services.worker.fused.operators import FusedOperators, FusedScoring
 from services.worker.memory.kv_cache import KVCache

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from services.worker.blocks.remote_kv import RemoteSpan
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import KeptKv
 from services.worker.roles.moves import MoveFacts, MoveMeter, Moves
 from shared.messages.report import MoveKind
 from shared.process.log import get_logger

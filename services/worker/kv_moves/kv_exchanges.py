@@ -10,7 +10,8 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from services.worker.attention.remote import STATE_EXTRA
-from services.worker.engine.types import SPLIT_KEYS, KeptKv
+from services.worker.contract.kept_kv import KeptKv
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.exchange_mode import Pace
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of

@@ -10,7 +10,8 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from services.worker.engine.types import I32, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable
 from services.worker.kv_moves.placed_kv import PlacedKv
 from shared.errors import WireError

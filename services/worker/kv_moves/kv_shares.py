@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
+from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
-from services.worker.engine.types import KeptKv
 from services.worker.kv_moves.parting import share_out
 from services.worker.kv_moves.placed_kv import PlacedKv, Places
 from services.worker.sequences.sequence import SequenceKey

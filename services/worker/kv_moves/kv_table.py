@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from services.worker.blocks.remote_kv import RemoteSpan
-from services.worker.engine.types import I32, NOTHING_KEPT, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.placed_kv import PlacedKv
 from shared.layers import LayerRange, check_tiling
 

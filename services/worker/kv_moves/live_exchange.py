@@ -32,7 +32,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrivals, Arrived
 from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.kv_moves.kv_progress import Complete

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.worker.engine.types import I32, KeptKv
+from services.worker.contract.arrays import I32
+from services.worker.contract.kept_kv import KeptKv
 
 
 def _no_ids() -> I32:

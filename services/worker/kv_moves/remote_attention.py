@@ -27,9 +27,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from services.worker.attention.base import SPLIT_KEYS, Attention, Fold, KeyRanges, RaggedRows
-from services.worker.attention.remote import STATE_EXTRA, RemoteLostError, RemoteRows, new_states, remote_rows
-from services.worker.engine.types import I32, I64, Bool
+from services.worker.attention.base import Attention, Fold, KeyRanges, RaggedRows
+from services.worker.attention.remote import STATE_EXTRA, RemoteRows, new_states, remote_rows
+from services.worker.contract.arrays import I32, I64, Bool
+from services.worker.contract.remote import SPLIT_KEYS, RemoteLostError
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.remote_wire import RemoteFrame, RemoteKind, RemoteSocket, StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies

@@ -26,7 +26,7 @@ from typing import Final
 
 import numpy as np
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 from services.worker.pipeline.link_turns import URGENT_PRIORITY, LinkTurns, set_priority
 from shared.checksum import SEAL_BYTES, check_seal, seal
 from shared.errors import WireError

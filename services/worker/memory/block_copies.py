@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 from services.worker.memory.kv_cache import KVCache
 from shared.layers import LayerRange
 

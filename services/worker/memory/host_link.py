@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from services.worker.engine.types import I64
+from services.worker.contract.arrays import I64
 
 T = TypeVar("T")
 BESIDE = ("cuda",)

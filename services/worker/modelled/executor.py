@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, HostMemory, KvCapacity
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.modelled.shadow_kv import ShadowKv
 from shared.cost import CostModel, StageCost

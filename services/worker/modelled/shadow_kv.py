@@ -25,7 +25,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32, OWN_SAMPLE, Batch, HostCopy, TableDelta
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import OWN_SAMPLE, Batch, TableDelta
+from services.worker.contract.executor import HostCopy
 from shared.layers import LayerRange
 from shared.stream_extras import TokenLogprob
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable, holders
 from services.worker.memory.layout import Kind, MemoryLayout, Region
 from services.worker.memory.pool import Place

@@ -20,18 +20,9 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
-from services.worker.engine.types import (
-    EMPTY_I32,
-    I32,
-    NO_COPIES,
-    NO_TABLE_DELTA,
-    Batch,
-    BatchOutput,
-    CopyOps,
-    HostCopy,
-    RowInit,
-    TableDelta,
-)
+from services.worker.contract.arrays import EMPTY_I32, I32
+from services.worker.contract.batch import NO_COPIES, NO_TABLE_DELTA, Batch, BatchOutput, CopyOps, RowInit, TableDelta
+from services.worker.contract.executor import HostCopy
 from shared.errors import WireError
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras
 from shared.types import SamplingParams

@@ -21,14 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from services.worker.engine.types import (
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    CopyFailedError,
-    HostCopy,
-    KvCapacity,
-)
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, CopyFailedError, HostCopy, KvCapacity
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.pipeline.stage_messages import CopyEnded, Durations, KvOver, StageMessage, StepDone, StepFailed
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.worker.attention.remote import RemoteKeys
-from services.worker.engine.types import Batch, BatchFailedError, BatchOutput, HostCopy, KvCapacity
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, HostCopy, KvCapacity
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.memory.block_copies import settle

@@ -23,14 +23,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from services.worker.engine.types import (
-    Batch,
-    BatchFailedError,
-    BatchOutput,
-    HostCopy,
-    KvCapacity,
-    RemoteLostError,
-)
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import BatchFailedError, HostCopy, KvCapacity
+from services.worker.contract.remote import RemoteLostError
 from services.worker.pipeline.stage_messages import Activation, Hidden, StepDone, StepFailed
 from shared.layers import LayerRange
 

@@ -18,7 +18,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import Batch, BatchOutput, HostCopy
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import HostCopy
 from services.worker.pipeline.batch_wire import (
     Buffer,
     pack_batch,

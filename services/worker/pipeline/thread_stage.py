@@ -25,7 +25,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from services.worker.engine.types import Batch, CopyFailedError, HostCopy, KvCapacity, RemoteLostError
+from services.worker.contract.batch import Batch
+from services.worker.contract.executor import CopyFailedError, HostCopy, KvCapacity
+from services.worker.contract.remote import RemoteLostError
 from services.worker.pipeline.channel import ChannelLostError, SocketChannel, StageSender, receive_all
 from services.worker.pipeline.stage import (
     MAX_LAUNCHED,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.worker.engine.types import NOTHING_KEPT, Executor, KeptKv
+from services.worker.contract.executor import Executor
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.placed_kv import PlacedKv

@@ -17,12 +17,12 @@ from asyncio import Future
 from collections.abc import Callable
 from dataclasses import replace
 
+from services.worker.contract.executor import overlaps
 from services.worker.engine.describe import num_struck
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import GateClosedError, StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_awaiting_kv
-from services.worker.engine.types import overlaps
 from services.worker.kv_moves.arrivals import ArrivingKv
 from services.worker.roles.block_limit import BlockLimit
 from services.worker.roles.device import GroupDevice, GroupFailedError, GroupPlace, Led, Parting, StagePlace

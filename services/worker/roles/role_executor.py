@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from asyncio import Future
 
-from services.worker.engine.types import Batch, BatchOutput, Executor, HostCopy, KvCapacity
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.contract.executor import Executor, HostCopy, KvCapacity
 
 
 class RoleExecutor:

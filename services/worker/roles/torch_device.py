@@ -28,7 +28,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from services.worker.engine.types import NOTHING_KEPT, KeptKv, KvCapacity
+from services.worker.contract.executor import KvCapacity
+from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.thread import ThreadExecutor

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, I64, Batch, Bool
+from services.worker.contract.arrays import I32, I64, Bool
+from services.worker.contract.batch import Batch
 from services.worker.memory.host_link import Fetching, is_beside
 from services.worker.sampling.logit_rules import LogitRules, has_rules
 from services.worker.sampling.logprobs import LogprobTable

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine.types import F64, I64, Bool
+from services.worker.contract.arrays import F64, I64, Bool
 from services.worker.memory.host_link import send
 
 CANDIDATES: Final = 1024

@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from services.worker.engine.types import F64, I32, I64, Batch, Bool, RowInit
+from services.worker.contract.arrays import F64, I32, I64, Bool
+from services.worker.contract.batch import Batch, RowInit
 from services.worker.sampling.token_counts import TokenCounts
 from shared.types import SamplingParams
 

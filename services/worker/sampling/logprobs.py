@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32, I64, Bool, RowInit
+from services.worker.contract.arrays import I32, I64, Bool
+from services.worker.contract.batch import RowInit
 from shared.stream_extras import TokenLogprob
 
 LOGPROB_ELEMENTS = 2**20

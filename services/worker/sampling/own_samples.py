@@ -15,7 +15,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from services.worker.engine.types import I32, I64, OWN_SAMPLE, Batch, Bool
+from services.worker.contract.arrays import I32, I64, Bool
+from services.worker.contract.batch import OWN_SAMPLE, Batch
 from services.worker.memory.host_link import is_beside, send
 
 

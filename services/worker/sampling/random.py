@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import F64, I64
+from services.worker.contract.arrays import F64, I64
 
 U64 = NDArray[np.uint64]
 

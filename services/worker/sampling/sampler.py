@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.worker.engine.types import F64, I32, I64
+from services.worker.contract.arrays import F64, I32, I64
 from services.worker.memory.host_link import fetch, is_beside, send
 from services.worker.sampling.draw import RowSampling, begin_draw, draw, first_largest
 from services.worker.sampling.random import uniforms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.engine.types import I32, I64
+from services.worker.contract.arrays import I32, I64
 
 _ROOM = 32
 """Distinct tokens for which a grown array has room beyond those it holds."""

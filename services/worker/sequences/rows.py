@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import I32
+from services.worker.contract.arrays import I32
 
 
 class RowQueue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.worker.engine.types import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32
 from shared.ids import RequestId
 from shared.types import FinishReason, SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from services.worker.engine.types import EMPTY_I32, I32
+from services.worker.contract.arrays import EMPTY_I32, I32
 
 CHUNK = 256
 """Tokens of one chunk; only a row that begins a chunk costs Python."""

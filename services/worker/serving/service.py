@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from services.worker.contract.executor import Executor
 from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.types import Executor
 from services.worker.roles.agent import PlanAgent
 from services.worker.roles.device import GroupDevice
 from services.worker.serving.admin import Admin

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from services.worker.engine.types import I32, Batch, BatchOutput
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, BatchOutput
 from shared.errors import WireError
 from shared.hot import hot_dataclass
 from shared.ids import WorkerId

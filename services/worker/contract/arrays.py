@@ -1,0 +1,15 @@
+"""Arrays by what they hold, as engine, executor and links exchange them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
+U8 = NDArray[np.uint8]
+Bool = NDArray[np.bool_]
+
+EMPTY_I32: I32 = np.zeros(0, dtype=np.int32)
+EMPTY_I32.flags.writeable = False
