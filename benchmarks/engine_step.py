@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from services.worker.contract.batch import BatchOutput
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, SamplingParams
@@ -46,7 +47,7 @@ def decoding_engine(scheduler: str, num_rows: int, num_steps: int, *, overlaps: 
             RequestId(f"r{i}"), StreamId(i), 1, 0, prompt, SamplingParams(max_tokens=max_len), 0.0, 1e9, qoe=QoeTarget()
         )
         assert not isinstance(engine.add(new), AddRefusal)
-    while engine.stats.num_waiting or (engine.table.num_known - engine.table.num_computed > 1).any():
+    while take_stats(engine).num_waiting or (engine.table.num_known - engine.table.num_computed > 1).any():
         step(engine, 0.0)
     return engine
 

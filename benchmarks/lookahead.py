@@ -26,6 +26,7 @@ from benchmarks.paper_lookahead.microbatch import Microbatch, Waiting, form_ahea
 from benchmarks.paper_lookahead.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput, SchedulerView
@@ -137,7 +138,7 @@ def overload(lengths: str, num_stages: int, seconds: float) -> list[list[str]]:
         tokens = sum(int(batch.num_tokens.sum()) for batch in pipeline.batches) / seconds
         ttft_s = float(np.median([at - arrivals_s[i] for i, at in pipeline.first_token_s.items()]))
         idle = f"{100 * pipeline.idle_ratio(begin_s, seconds):.1f} %"
-        waiting = pipeline.engine.stats.num_waiting
+        waiting = take_stats(pipeline.engine).num_waiting
         case = [lengths, f"{rate_per_s:g}", str(num_stages), name]
         lines.append([*case, idle, f"{tokens:.0f}", f"{ttft_s:.2f}", str(waiting)])
     return lines

@@ -25,6 +25,7 @@ from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
+from services.worker.engine.stats import take_stats
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.runner import load_runner
@@ -66,7 +67,7 @@ async def tokens_per_s(executor: ThreadExecutor, engine: Engine) -> float:
     totals, began, ended = engine.totals, asyncio.Event(), asyncio.Event()
 
     def look() -> None:
-        if not engine.stats.num_waiting and not (engine.table.num_output[engine.table.running.view] == 0).any():
+        if not take_stats(engine).num_waiting and not (engine.table.num_output[engine.table.running.view] == 0).any():
             began.set()
         if not engine.has_work:
             ended.set()

@@ -18,6 +18,8 @@ from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.pipeline.channel import ModelledLink
 from shared.systems import KvExchange, find_system
 from shared.transport.memory_bus import LATENCY_S, MemoryBroker
@@ -146,6 +148,6 @@ class SimCluster:
         assert not self.dispatcher.sessions.num_queued, "the dispatcher still has requests that wait"
         for worker in self.workers:
             engine, name = worker.service.engine, worker.params.worker_id
-            engine.check_invariants()
+            check_engine(engine)
             assert not engine.has_work, f"{name} still has sequences"
-            assert not engine.stats.num_used_blocks, f"{name} still holds blocks"
+            assert not take_stats(engine).num_used_blocks, f"{name} still holds blocks"

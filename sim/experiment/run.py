@@ -103,7 +103,7 @@ async def _run(built: ExperimentCluster, workload: Workload, on_progress: Callab
         facts = sampler.facts()
         await asyncio.sleep(SETTLE_S)
         cluster.check_idle()
-        num_steps = sum(worker.service.engine.stats.num_steps for worker in cluster.workers)
+        num_steps = sum(worker.service.engine.totals.num_steps for worker in cluster.workers)
     return RunResult(recorder.records(), facts, sampler.samples(), num_steps)
 
 

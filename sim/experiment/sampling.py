@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.worker.engine.stats import take_stats
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase
 from shared.messages.report import Liveness, WorkerPhase
 from shared.subjects import Subjects
@@ -58,7 +59,7 @@ class Sampler:
 
     def look(self) -> None:
         """Take one sample."""
-        stats = [worker.service.engine.stats for worker in self._cluster.workers]
+        stats = [take_stats(worker.service.engine) for worker in self._cluster.workers]
         sessions = self._cluster.dispatcher.sessions
         used = sum(each.num_used_blocks for each in stats)
         wanted = sum(each.num_demanded_blocks for each in stats)
@@ -92,7 +93,7 @@ class Sampler:
 
     def facts(self) -> SystemFacts:
         """Return the run's figures."""
-        samples, stats = self.samples(), [worker.service.engine.stats for worker in self._cluster.workers]
+        samples, stats = self.samples(), [take_stats(worker.service.engine) for worker in self._cluster.workers]
         elapsed_s = np.diff(samples.at_s)
         return SystemFacts(
             kv_peak_ratio=float((samples.used_blocks / samples.num_blocks).max()),

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.modelled.shadow_kv import TokenDraw
 from services.worker.serving.watchdog import StuckStepError
@@ -146,7 +147,7 @@ class _Run:
         )
         for node in cluster.workers:
             if node.worker is not None:
-                node.worker.service.engine.check_invariants()
+                check_engine(node.worker.service.engine)
 
     async def _until(self, holds: Callable[[], bool], limit_s: float, what: str | Callable[[], str]) -> None:
         try:
@@ -192,9 +193,9 @@ class _Run:
         for device in cluster.workers:
             found[f"system {device.params.system}"] += 1
             if device.worker is not None:
-                stats = device.worker.service.engine.stats
-                found.update({"preempted": stats.num_preemptions, "swapped out": stats.num_swap_outs})
-                found.update({"swapped in": stats.num_swap_ins})
+                totals = device.worker.service.engine.totals
+                found.update({"preempted": totals.num_preemptions, "swapped out": totals.num_swap_outs})
+                found.update({"swapped in": totals.num_swap_ins})
         answers = [answer for call in cluster.calls for answer in call.answers]
         found.update(f"failed {answer.failure.value}" for answer in answers if answer.failure is not None)
         found.update(f"finished {answer.finish.name.lower()}" for answer in answers)

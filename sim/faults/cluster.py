@@ -14,6 +14,7 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
+from services.worker.engine.stats import take_stats
 from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.transport.memory_bus import Delivery, MemoryBroker
@@ -290,7 +291,8 @@ class FaultCluster:
             assert worker.worker is not None, "it serves"
             engine, leases = worker.worker.service.engine, worker.worker.service.leases
             found += [f"{worker.name}: sequences {sorted(engine.row_of)}"] if engine.has_work else []
-            found += [f"{worker.name}: {engine.stats.num_used_blocks} blocks"] if engine.stats.num_used_blocks else []
+            num_used = take_stats(engine).num_used_blocks
+            found += [f"{worker.name}: {num_used} blocks"] if num_used else []
             found += [f"{worker.name}: {len(leases)} leases"] if len(leases) else []
         if self.broker.router.askers:
             found.append(f"{len(self.broker.router.askers)} questions that wait for an answer")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.worker.engine.stats import take_stats
 from shared.cost import load_profile
 from shared.transport.bus import Message
 from shared.types import FinishReason, QoeTarget
@@ -72,7 +73,7 @@ async def serve(params: ClusterParams, seed: int, count: int = 120) -> tuple[str
             assert answer.failure is None
             assert answer.finish is FinishReason.LENGTH
             assert answer.tokens == cluster.undisturbed(answer.request)
-        preemptions = sum(worker.service.engine.stats.num_preemptions for worker in cluster.workers)
+        preemptions = sum(worker.service.engine.totals.num_preemptions for worker in cluster.workers)
     return digest.hexdigest(), answers, preemptions
 
 
@@ -103,7 +104,7 @@ def test_every_choice_is_what_its_seed_gives_wherever_it_runs() -> None:
                 assert answer.tokens == cluster.undisturbed(answer.request)
             await asyncio.sleep(1.0)
             cluster.check_idle()
-            stats = [worker.service.engine.stats for worker in cluster.workers]
+            stats = [take_stats(worker.service.engine) for worker in cluster.workers]
             return len(answers), min(each.num_finished for each in stats), sum(each.num_preemptions for each in stats)
 
     num_answers, least, preemptions = run(main())
@@ -118,7 +119,7 @@ def test_a_client_that_leaves_takes_all_its_choices_along() -> None:
             request = SimRequest("r", np.arange(300, 400), 900)
             task = asyncio.create_task(cluster.ask_choices(request, 4))
             await asyncio.sleep(0.5)
-            assert sum(worker.service.engine.stats.num_running for worker in cluster.workers) == 4
+            assert sum(take_stats(worker.service.engine).num_running for worker in cluster.workers) == 4
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await asyncio.sleep(0.5)
@@ -132,7 +133,7 @@ def test_both_workers_serve() -> None:
         async with SimCluster(two_workers()) as cluster:
             asks = [cluster.ask(request) for _, request, _ in workload(2, 20)]
             await asyncio.gather(*asks)
-            return [worker.service.engine.stats.num_finished for worker in cluster.workers]
+            return [worker.service.engine.totals.num_finished for worker in cluster.workers]
 
     finished = run(main())
     assert sum(finished) == 20
@@ -148,10 +149,10 @@ def test_a_worker_whose_answers_have_just_ended_gets_the_new_ones() -> None:
             first = [SimRequest(f"r{i}", prompts[i], 320 + 160 * (i % 2), seed=i) for i in range(8)]
             asks = [asyncio.ensure_future(cluster.ask(request)) for request in first]
             await asyncio.gather(*asks[::2])
-            assert [worker.service.engine.stats.num_running for worker in cluster.workers] == [0, 4]
+            assert [take_stats(worker.service.engine).num_running for worker in cluster.workers] == [0, 4]
             late = [SimRequest(f"r{i}", prompts[i], 16, seed=i) for i in range(8, 18)]
             await asyncio.gather(*(cluster.ask(request) for request in late), *asks)
-            return [worker.service.engine.stats.num_finished for worker in cluster.workers]
+            return [worker.service.engine.totals.num_finished for worker in cluster.workers]
 
     assert run(main()) == [14, 4]
 

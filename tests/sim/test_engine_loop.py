@@ -13,7 +13,9 @@ import pytest
 from services.worker.contract.batch import Batch
 from services.worker.engine.config import NewSequence
 from services.worker.engine.gate import GateClosedError
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError
+from services.worker.engine.stats import take_stats
 from services.worker.modelled.shadow_kv import expected_outputs
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason
@@ -59,7 +61,7 @@ def test_where_steps_overlap_texts_are_the_same_and_two_batches_are_in_flight(sc
                 await asyncio.sleep(0.65)
                 most_in_flight[overlaps] = max(most_in_flight.get(overlaps, 0), live.loop.num_in_flight)
             await live.until_idle()
-            live.engine.check_invariants()
+            check_engine(live.engine)
             assert live.engine.blocks.num_free == num_blocks
             return {new.stream: (live.text(new), [finish for _, finish in live.ends(new)]) for new in news}
 
@@ -118,9 +120,9 @@ def test_a_cancel_in_flight_frees_the_kv_when_that_step_comes_back() -> None:
             live.add(new)
             await asyncio.sleep(0.25)
             assert live.cancel(new)
-            assert live.engine.stats.num_used_blocks > 0
+            assert take_stats(live.engine).num_used_blocks > 0
             await asyncio.sleep(0.06)
-            assert live.engine.stats.num_used_blocks == 0
+            assert take_stats(live.engine).num_used_blocks == 0
             assert [finish for _, finish in live.ends(new)] == [FinishReason.CANCELLED]
             assert len(live.text(new)) == 2
 
@@ -165,16 +167,16 @@ def test_the_gate_is_handed_over_with_nothing_in_flight_in_order_of_asking() -> 
             async def visit(name: int) -> None:
                 async with live.gate.exclusive():
                     assert live.loop.num_in_flight == 0
-                    steps = live.engine.stats.num_steps
+                    steps = live.engine.totals.num_steps
                     await asyncio.sleep(1)
-                    assert live.engine.stats.num_steps == steps
+                    assert live.engine.totals.num_steps == steps
                     order.append(name)
 
             await asyncio.sleep(0.35)
             await asyncio.gather(*(visit(name) for name in range(3)))
             assert order == [0, 1, 2]
             await live.until_idle()
-            assert live.engine.stats.num_generated_tokens == 30
+            assert live.engine.totals.num_generated_tokens == 30
 
     run(main())
 
@@ -192,7 +194,7 @@ def test_a_visitor_that_gives_up_or_fails_does_not_keep_the_gate() -> None:
                 async with live.gate.exclusive():
                     _ = 1 / 0
             await live.until_idle()
-            assert live.engine.stats.num_generated_tokens == 30
+            assert live.engine.totals.num_generated_tokens == 30
 
     run(main())
 
@@ -263,7 +265,7 @@ def test_a_step_that_fails_once_costs_nobody_anything() -> None:
                 live.add(new)
             await live.until_idle()
             assert all(live.text(new) == expected_text(live, new, 6) for new in sequences)
-            assert live.engine.stats.num_failed_steps == 2
+            assert live.engine.totals.num_failed_steps == 2
 
     run(main())
 
@@ -277,7 +279,7 @@ def test_a_row_that_failed_alone_is_clear_once_a_step_of_its_goes_well() -> None
             live.add(new)
             await live.until_idle()
             assert live.text(new) == expected_text(live, new, 6)
-            assert live.engine.stats.num_failed_steps == 2
+            assert live.engine.totals.num_failed_steps == 2
 
     run(main())
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from services.worker.engine.config import AddRefusal
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
@@ -136,9 +137,9 @@ def test_the_random_operations_reach_every_kind_of_event() -> None:
         chaos.calm_down()
         counts.update(chaos.counts)
         counts.update(story.finish.name for story in chaos.harness.stories.values())
-        counts["preempted"] += chaos.harness.engine.stats.num_preemptions
-        counts["tokens"] += chaos.harness.engine.stats.num_generated_tokens
-        counts["found"] += chaos.harness.engine.stats.num_prefix_cache_hits
+        counts["preempted"] += chaos.harness.engine.totals.num_preemptions
+        counts["tokens"] += chaos.harness.engine.totals.num_generated_tokens
+        counts["found"] += chaos.harness.engine.totals.num_prefix_cache_hits
         counts["copies"] += chaos.harness.num_copies
         counts["moved"] += chaos.harness.num_moved
     wanted = {
@@ -189,7 +190,7 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
         unruly.is_calm = True
         chaos.calm_down()
         counts.update(chaos.counts)
-        stats = chaos.harness.engine.stats
+        stats = take_stats(chaos.harness.engine)
         counts["came back"] += stats.num_swap_ins
         counts["recomputed"] += stats.num_preemptions - stats.num_swap_outs
     assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
@@ -229,7 +230,7 @@ def test_a_small_memory_delays_but_never_changes_a_text(
         assert not isinstance(harness.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens)), AddRefusal)
     harness.drain()
     harness.judge()
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert stats.num_finished == 16
     assert (stats.num_swap_outs > 0) is (num_host_blocks > 0)
     assert stats.num_swap_ins == stats.num_swap_outs, "nobody ended on the host"

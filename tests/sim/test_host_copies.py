@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from services.worker.contract.executor import CopyFailedError, HostCopy, HostMemory
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from shared.cost import CostModel, load_profile
@@ -77,7 +79,7 @@ async def serve_two(live: LiveEngine) -> None:
     await live.until_idle()
     for each in new:
         assert len(live.text(each)) == 16
-    live.engine.check_invariants()
+    check_engine(live.engine)
 
 
 def test_the_loop_waits_for_a_copy_when_nothing_else_can_run() -> None:
@@ -89,7 +91,7 @@ def test_the_loop_waits_for_a_copy_when_nothing_else_can_run() -> None:
     async def main() -> tuple[int, float]:
         async with small_engine(block_copy_s=0.04) as live:
             await serve_two(live)
-            return live.engine.stats.num_swap_ins, asyncio.get_running_loop().time()
+            return live.engine.totals.num_swap_ins, asyncio.get_running_loop().time()
 
     num_swap_ins, ended_s = run(main())
     assert num_swap_ins == 1
@@ -127,7 +129,7 @@ def test_a_copy_that_fails_is_no_failure_of_the_worker() -> None:
 
             live.executor.copy = fail  # type: ignore[method-assign,assignment]
             await serve_two(live)
-            stats = live.engine.stats
+            stats = take_stats(live.engine)
             return stats.num_failed_copies, stats.num_recomputed_tokens
 
     num_failed, num_recomputed = run(main())
@@ -190,7 +192,7 @@ async def serve(params: ClusterParams, count: int = 24, num_output: int = 80) ->
 def test_a_worker_that_swaps_computes_nothing_twice_and_fills_no_memory_for_ever() -> None:
     cluster, _ = run(serve(one_worker("swap")))
     engine = cluster.workers[0].service.engine
-    stats = engine.stats
+    stats = take_stats(engine)
     assert stats.num_swap_outs == stats.num_swap_ins > 0
     assert stats.num_recomputed_tokens == 0
     assert stats.swapped_out_bytes % (16 * 131_072) == 0
@@ -205,7 +207,7 @@ def test_a_worker_that_swaps_computes_nothing_twice_and_fills_no_memory_for_ever
 )
 def test_a_worker_that_had_better_not_swap_does_not(changes: dict[str, object]) -> None:
     cluster, _ = run(serve(one_worker("swap", **changes)))
-    stats = cluster.workers[0].service.engine.stats
+    stats = take_stats(cluster.workers[0].service.engine)
     assert stats.num_swap_outs == 0
     assert stats.num_recomputed_tokens > 0
 
@@ -213,7 +215,7 @@ def test_a_worker_that_had_better_not_swap_does_not(changes: dict[str, object]) 
 def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
     """For longer than a worker whose reports are refused would count as alive."""
     cluster, oracle_s = run(serve(one_worker("oracle"), count=10, num_output=450))
-    stats = cluster.workers[0].service.engine.stats
+    stats = take_stats(cluster.workers[0].service.engine)
     assert min(oracle_s) > 4
     assert stats.num_preemptions == 0
     assert stats.num_blocks == 60 < stats.peak_used_blocks
@@ -246,6 +248,6 @@ def test_one_seed_gives_one_run_in_any_process(system: str) -> None:
     program = (
         "from tests.sim import test_host_copies as t; "
         f"cluster, ended_s = t.run(t.serve(t.one_worker('{system}'))); "
-        "print(ended_s, cluster.workers[0].service.engine.stats)"
+        "print(ended_s, t.take_stats(cluster.workers[0].service.engine))"
     )
     assert len(outputs_of(program)) == 1

@@ -11,6 +11,7 @@ import pytest
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
+from services.worker.engine.stats import take_stats
 from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
@@ -95,7 +96,7 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
         watch = Watch(room)
         await watch.start()
         await busy_group(room)
-        stats = room.cluster.workers[0].service.engine.stats
+        stats = take_stats(room.cluster.workers[0].service.engine)
         awaited = await num_awaiting(room)
         if kv_exchange is KvExchange.COORDINATED:
             assert awaited == stats.num_preempted + stats.num_waiting, "nobody can go on yet"
@@ -114,7 +115,7 @@ def test_an_exchange_is_seen_with_its_progress_and_its_bytes(kv_exchange: KvExch
         # two workers send at 0.8 MB/s each; remote attention takes of that
         assert all(0 < move.bytes_per_s <= 1.7e6 for move in on_the_way)
         assert not await num_awaiting(room), "those that run have theirs"
-        assert room.cluster.workers[0].service.engine.stats.num_running
+        assert take_stats(room.cluster.workers[0].service.engine).num_running
         if kv_exchange is KvExchange.COORDINATED:
             assert max(move.num_waiting for move in moves) > 0
         assert f"{kv_exchange.value}; " in begin.reason

@@ -10,7 +10,9 @@ import pytest
 from services.worker.contract.batch import Batch, BatchOutput, RowInit, TableDelta
 from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.config import NewSequence
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError
+from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw
 from services.worker.pipeline.channel import ModelledLink
@@ -321,18 +323,18 @@ def disturbed(
                 elif chance < 0.5:
                     async with live.gate.exclusive():
                         assert not live.engine.flights
-                        live.engine.check_invariants()
+                        check_engine(live.engine)
                 elif chance < 0.7 and not num_host_blocks:
                     await borrow_tail(live, num_blocks=20)
-                live.engine.check_invariants()
+                check_engine(live.engine)
                 live.engine.resume(1)
                 live.loop.wake()
             await live.until_idle()
             for new in alive:
                 assert live.texts[new.stream] == live.undisturbed(new)
                 assert live.ends[new.stream] is FinishReason.LENGTH
-            live.engine.check_invariants()
-            assert not live.engine.stats.num_used_blocks
+            check_engine(live.engine)
+            assert not take_stats(live.engine).num_used_blocks
         return live
 
     return run(main())
@@ -345,13 +347,13 @@ def test_texts_are_undisturbed_whatever_happens(
     scheduler: str, num_stages: int, num_host_blocks: int, *, prefix_caching: bool
 ) -> None:
     live = disturbed(scheduler, num_stages, num_host_blocks, prefix_caching=prefix_caching)
-    assert live.engine.stats.num_generated_tokens > 100
+    assert live.engine.totals.num_generated_tokens > 100
 
 
 def test_what_disturbs_them_happens() -> None:
     moved = [disturbed("chunked", stages, 0, prefix_caching=True).num_moved for stages in (1, 2, 3)]
     assert sum(moved) > 20
-    stats = [disturbed("chunked", stages, 60, prefix_caching=True).engine.stats for stages in (1, 2, 3)]
+    stats = [take_stats(disturbed("chunked", stages, 60, prefix_caching=True).engine) for stages in (1, 2, 3)]
     assert all(one.num_failed_steps for one in stats)
     assert sum(one.num_preemptions for one in stats) > 10
     assert sum(one.num_swap_ins for one in stats) > 3
@@ -392,7 +394,7 @@ def test_a_broken_pipeline_fails_all_lanes_and_blames_nobody(breaks: object, aft
         live = kept[0]
         assert not live.ends
         assert not live.engine.flights
-        live.engine.check_invariants()
+        check_engine(live.engine)
         assert len(live.engine.table.running) + len(live.engine.table.waiting) == 9
         with pytest.raises(BatchFailedError) as late:
             await live.executor.submit(prefill(0, 1))

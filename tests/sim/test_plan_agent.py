@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from services.worker.engine.stats import take_stats
 from services.worker.pipeline.channel import ModelledLink
 from shared.ids import Incarnation
 from shared.layers import LayerRange, even_split
@@ -214,7 +215,7 @@ def test_a_leader_that_waits_for_kv_says_so_if_it_takes_longer_than_the_limit() 
         await asyncio.sleep(0.4)
         assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
         await asyncio.sleep(0.6)  # reports show it
-        assert room.cluster.workers[0].service.engine.stats.num_coming_blocks
+        assert take_stats(room.cluster.workers[0].service.engine).num_coming_blocks
         driver.limit_s = 0.1
         _, answers = await driver.prepare(*(alone(driver.reports[name]) for name in NAMES))
         first, reason = answers["w0"], "KV of the last change was on its way for 0.1 s"

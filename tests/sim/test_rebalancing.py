@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from services.dispatcher.session.leases import Loss
+from services.worker.engine.invariants import check_engine
 from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.queue import ListQueued, MoveQueued, QueueList, QueueMove, QueueMoved
@@ -79,7 +80,7 @@ def test_only_who_has_not_begun_is_moved_and_never_twice() -> None:
         assert {key[0] for key in engine.row_of} == {key[0] for key in keys} - listed
         again = await asked(room, MoveQueued(epoch=99, moves=moves), QueueMoved)
         assert again.num_moved == 0
-        engine.check_invariants()
+        check_engine(engine)
         await room.check()
 
     in_room(main, group_params())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from services.worker.blocks import compaction
+from services.worker.engine.stats import take_stats
 from shared.layers import LayerRange, even_split
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
 from sim.cluster import ClusterParams
@@ -39,7 +40,7 @@ def beside_blocks(room: Room) -> int:
 
 
 def usable(room: Room, index: int = 0) -> int:
-    return room.cluster.workers[index].service.engine.stats.num_blocks
+    return take_stats(room.cluster.workers[index].service.engine).num_blocks
 
 
 def test_parameters_come_beside_serving_and_a_restore_then_has_nothing_to_load() -> None:
@@ -112,14 +113,14 @@ def test_sequences_leave_the_blocks_that_go_while_they_run() -> None:
         room.ask(*draw_requests(3, 40))
         engine = room.cluster.workers[0].service.engine
         blocks = engine.blocks
-        while engine.stats.num_waiting or not 10 < engine.stats.num_used_blocks < 0.8 * count:
+        while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * count:
             await asyncio.sleep(0.01)
         assert (blocks.refcount[count:] > 0).any(), "some lie beyond"
-        counted = (engine.totals.num_recomputed_tokens, engine.stats.num_preemptions)
+        counted = (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions)
         answers = await room.driver.reside(BOTH, count, WHOLE)
         assert states(answers) == ["done"] * 2, answers
         assert not (blocks.refcount[count:] > 0).any()
-        assert (engine.totals.num_recomputed_tokens, engine.stats.num_preemptions) == counted
+        assert (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions) == counted
         await room.check()
 
     in_room(main, slow_params())
@@ -135,7 +136,7 @@ def test_a_commit_that_comes_before_the_blocks_are_left_takes_no_memory(monkeypa
         count, driver = beside_blocks(room), room.driver
         room.ask(*draw_requests(3, 40))
         engine = room.cluster.workers[0].service.engine
-        while engine.stats.num_waiting or not 10 < engine.stats.num_used_blocks < 0.8 * count:
+        while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * count:
             await asyncio.sleep(0.01)
         assert (engine.blocks.refcount[count:] > 0).any(), "some lie beyond"
         driver.epoch += 1
@@ -264,7 +265,7 @@ def test_a_group_that_ends_while_blocks_are_left_loads_nothing(monkeypatch: pyte
         stages, count = [room.driver.reports[name] for name in BOTH], beside_blocks(room)
         room.ask(*draw_requests(3, 40))
         engine = room.cluster.workers[0].service.engine
-        while engine.stats.num_waiting or not 10 < engine.stats.num_used_blocks < 0.8 * count:
+        while take_stats(engine).num_waiting or not 10 < take_stats(engine).num_used_blocks < 0.8 * count:
             await asyncio.sleep(0.01)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None

@@ -19,6 +19,8 @@ from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import KV_SHARE, MAX_SHAPE_TOKENS, Shape, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
 from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.serving.step_log import StepLog
 from shared.cost import CostModel, load_profile, prefill_pairs, profile_toml
 from shared.ids import WorkerId
@@ -46,7 +48,7 @@ async def one_worker(*, num_blocks: int = 2000) -> AsyncIterator[tuple[SimWorker
     finally:
         await worker.stop()
     assert not worker.failures
-    worker.service.engine.check_invariants()
+    check_engine(worker.service.engine)
 
 
 def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
@@ -67,7 +69,7 @@ def test_every_step_is_logged_with_its_shape_and_duration() -> None:
                 steps, next_id = await driver.read_steps(0)
                 assert await driver.read_steps(next_id) == ([], next_id)
                 assert await driver.read_steps(next_id - 1) == (steps[-1:], next_id)
-            assert len(steps) == worker.service.engine.stats.num_steps
+            assert len(steps) == worker.service.engine.totals.num_steps
             assert [step.step_id for step in steps] == list(range(len(steps)))
             for step in steps:
                 pairs = sum(prefill_pairs(*chunk) for chunk in step.chunks)
@@ -209,9 +211,9 @@ def test_requests_are_cancelled_when_the_measurement_is_broken_off() -> None:
             async with Driver(bus, SUBJECTS, WorkerId("w0"), np.random.default_rng(0)) as driver:
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(driver.run(Shape(3, 100, 1500)), 1.0)
-                assert worker.service.engine.stats.num_running == 3
+                assert take_stats(worker.service.engine).num_running == 3
             await asyncio.sleep(0.1)
-            assert worker.service.engine.stats.num_used_blocks == 0
+            assert take_stats(worker.service.engine).num_used_blocks == 0
             await bus.close()
 
     in_virtual_time(test)

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from services.dispatcher.session.calls import SubmitOutcome, WorkerCalls
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.modelled.shadow_kv import expected_outputs
 from services.worker.serving.uploads import MAX_WAITING_BYTES, Uploads
 from shared.cost import CostModel
@@ -35,7 +37,7 @@ async def worker_and(*names: str) -> AsyncIterator[tuple[SimWorker, list[FakeDis
     for dispatcher in dispatchers:
         await dispatcher.start()
     yield worker, dispatchers
-    worker.service.engine.check_invariants()
+    check_engine(worker.service.engine)
     await worker.stop()
     assert not worker.failures
     assert not [fault for dispatcher in dispatchers for fault in dispatcher.faults]
@@ -68,12 +70,12 @@ def test_a_silent_dispatchers_sequences_pause_and_go_on_with_the_same_text_when_
                 await talker.renew("w0")
             assert 250 <= len(paused.tokens) <= 400, "it stops at about 3 s"
             assert len(other.tokens) > 900
-            assert worker.service.engine.stats.num_preempted == 1
+            assert take_stats(worker.service.engine).num_preempted == 1
             while not paused.finish:
                 renewed = await quiet.renew("w0")
                 assert renewed.counter <= quiet.counters["w0"]
                 await asyncio.sleep(0.5)
-            assert worker.service.engine.stats.num_recomputed_tokens <= 16, "its KV was still in the cache"
+            assert worker.service.engine.totals.num_recomputed_tokens <= 16, "its KV was still in the cache"
             return paused.tokens
 
     assert run(main()) == undisturbed(1000)
@@ -84,11 +86,11 @@ def test_orphans_end_and_their_channel_is_forgotten() -> None:
         async with worker_and("d0") as (worker, (dispatcher,)):
             stream = await begin(dispatcher, 10_000)
             await asyncio.sleep(59)
-            assert worker.service.engine.stats.num_preempted == 1
+            assert take_stats(worker.service.engine).num_preempted == 1
             await asyncio.sleep(3)
             assert not worker.service.engine.has_work
             assert stream.finish is FinishReason.CANCELLED
-            assert worker.service.engine.stats.num_used_blocks == 0
+            assert take_stats(worker.service.engine).num_used_blocks == 0
             await asyncio.sleep(1)
             assert not len(worker.service.leases)
 
@@ -119,7 +121,7 @@ def test_a_newer_attempt_of_another_dispatcher_goes_on_in_place(after_s: float) 
         async with worker_and("d0", "d1") as (worker, (first, second)):
             old = await begin(first, 600)
             await asyncio.sleep(after_s)
-            num_steps = worker.service.engine.stats.num_steps
+            num_steps = worker.service.engine.totals.num_steps
             submit = second.make(PROMPT, 600, request_id="r").model_copy(update={"attempt": 2})
             new = await second.submit("w0", submit)
             assert isinstance(new, Stream)
@@ -131,7 +133,7 @@ def test_a_newer_attempt_of_another_dispatcher_goes_on_in_place(after_s: float) 
                 await asyncio.sleep(0.25)
             assert old.finish is FinishReason.SUPERSEDED
             assert new.tokens[: len(old.tokens)] == old.tokens
-            assert worker.service.engine.stats.num_steps - num_steps <= 600 - len(old.tokens) + 2
+            assert worker.service.engine.totals.num_steps - num_steps <= 600 - len(old.tokens) + 2
             return new.tokens
 
     assert run(main()) == undisturbed(600)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from services.worker.contract.batch import Batch
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.modelled.shadow_kv import expected_outputs
 from services.worker.serving import intake
 from services.worker.serving.reporter import MIN_SHORTAGE_GAP_S
@@ -48,7 +50,7 @@ async def one_worker(
     finally:
         await worker.stop()
     assert not worker.failures
-    worker.service.engine.check_invariants()
+    check_engine(worker.service.engine)
 
 
 def in_virtual_time(test: Callable[[], Awaitable[None]]) -> None:
@@ -86,11 +88,11 @@ def test_text_under_memory_pressure_equals_the_undisturbed_text(system: str) -> 
             ]
             async with asyncio.timeout(60):
                 await asyncio.gather(*(stream.ended.wait() for stream in streams))
-            assert worker.service.engine.stats.num_preemptions > 0
+            assert worker.service.engine.totals.num_preemptions > 0
             assert [stream.tokens for stream in streams] == [undisturbed(worker, stream) for stream in streams]
             assert {stream.finish for stream in streams} == {FinishReason.LENGTH}
             assert not dispatcher.faults
-            assert worker.service.engine.stats.num_used_blocks == 0
+            assert take_stats(worker.service.engine).num_used_blocks == 0
 
     in_virtual_time(test)
 
@@ -130,12 +132,12 @@ def test_cancel_frees_the_blocks_within_one_step() -> None:
         async with one_worker() as (worker, dispatcher, _):
             stream = await submitted(dispatcher, [300] * 50, 400)
             await asyncio.sleep(20.5 * STEP_S)
-            assert worker.service.engine.stats.num_used_blocks > 0
-            steps = worker.service.engine.stats.num_steps
+            assert take_stats(worker.service.engine).num_used_blocks > 0
+            steps = worker.service.engine.totals.num_steps
             assert await dispatcher.cancel(stream)
             await asyncio.sleep(STEP_S)
-            assert worker.service.engine.stats.num_steps <= steps + 1
-            assert worker.service.engine.stats.num_used_blocks == 0
+            assert worker.service.engine.totals.num_steps <= steps + 1
+            assert take_stats(worker.service.engine).num_used_blocks == 0
             assert not await dispatcher.cancel(stream)
 
     in_virtual_time(test)
@@ -426,7 +428,7 @@ async def _scenario(seed: int) -> str:
         for stream in streams:
             text = undisturbed(worker, stream)
             assert stream.tokens == text[: len(stream.tokens)]
-        assert worker.service.engine.stats.num_preemptions > 0
+        assert worker.service.engine.totals.num_preemptions > 0
     return digest.hexdigest()
 
 

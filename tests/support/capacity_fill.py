@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from services.worker.engine.stats import take_stats
 from services.worker.serving.service import WorkerService
 from sim.requests import SimAnswer, SimRequest
 
@@ -36,10 +37,10 @@ async def fill(
             asyncio.ensure_future(ask(SimRequest(f"fill{i}", prompt, BLOCKS_EACH * block_size - prompt.size, seed=i)))
             for i, prompt in enumerate(prompts)
         ]
-        while service.engine.stats.num_waiting < count:
+        while take_stats(service.engine).num_waiting < count:
             await asyncio.sleep(LOOK_S)
     while not all(task.done() for task in asked):
-        most = max(most, service.engine.stats.num_used_blocks)
+        most = max(most, take_stats(service.engine).num_used_blocks)
         await asyncio.sleep(LOOK_S)
     for task, prompt in zip(asked, prompts, strict=True):
         assert len(task.result().tokens) == BLOCKS_EACH * block_size - prompt.size

@@ -15,6 +15,7 @@ from services.worker.engine.assemble import known_tokens
 from services.worker.engine.config import AddRefusal, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
+from services.worker.engine.invariants import check_engine
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.stage_messages import StepDone
 from services.worker.sequences.table import Hold
@@ -169,7 +170,7 @@ class EngineHarness:
 
     def settle(self) -> None:
         self.record(self.engine.take_events())
-        self.engine.check_invariants()
+        check_engine(self.engine)
         self.check_contents()
 
     def lose(self, ids: I32) -> None:

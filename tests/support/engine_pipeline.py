@@ -16,6 +16,7 @@ from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
@@ -67,7 +68,7 @@ class LivePipeline:
                 self.ends[stream] = FinishReason(finish)
 
     def note(self, batch: Batch, _output: BatchOutput) -> None:
-        self.engine.check_invariants()
+        check_engine(self.engine)
         self.batches.append(batch)
         self.num_moved += int((batch.copies.source >= self.engine.capacity_blocks).sum())
 

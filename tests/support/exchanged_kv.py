@@ -14,6 +14,7 @@ from services.worker.blocks.prefix import following_names, root_name
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
+from services.worker.engine.invariants import check_engine
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.memory.posix import PosixMemory
 from services.worker.roles.torch_device import TorchGroupDevice
@@ -85,7 +86,7 @@ class Server:
                 if token >= 0:
                     self.texts.setdefault(stream - 1000, []).append(token)
             num_steps -= 1
-            self.engine.check_invariants()
+            check_engine(self.engine)
 
     def enter(self, executor: Executor, kept: KeptKv, coming: KeptKv = NOTHING_KEPT) -> None:
         """Go on elsewhere."""

@@ -13,6 +13,7 @@ from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
+from services.worker.engine.invariants import check_engine
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_wire import KvSocket
@@ -98,7 +99,7 @@ class LongServer:
             for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
                 if token >= 0:
                     self.texts[stream - 1000].append(token)
-            self.engine.check_invariants()
+            check_engine(self.engine)
         return num_steps
 
     def enter(self, executor: Executor, kept: KeptKv = NOTHING_KEPT, arrivals: Arrivals | None = None) -> None:

@@ -15,6 +15,7 @@ from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
 from services.worker.executor.launched import Launched
 from services.worker.executor.model_runner import ModelRunner
@@ -114,7 +115,7 @@ async def answers_of(
             add()
 
     def check(batch: Batch, _output: BatchOutput) -> None:
-        engine.check_invariants()
+        check_engine(engine)
         on_step(batch)
 
     loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate(), on_step=check)

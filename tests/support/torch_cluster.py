@@ -23,6 +23,7 @@ from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
 from services.worker.build import build_worker, make_reporter
 from services.worker.config import KernelKind, LoadFrom, WorkerSettings
+from services.worker.engine.invariants import check_engine
 from services.worker.executor import opening
 from services.worker.load import check_start, load_executor
 from services.worker.memory import model_memory
@@ -236,7 +237,7 @@ class TorchCluster:
                 worker.device._model.check_invariants()
                 check_pages(worker.memory)
                 assert tuple(worker.layers) == worker.memory.held_layers, name
-            worker.service.engine.check_invariants()
+            check_engine(worker.service.engine)
         self.check_groups()
         assert not self.wrong, self.wrong[:3]
         assert not self.failures, self.failures

@@ -15,6 +15,7 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, CopyOps, TableDelta
 from services.worker.engine.config import AddRefusal
+from services.worker.engine.invariants import check_engine
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
@@ -84,7 +85,7 @@ def test_a_limit_with_nothing_beyond_takes_effect_at_once() -> None:
     assert harness.add(new_sequence(1, num_prompt=60, max_tokens=5)) == 0
     harness.drain()
     harness.judge()
-    assert harness.engine.stats.peak_used_blocks == LIMIT
+    assert harness.engine.totals.peak_used_blocks == LIMIT
 
 
 def test_schedulers_never_get_a_block_beyond() -> None:
@@ -128,7 +129,7 @@ def test_a_limit_that_a_sequence_would_outgrow_is_refused_and_changes_nothing() 
     assert harness.engine.is_within_limit
     harness.drain()
     harness.judge()
-    assert harness.engine.stats.num_preemptions == 0
+    assert harness.engine.totals.num_preemptions == 0
 
 
 def test_a_block_that_two_rows_share_moves_once_and_both_follow() -> None:
@@ -270,7 +271,7 @@ def test_moved_blocks_are_found_by_name_and_lost_ones_are_not() -> None:
     assert harness.engine.sharing.cached(row).num_tokens == 36
     harness.drain()
     harness.judge()
-    assert harness.engine.stats.num_prefix_cache_hits == 36
+    assert harness.engine.totals.num_prefix_cache_hits == 36
 
 
 def test_free_blocks_beyond_lose_their_names() -> None:
@@ -326,7 +327,7 @@ def test_another_executor_has_no_limit_and_gets_what_was_held_moved_or_not(*, ha
     assert bool((kept.ids < LIMIT).all()) is has_moved
     harness.engine.enter_executor(20, 1)
     assert (harness.engine.capacity_blocks, harness.engine.blocks.num_free) == (20, 20)
-    harness.engine.check_invariants()
+    check_engine(harness.engine)
 
 
 def test_memory_goes_only_when_everything_has_moved() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from services.worker.engine.config import AddRefusal
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS
 from services.worker.sequences.table import Hold
 from shared.types import FinishReason
@@ -83,7 +84,7 @@ def test_a_family_holds_its_prompt_once() -> None:
     add_family(harness, 3)
     for _ in range(4):
         harness.step()
-    assert harness.engine.stats.num_used_blocks == 5 + 4
+    assert take_stats(harness.engine).num_used_blocks == 5 + 4
     harness.drain()
 
 
@@ -160,7 +161,7 @@ def test_a_fork_must_have_the_parents_prompt_and_salt() -> None:
     harness.add(new_sequence(0, prompt=PROMPT, salt="a"))
     for name, prompt, salt in ((1, PROMPT[:21], "a"), (2, [*PROMPT[:21], 5], "a"), (3, PROMPT, "")):
         assert harness.add(new_sequence(name, prompt=prompt, salt=salt, fork_of=0)) is AddRefusal.INVALID
-    assert harness.engine.stats.num_waiting == 1
+    assert take_stats(harness.engine).num_waiting == 1
     run_counting(harness)
 
 
@@ -263,5 +264,5 @@ def test_many_families_in_a_small_memory_all_finish(scheduler: str, *, prefix_ca
         assert not isinstance(harness.add(new), AddRefusal)
     harness.drain()
     harness.judge()
-    assert harness.engine.stats.num_preemptions > 0
+    assert harness.engine.totals.num_preemptions > 0
     assert harness.num_copies > 0

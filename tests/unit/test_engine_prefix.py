@@ -12,6 +12,7 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.engine.config import NewSequence
 from services.worker.engine.events import RowExtra
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.stream_extras import TokenLogprob
 from shared.types import FinishReason
@@ -65,7 +66,7 @@ def test_a_prompt_is_found_but_for_its_last_token(num_prompt: int, num_found: in
     assert first_batch_of(harness, new_sequence(0, prompt=PROMPT[:num_prompt])) == (0, min(num_prompt, 32))
     assert first_batch_of(harness, new_sequence(1, prompt=PROMPT[:num_prompt])) == (num_found, num_prompt - num_found)
     harness.judge()
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (2 * num_prompt, num_found)
 
 
@@ -116,7 +117,7 @@ def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
     harness = EngineHarness(make_engine(config=engine_config(prefix_caching=False)))
     for name in range(2):
         assert first_batch_of(harness, new_sequence(name, prompt=PROMPT[:20])) == (0, 20)
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (0, 0)
     assert not harness.contents, "every freed block is lost"
 
@@ -175,7 +176,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     batch = harness.step()
     assert isinstance(batch, Batch)
     assert (batch.start.tolist(), batch.num_tokens.tolist()) == ([12], [3])
-    assert harness.engine.stats.num_recomputed_tokens == 2
+    assert harness.engine.totals.num_recomputed_tokens == 2
     harness.drain()
     harness.judge()
 
@@ -221,7 +222,7 @@ def test_equal_prompts_at_the_same_time_are_computed_once(scheduler: str, max_ba
         assert batch is not None
         num_tokens += int(batch.num_tokens.sum())
     assert num_tokens == 40 + 5 * 4
-    assert harness.engine.stats.num_prefix_cache_hits == 5 * 36
+    assert harness.engine.totals.num_prefix_cache_hits == 5 * 36
     harness.judge()
 
 
@@ -247,7 +248,7 @@ def test_who_waits_for_a_block_goes_on_when_it_will_not_come(end: str) -> None:
     harness.add(new_sequence(0, prompt=PROMPT, max_tokens=4))
     harness.add(new_sequence(1, prompt=PROMPT[:14], max_tokens=2))
     harness.step()
-    assert harness.engine.stats.num_waiting == 1
+    assert take_stats(harness.engine).num_waiting == 1
     if end == "cancel":
         harness.cancel(harness.stories[1000])
     elif end == "fail":
@@ -279,7 +280,7 @@ def test_sequences_that_share_their_prompt_share_its_memory(
         harness.add(new_sequence(name, prompt=PROMPT[:39], max_tokens=2))
     harness.step()
     harness.step()
-    assert harness.engine.stats.num_finished + harness.engine.stats.num_running >= num_running
-    assert (harness.engine.stats.num_waiting == 0) == prefix_caching
+    assert harness.engine.totals.num_finished + take_stats(harness.engine).num_running >= num_running
+    assert (take_stats(harness.engine).num_waiting == 0) == prefix_caching
     harness.drain()
     harness.judge()

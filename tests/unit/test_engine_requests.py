@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from services.worker.engine.config import AddRefusal, NewSequence
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.types import FinishReason, QoeTarget
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
@@ -48,7 +50,7 @@ def test_a_full_table_refuses_and_takes_again_once_a_row_is_free() -> None:
     assert engine.add(new_sequence(2)) is AddRefusal.FULL
     engine.cancel(first.request_id, 1)
     assert engine.add(new_sequence(2)) == 0
-    engine.check_invariants()
+    check_engine(engine)
 
 
 def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplicate() -> None:
@@ -59,7 +61,7 @@ def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplica
     other = new_sequence(0)
     object.__setattr__(other, "stream", 77)
     assert harness.engine.add(other) is AddRefusal.DUPLICATE
-    assert harness.engine.stats.num_waiting == 1
+    assert take_stats(harness.engine).num_waiting == 1
     harness.drain()
     assert harness.engine.add(new) is AddRefusal.DUPLICATE, "it has ended here: running it again would be waste"
     assert harness.engine.add(new_sequence(0, attempt=2)) == row
@@ -121,7 +123,7 @@ def test_cancel_finds_only_what_is_there_and_counts_once() -> None:
     harness.land()
     assert not harness.engine.cancel(new.request_id, 1)
     assert harness.stories[1000].finish is FinishReason.CANCELLED
-    assert harness.engine.stats.num_finished == 1
+    assert harness.engine.totals.num_finished == 1
 
 
 def test_expired_sequences_end_as_cancelled_whether_they_run_or_wait() -> None:
@@ -142,7 +144,7 @@ def test_a_sequence_too_long_for_shrunk_memory_waits_without_blocking_others(sch
     harness.step()
     harness.engine.set_backed(np.arange(8, dtype=np.int32), backed=False)
     harness.settle()
-    assert harness.engine.stats.num_preempted == 1
+    assert take_stats(harness.engine).num_preempted == 1
     harness.add(new_sequence(1, num_prompt=8, max_tokens=4))
     for _ in range(10):
         harness.step()
@@ -198,15 +200,15 @@ def test_stats_tell_who_waits_for_memory_and_who_for_a_place(max_rows: int, num_
     config = engine_config(max_model_len=40, max_batch_rows=max_rows)
     harness = EngineHarness(make_engine("fcfs", num_blocks=10, config=config))
     harness.add(new_sequence(0, num_prompt=31, max_tokens=2))
-    alone = harness.engine.stats
+    alone = take_stats(harness.engine)
     assert (alone.num_head_blocks, alone.num_queued_for_memory) == (8, 0)
     harness.step()
     harness.add(new_sequence(1, num_prompt=12, max_tokens=2))
     harness.add(new_sequence(2, num_prompt=3, max_tokens=2))
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert (stats.num_waiting, stats.num_head_blocks, stats.num_queued_for_memory) == (2, 3, num_queued)
     harness.drain()
-    done = harness.engine.stats
+    done = take_stats(harness.engine)
     assert (done.num_head_blocks, done.num_queued_for_memory) == (0, 0)
 
 
@@ -218,10 +220,10 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
     harness = EngineHarness(make_engine("chunked"))
     harness.add(new_sequence(0, num_prompt=70, max_tokens=9))
     harness.add(new_sequence(1, num_prompt=6, max_tokens=9))
-    seen = [harness.engine.stats]
+    seen = [take_stats(harness.engine)]
     for _ in range(3):
         harness.step()
-        seen.append(harness.engine.stats)
+        seen.append(take_stats(harness.engine))
     assert [(stats.num_used_blocks, stats.num_uncomputed_blocks) for stats in seen] == [
         (0, 20),
         (8, 12),
@@ -229,7 +231,9 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
         (20, 0),
     ]
     while harness.engine.has_work:
-        assert harness.engine.stats.num_uncomputed_blocks == 0, "nothing is left of a prompt, only the newest token"
+        assert take_stats(harness.engine).num_uncomputed_blocks == 0, (
+            "nothing is left of a prompt, only the newest token"
+        )
         harness.step()
 
 
@@ -237,14 +241,14 @@ def test_stats_count_what_happened() -> None:
     harness = EngineHarness(make_engine(num_blocks=12, config=engine_config(max_model_len=40)))
     for name in range(3):
         harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
-    before = harness.engine.stats
+    before = take_stats(harness.engine)
     assert (before.num_waiting, before.num_demanded_blocks, before.num_used_blocks) == (3, 9, 0)
     harness.step()
-    during = harness.engine.stats
+    during = take_stats(harness.engine)
     assert (during.num_running, during.num_waiting, during.num_demanded_blocks) == (3, 0, 0)
     assert during.num_used_blocks == 9
     harness.drain()
-    after = harness.engine.stats
+    after = take_stats(harness.engine)
     assert (after.num_finished, after.num_generated_tokens, after.num_prompt_tokens) == (3, 60, 30)
     assert after.num_preemptions > 0
     assert after.num_recomputed_tokens >= 10 * after.num_preemptions
@@ -261,7 +265,7 @@ def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
         assert batch is not None
         admitted += [init.row for init in batch.admits]
         dropped += batch.drops.tolist()
-    assert harness.engine.stats.num_preemptions > 0
+    assert harness.engine.totals.num_preemptions > 0
     assert sorted(admitted) == [0, 1, 2, 3]
     assert len(dropped) == 3, "the last one's drop waits for a next batch"
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.blocks.host_blocks import HostBlocks
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.view import MoveCost
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
@@ -43,7 +44,7 @@ def test_a_sequence_goes_to_the_host_and_comes_back_without_computing_anything_a
     harness = two_that_fit_once(prefix_caching=prefix_caching)
     harness.drain()
     harness.judge()
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert (stats.num_preemptions, stats.num_swap_outs, stats.num_swap_ins) == (1, 1, 1)
     assert stats.num_recomputed_tokens == 0
     assert stats.swapped_out_bytes == stats.swapped_in_bytes > 0
@@ -61,10 +62,10 @@ def test_blocks_are_free_only_when_the_copy_is_done() -> None:
     assert table.held_blocks[row] == 0
     assert (blocks.refcount[copy.device] == 0).all()
     assert (blocks.pins[copy.device] == 1).all()
-    assert harness.engine.stats.num_used_host_blocks == copy.host.size
+    assert take_stats(harness.engine).num_used_host_blocks == copy.host.size
     harness.land_copy()
     assert blocks.num_free == free + copy.device.size
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert stats.num_used_host_blocks == copy.host.size, "the row keeps them"
     assert stats.num_demanded_blocks == copy.host.size, "it needs them again on the device"
     assert stats.num_uncomputed_blocks == 0, "but nothing of them is computed again"
@@ -78,7 +79,7 @@ def test_who_comes_back_runs_only_when_its_kv_is_there() -> None:
     assert harness.submit() is None, "nobody else is left to run"
     harness.land_copy()
     assert table.num_computed[row] == table.num_known[row] - 1
-    assert harness.engine.stats.num_used_host_blocks == 0
+    assert take_stats(harness.engine).num_used_host_blocks == 0
     batch = harness.submit()
     assert batch is not None
     assert (batch.rows.tolist(), batch.num_tokens.tolist()) == ([row], [1])
@@ -116,7 +117,7 @@ def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> N
     assert harness.engine.table.status[row] == Status.PREEMPTED
     harness.drain()
     harness.judge()
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert stats.num_failed_copies == 1
     assert 0 < stats.num_recomputed_tokens <= lost
 
@@ -125,7 +126,7 @@ def test_a_full_host_leaves_recompute() -> None:
     harness = two_that_fit_once(num_host_blocks=2)
     harness.drain()
     harness.judge()
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert (stats.num_swap_outs, stats.num_preemptions) == (0, 1)
 
 
@@ -135,7 +136,7 @@ def test_a_slow_link_leaves_recompute() -> None:
     for name in range(2):
         harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
     harness.drain()
-    assert (harness.engine.stats.num_swap_outs, harness.engine.stats.num_preemptions) == (0, 1)
+    assert (harness.engine.totals.num_swap_outs, harness.engine.totals.num_preemptions) == (0, 1)
 
 
 @pytest.mark.parametrize("to_host", [True, False])
@@ -187,7 +188,7 @@ def test_peaks_and_stalls_are_counted() -> None:
         before_s, was_away = harness.now_s, bool((harness.engine.table.status == Status.PREEMPTED).any())
         harness.step()
         away_s += (harness.now_s - before_s) * was_away
-    stats = harness.engine.stats
+    stats = take_stats(harness.engine)
     assert stats.peak_used_blocks == 8
     assert 9 < stats.peak_demanded_blocks <= 14, "2 * 7 blocks at most"
     assert stats.stalled_s == pytest.approx(away_s, abs=0.101)

@@ -8,6 +8,7 @@ import pytest
 
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.scheduling.registry import make_scheduler
 from shared.types import SamplingParams
@@ -49,7 +50,7 @@ def texts(engine: Engine, runner: ModelRunner, sequences: list[NewSequence]) -> 
         batch = engine.next_batch(0.0)
         assert batch is not None
         engine.absorb(batch, runner.run(batch), 0.0)
-        engine.check_invariants()
+        check_engine(engine)
     found = {new.request_id: engine.replay(new.request_id, new.attempt, 0) for new in sequences}
     return {name: replayed[0].tolist() for name, replayed in found.items() if replayed is not None}
 
@@ -72,7 +73,7 @@ def test_forty_at_once_with_a_common_beginning_say_the_same_with_and_without_the
     plain = texts(make_engine(runner, prefix_caching=False), runner, sequences)
     engine = make_engine(runner, prefix_caching=True)
     assert texts(engine, runner, sequences) == plain
-    assert engine.stats.num_prefix_cache_hits >= 39 * 40, "all but the first find 5 blocks"
+    assert engine.totals.num_prefix_cache_hits >= 39 * 40, "all but the first find 5 blocks"
     assert len({tuple(text) for text in plain.values()}) > 20
 
 
@@ -88,8 +89,8 @@ def test_the_same_prompt_again_a_next_turn_and_a_small_memory_say_the_same(runne
         engine = make_engine(runner, prefix_caching=True, num_blocks=num_blocks)
         cached = texts(engine, runner, sequences) | texts(engine, runner, again)
         assert cached | texts(engine, runner, [turn]) == plain
-        assert engine.stats.num_prefix_cache_hits > 0
-        assert (engine.stats.num_preemptions > 0) == (num_blocks == 24)
+        assert engine.totals.num_prefix_cache_hits > 0
+        assert (engine.totals.num_preemptions > 0) == (num_blocks == 24)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
@@ -102,4 +103,4 @@ def test_forks_say_what_they_say_alone(runner: ModelRunner, *, prefix_caching: b
     engine = make_engine(runner, prefix_caching=prefix_caching)
     assert texts(engine, runner, family) == plain
     assert len({tuple(text) for text in plain.values()}) == 4
-    assert engine.stats.num_steps == 12 + 1, "the prompt, a step in which the children begin, and the rest of theirs"
+    assert engine.totals.num_steps == 12 + 1, "the prompt, a step in which the children begin, and the rest of theirs"

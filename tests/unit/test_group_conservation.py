@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from services.dispatcher.session import placing, recovery
+from services.worker.engine.stats import take_stats
 from shared.layers import LayerRange
 from shared.messages.plan import CommitPlan, PlannedGroup, PlanState
 from shared.messages.report import WorkerReport
@@ -358,7 +359,7 @@ class Life:
             assert answer.tokens == (await again).tokens, answer.request.request_id
             self.done["texts"] += 1
         for name, worker in self.cluster.workers.items():
-            assert not worker.service.engine.stats.num_used_blocks, f"{name} still holds blocks"
+            assert not take_stats(worker.service.engine).num_used_blocks, f"{name} still holds blocks"
 
 
 _done: dict[int, Counter[str]] = {}

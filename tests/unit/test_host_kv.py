@@ -16,8 +16,9 @@ from services.worker.contract.executor import CopyFailedError, HostCopy
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
-from services.worker.engine.stats import EngineStats
+from services.worker.engine.stats import EngineStats, take_stats
 from services.worker.executor import model_runner
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor
@@ -136,9 +137,9 @@ def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
             events = engine.absorb(batch, runner.run(batch), 0.0)
             for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
                 said[stream].append(token)
-    engine.check_invariants()
+    check_engine(engine)
     runner.close()
-    return said, engine.stats
+    return said, take_stats(engine)
 
 
 def test_a_model_says_the_same_whether_its_kv_was_on_the_host_or_not() -> None:
@@ -201,8 +202,8 @@ async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, mo
         loop.close()
         await task
         await executor.close()
-        engine.check_invariants()
-        assert (engine.stats.num_swap_ins > 0) == (num_blocks == 12)
+        check_engine(engine)
+        assert (engine.totals.num_swap_ins > 0) == (num_blocks == 12)
         said.append(texts)
     assert said[0] == said[1]
     assert all(len(text) == 40 for text in said[0].values())

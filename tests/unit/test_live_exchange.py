@@ -14,6 +14,7 @@ import torch
 
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
+from services.worker.engine.stats import take_stats
 from services.worker.kv_moves import kv_wire, live_exchange
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.placed_kv import PlacedKv
@@ -159,7 +160,7 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
                 engine.arrived(arrived.blocks)
                 await first.serve(1)
         engine.expect_no_more()
-        assert engine.stats.num_coming_blocks == 0
+        assert take_stats(engine).num_coming_blocks == 0
         await first.serve()
         assert first.texts == expected
         assert first.num_computed - before <= left, "nothing that came was computed"

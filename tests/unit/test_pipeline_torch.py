@@ -13,6 +13,7 @@ import torch
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.engine import Engine
+from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.pipeline.hidden_link import as_numpy
@@ -157,7 +158,7 @@ class Limits:
 
     def note(self, batch: Batch, _output: BatchOutput) -> None:
         self.num_moved += batch.copies.source.size
-        self.engine.check_invariants()
+        check_engine(self.engine)
         if not self._is_limited:
             self.engine.limit_blocks(max(self.engine.blocks.num_used, MOST_BLOCKS))
             self._is_limited = True

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.paper_lookahead.microbatch import Waiting, form_ahead
 from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.engine.invariants import check_engine
+from services.worker.engine.stats import take_stats
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.registry import make_scheduler
@@ -179,7 +181,7 @@ def bubbles(scheduler: Scheduler, num_lanes: int, lengths: str, rate_per_s: floa
     arrivals_s = np.cumsum(random.exponential(1 / rate_per_s, size=prompts.size))
     pipeline = ToyPipeline(engine_of(scheduler, num_lanes), COST, num_lanes)
     pipeline.run(sequences(prompts.tolist(), outputs.tolist(), arrivals_s.tolist()), until_s=24)
-    assert pipeline.engine.stats.num_waiting > 8, "requests queue"
+    assert take_stats(pipeline.engine).num_waiting > 8, "requests queue"
     return pipeline.idle_ratio(8, 24), sum(int(batch.num_tokens.sum()) for batch in pipeline.batches)
 
 
@@ -224,4 +226,4 @@ def test_lanes_do_not_starve_when_memory_is_short() -> None:
     pipeline = ToyPipeline(engine, CostModel(1e-3, 1e-5, 0, 0, 1e-8, 1e-8), 2)
     pipeline.run(sequences(prompts, outputs, [0.0] * 12))
     assert engine.totals.num_finished == 12
-    engine.check_invariants()
+    check_engine(engine)

@@ -20,6 +20,7 @@ from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.remote import new_states
 from services.worker.contract.executor import BatchFailedError
 from services.worker.contract.kept_kv import NOTHING_KEPT
+from services.worker.engine.stats import take_stats
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.kv_moves import exchange_modes, kv_exchanges, kv_wire, remote_attention
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, by_price
@@ -186,7 +187,7 @@ async def test_sequences_go_on_before_their_kv_has_moved(
             first.enter(led.executor, arrivals=led.arrivals)
             first.add([4, 5, 6, 7])
             listening = asyncio.create_task(take_in(first, led))
-            while first.engine.stats.num_coming_blocks:
+            while take_stats(first.engine).num_coming_blocks:
                 held.let(6)
                 await asyncio.sleep(0.01)
                 if not await first.serve(1):

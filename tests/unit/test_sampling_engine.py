@@ -12,6 +12,7 @@ import pytest
 from services.worker.contract.executor import BatchFailedError
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
+from services.worker.engine.invariants import check_engine
 from services.worker.executor.model_runner import ModelRunner
 from services.worker.scheduling.registry import make_scheduler
 from shared.stream_extras import TokenLogprob
@@ -78,7 +79,7 @@ class Run:
                 self.texts[stream].append(token)
             for extra in events.extras:
                 self.logprobs[int(events.stream[extra.index])] += extra.logprobs
-            self.engine.check_invariants()
+            check_engine(self.engine)
 
 
 def sequences() -> list[NewSequence]:
@@ -121,8 +122,8 @@ def test_texts_and_log_probabilities_survive_preemption_and_failed_steps(
     for new in sequences():
         run.add(new)
     run.go()
-    assert run.engine.stats.num_preemptions > 0
-    assert run.engine.stats.num_failed_steps > 0
+    assert run.engine.totals.num_preemptions > 0
+    assert run.engine.totals.num_failed_steps > 0
     assert run.texts == alone.texts
     assert run.logprobs == alone.logprobs
 

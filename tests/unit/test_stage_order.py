@@ -342,7 +342,7 @@ async def test_texts_survive_steps_that_end_late_and_fail_at_launch_or_at_the_en
     for each in new:
         prompt = each.prompt.astype(np.int32)
         assert served.texts[each.stream] == expected_outputs(prompt, prompt[:0], 20, 0, DRAW).tolist()
-    assert served.engine.stats.num_failed_steps
+    assert served.engine.totals.num_failed_steps
     assert max(stage.most for stage in group) == MAX_LAUNCHED or not more
     assert whats_open() == before
 

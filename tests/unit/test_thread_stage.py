@@ -15,7 +15,9 @@ from services.worker.contract.executor import BatchFailedError, CopyFailedError,
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
+from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import ExecutorBrokenError, StepLoop
+from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
 from services.worker.pipeline.channel import ChannelLostError, ModelledLink, SocketChannel
@@ -99,7 +101,7 @@ class Served:
 
     def note(self, _batch: Batch, _output: BatchOutput) -> None:
         self.num_steps += 1
-        self.engine.check_invariants()
+        check_engine(self.engine)
 
     async def run(self) -> None:
         task = asyncio.create_task(self.loop.run())
@@ -124,7 +126,7 @@ async def test_texts_survive_failed_steps_and_failed_copies(num_stages: int) -> 
     for each in new:
         prompt = each.prompt.astype(np.int32)
         assert served.texts[each.stream] == expected_outputs(prompt, prompt[:0], 30, 0, DRAW).tolist()
-    stats = served.engine.stats
+    stats = take_stats(served.engine)
     assert stats.num_failed_steps
     assert stats.num_failed_copies
     assert stats.num_swap_ins
@@ -163,7 +165,7 @@ async def test_a_pipeline_that_breaks_fails_all_lanes_blames_nobody_and_ends_eve
     served.loop._on_step = note_and_end
     with pytest.raises(ExecutorBrokenError):
         await served.run()
-    served.engine.check_invariants()
+    check_engine(served.engine)
     assert not served.engine.flights
     assert len(served.engine.table.running) + len(served.engine.table.waiting) == 9, "nobody was given up"
     with pytest.raises(BatchFailedError) as late:

@@ -21,7 +21,6 @@ import numpy as np
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.contract.executor import HostCopy, HostMemory
-from services.worker.engine.stats import Totals
 from services.worker.scheduling.view import HostView, MoveCost
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
@@ -51,13 +50,10 @@ class _Move:
 class Swapping:
     """Host blocks, and the copies under way. The engine owns it; nobody else changes it."""
 
-    def __init__(
-        self, table: SequenceTable, blocks: BlockManager, totals: Totals, memory: HostMemory, cost: MoveCost
-    ) -> None:
+    def __init__(self, table: SequenceTable, blocks: BlockManager, memory: HostMemory, cost: MoveCost) -> None:
         self.host = HostBlocks(memory.num_blocks)
         self._table = table
         self._blocks = blocks
-        self._totals = totals
         self._memory = memory
         self._cost = cost
         self._moves: dict[int, _Move] = {}
@@ -94,25 +90,23 @@ class Swapping:
             cost=self._cost,
         )
 
-    def leave(self, row: int) -> None:
-        """Begin to copy a running row's KV to the host. The caller then takes its blocks: they are pinned."""
+    def leave(self, row: int) -> int:
+        """Begin to copy a running row's KV to the host; return its bytes. The caller then takes its blocks, pinned."""
         table, blocks = self._table, self._blocks
         num_tokens = int(table.num_computed[row])
         device = blocks.block_table[row, : -(-num_tokens // blocks.block_size)].copy()
         num_freed = int(np.count_nonzero((blocks.refcount[device] == 1) & (blocks.pins[device] == 0)))
         host = self.host.keep(row, device.size)
         table.host_tokens[row] = num_tokens
-        self._totals.num_swap_outs += 1
-        self._totals.swapped_out_bytes += int(device.size) * self._memory.block_bytes
         self._begin(row, HostCopy(self._next_copy_id, device, host, to_host=True), num_tokens, num_freed)
+        return int(device.size) * self._memory.block_bytes
 
-    def come_back(self, row: int) -> None:
-        """Give a row, which the engine has made a running one, blocks for its KV and begin to copy it into them."""
+    def come_back(self, row: int) -> int:
+        """Give a row, which is a running one now, blocks for its KV and begin to copy it there; return its bytes."""
         num_tokens, host = int(self._table.host_tokens[row]), self.host.blocks_of(row)
         device = self._blocks.take_for(row, int(host.size))
-        self._totals.num_swap_ins += 1
-        self._totals.swapped_in_bytes += int(device.size) * self._memory.block_bytes
         self._begin(row, HostCopy(self._next_copy_id, device, host, to_host=False), num_tokens, 0)
+        return int(device.size) * self._memory.block_bytes
 
     def take_copies(self) -> list[HostCopy]:
         """Return the copies that have begun since the last call, for the executor."""

@@ -29,12 +29,11 @@ from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.flights import Flight, Flights
 from services.worker.engine.going_ahead import rows_ahead
-from services.worker.engine.invariants import check_engine
 from services.worker.engine.retry import RetryGroup, RetryQueue
 from services.worker.engine.room import Room
-from services.worker.engine.stats import EngineStats, Totals, take_stats
+from services.worker.engine.totals import Totals
 from services.worker.engine.transitions import Transitions
-from services.worker.engine.viewing import view_of
+from services.worker.engine.viewing import Viewing
 from services.worker.scheduling.view import Limits, MoveCost, Scheduler, SchedulerOutput
 from services.worker.sequences import qoe_columns
 from services.worker.sequences.logprob_log import LogprobLog
@@ -78,7 +77,7 @@ class Engine:
         self.flights = Flights(self.table)
         self.retry = RetryQueue()
         self.totals = Totals()
-        self.swapping = None if host is None else Swapping(self.table, self.blocks, self.totals, *host)
+        self.swapping = None if host is None else Swapping(self.table, self.blocks, *host)
         self.sharing = Sharing(self.table, self.blocks, self.log, prefix_caching=config.prefix_caching)
         self.residents = Residents(config, self.table, self.sharing, self.blocks, self.log)
         self._transitions = Transitions(
@@ -92,6 +91,7 @@ class Engine:
         )
         self.residents.on_end = self._transitions.ended
         self._room = Room(self.table, self.blocks, self.sharing, self._transitions)
+        self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights)
         self._scheduler = scheduler
         self.limits = _limits(config)
         """Of one step."""
@@ -162,7 +162,7 @@ class Engine:
         if self.config.overlaps and self.flights:
             ahead = rows_ahead(self.table, self.flights, self.limits, self.blocks.num_free)
             return None if ahead is None else self._launch(ahead, np.ones(ahead.size, dtype=np.int32))
-        view = view_of(self, now_s)
+        view = self._viewing.view(now_s, self.limits)
         if not (view.running.size or view.waiting.size or view.preempted.size or view.extensible.size):
             return None
         output = self._scheduler.schedule(view)
@@ -352,21 +352,12 @@ class Engine:
         return self.residents.next_expiry_s
 
     @property
-    def stats(self) -> EngineStats:
-        """Counts of this moment."""
-        return take_stats(self)
-
-    @property
     def num_demanded_blocks(self) -> int:
         """Blocks that parked rows ask for beyond those in use: there count those that leave the device, or are kept."""
         counted = self.sharing.num_kept_blocks
         if self.swapping is not None:
             counted += self.swapping.num_leaving_blocks
         return max(self.table.num_parked_blocks - counted, 0)
-
-    def check_invariants(self) -> None:
-        """Check everything that must hold between two calls; raises AssertionError naming the law that is broken."""
-        check_engine(self)
 
     # Inside
 

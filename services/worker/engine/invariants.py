@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from services.worker.engine.engine import Engine
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import CHUNK
-
-if TYPE_CHECKING:
-    from services.worker.engine.engine import Engine
 
 
 def check_engine(engine: Engine) -> None:

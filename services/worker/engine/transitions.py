@@ -15,7 +15,7 @@ from services.worker.contract.batch import RowInit
 from services.worker.engine.assemble import row_init
 from services.worker.engine.events import RowExtra
 from services.worker.engine.retry import RetryQueue
-from services.worker.engine.stats import Totals
+from services.worker.engine.totals import Totals
 from services.worker.scheduling.view import PreemptHow
 from services.worker.sequences.residents import Residents
 from services.worker.sequences.table import Hold, SequenceTable, Status
@@ -89,7 +89,8 @@ class Transitions:
         self._totals.num_preemptions += 1
         if how == _SWAP and table.num_computed[row]:
             assert self._swapping is not None, "there is no host memory to swap to"
-            self._swapping.leave(row)
+            self._totals.num_swap_outs += 1
+            self._totals.swapped_out_bytes += self._swapping.leave(row)
         else:
             self._lost_tokens[row] = int(table.num_computed[row])
         self._retry.discard(row)
@@ -103,7 +104,8 @@ class Transitions:
         assert not self._table.hold[row], "the scheduler chose a row that is held"
         assert self._table.host_tokens[row], f"row {row} has no KV on the host"
         self._table.admit(row)
-        self._swapping.come_back(row)
+        self._totals.num_swap_ins += 1
+        self._totals.swapped_in_bytes += self._swapping.come_back(row)
 
     def copied(self, copy_id: int, *, done: bool) -> None:
         """Take in the end of a copy to the host or back."""

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 from services.worker.engine.stats import EngineStats
 from services.worker.roles.residence import Resident
@@ -52,15 +52,6 @@ class WorkerFacts:
     elastic: ElasticFacts | None = None
 
 
-class StatsSource(Protocol):
-    """Where the numbers of a report come from."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counters of the engine, now."""
-        ...
-
-
 class Reporter:
     """Owns the phase, and the sequence number of the reports."""
 
@@ -80,7 +71,7 @@ class Reporter:
         self._phase = WorkerPhase.LOADING
         self._progress = (0.0, "starting")
         self._facts: WorkerFacts | None = None
-        self._source: StatsSource | None = None
+        self._look: Callable[[], EngineStats] | None = None
         self._rates = _Rates()
         self._role: Role | None = None
         self._resident: Callable[[], Resident] | None = None
@@ -97,10 +88,10 @@ class Reporter:
         """Say how far the loading is; sent with the next report."""
         self._progress = (min(1.0, max(0.0, ratio)), text[:200])
 
-    def serve(self, facts: WorkerFacts, source: StatsSource) -> None:
+    def serve(self, facts: WorkerFacts, look: Callable[[], EngineStats]) -> None:
         """From now on the worker is ready and reports the engine's numbers."""
         self._facts = facts
-        self._source = source
+        self._look = look
         self._progress = (1.0, "")
         self.enter(WorkerPhase.READY)
 
@@ -180,9 +171,9 @@ class Reporter:
             progress_ratio=self._progress[0],
             progress_text=self._progress[1],
         )
-        if self._facts is None or self._source is None:
+        if self._facts is None or self._look is None:
             return base
-        stats = self._source.stats
+        stats = self._look()
         self._rates.update(now_s, stats)
         numbers = {
             "num_blocks": stats.num_blocks,

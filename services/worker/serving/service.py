@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from services.worker.contract.executor import Executor
 from services.worker.engine.engine import Engine
 from services.worker.engine.loop import StepLoop
+from services.worker.engine.stats import take_stats
 from services.worker.roles.agent import PlanAgent
 from services.worker.roles.device import GroupDevice
 from services.worker.serving.admin import Admin
@@ -92,7 +94,7 @@ class WorkerService:
             ],
         )
         self._intake.open()
-        self._reporter.serve(self._facts, self.engine)
+        self._reporter.serve(self._facts, partial(take_stats, self.engine))
 
     def _plan_endpoints(self) -> list[Endpoint]:
         if self.agent is None:
