@@ -318,13 +318,12 @@ def troubles(before: Mapping[str, Tree], after: Mapping[str, Tree]) -> list[str]
 
 
 def render(before: Mapping[str, Outcome], after: Mapping[str, Outcome]) -> str:
-    """Return what was run and what happened in it, as a table for people."""
-    lines = [f"{'':<24}{'before':>10}{'after':>10}"]
-    for name, outcome in before.items():
-        lines.append(f"{name + ', CPU s':<24}{outcome.cpu_s:>10.1f}{after[name].cpu_s:>10.1f}")
-    counts = [count_events([outcome.tree for outcome in each.values()]) for each in (before, after)]
-    lines += [f"{name:<24}{counts[0][name]:>10}{counts[1][name]:>10}" for name in EVENTS]
-    return "\n".join(lines)
+    """Return what each run took and what happened in it, before and after, as a table for people."""
+    rows = [("", list(before)), ("CPU s", [f"{before[name].cpu_s:.0f}, {after[name].cpu_s:.0f}" for name in before])]
+    counts = {name: [count_events(each[name].tree) for each in (before, after)] for name in before}
+    for event in EVENTS:
+        rows.append((event, [f"{old[event]}, {new[event]}" for old, new in counts.values()]))
+    return "\n".join(f"{title:<24}" + "".join(f"{cell:>18}" for cell in cells) for title, cells in rows)
 
 
 def main(argv: Sequence[str]) -> int:
