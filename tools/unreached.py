@@ -22,10 +22,12 @@ from tools.use_graph import Definition, UseGraph
 
 Graph = Mapping[str, Definition]
 
-APART = {"tests", "tools"}
+APART = {"tests"}
 """Packages that reach nothing."""
+SCRIPTS = {"vectors.make": Path("client/vectors/make.py")}
+"""What runs by itself and is in no package."""
 PUBLIC = "sluice_client"
-"""The package whose exported names, and what is public in their classes, others may use."""
+"""The package in which what is named in an `__all__`, and what is public in its classes, is for others to use."""
 
 
 def reached(graph: Graph, roots: Iterable[str]) -> set[str]:
@@ -62,20 +64,28 @@ def roots_of(graph: Graph, sources: Mapping[str, Path]) -> set[str]:
     """Find the modules that run by themselves, and what is public."""
     texts = {name: path.read_text() for name, path in sources.items()}
     roots = {name for name, text in texts.items() if name.endswith("__main__") or '__name__ == "__main__"' in text}
-    if PUBLIC in sources:
-        words = {node.value for node in ast.walk(ast.parse(texts[PUBLIC])) if isinstance(node, ast.Constant)}
-        inside = [definition for definition in graph.values() if definition.module.startswith(PUBLIC)]
-        exported = {one.name for one in inside if one.owner == one.module and one.last_name in words}
-        roots |= exported | {PUBLIC}
-        roots |= {one.name for one in inside if one.owner in exported and not one.last_name.startswith("_")}
-    return roots
+    inside = [definition for definition in graph.values() if definition.module.split(".")[0] == PUBLIC]
+    words = {word for definition in inside if not definition.owner for word in _exports(texts[definition.module])}
+    exported = {one.name for one in inside if one.owner == one.module and one.last_name in words}
+    public = {one.name for one in inside if one.owner in exported and not one.last_name.startswith("_")}
+    return roots | exported | public | ({PUBLIC} & graph.keys())
+
+
+def _exports(text: str) -> list[str]:
+    """Return what a module's `__all__` names."""
+    for statement in ast.parse(text).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List() as names):
+                return [str(name) for name in ast.literal_eval(names)]
+    return []
 
 
 def judge(graph: Graph, roots: set[str], allowed: Iterable[str]) -> tuple[list[Definition], list[str]]:
     """Find the outermost definitions that are not reached, and the allowed names that need no reason."""
     allowed = set(allowed)
     found = reached(graph, roots | allowed)
-    dead = [one for one in graph.values() if one.name not in found and (not one.owner or one.owner in found)]
+    outermost = [one for one in graph.values() if not one.owner or one.owner in found]
+    dead = [one for one in outermost if one.name not in found and one.num_lines]  # an empty file marks a package
     needless = [
         name for name in sorted(allowed) if name not in graph or name in reached(graph, roots | allowed - {name})
     ]
@@ -92,6 +102,7 @@ def main() -> int:
         for source in process_options([])[0]
         if source.path and source.path.endswith(".py") and not {source.module, source.module.split(".")[0]} & apart
     }
+    sources |= SCRIPTS
     graph = UseGraph(sources, process_options([])[1])
     roots = roots_of(graph, sources)
     dead, needless = judge(graph, roots, ALLOWED)
