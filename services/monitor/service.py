@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from services.monitor.config import MonitorSettings
 from services.monitor.policy.sanity import find_absurdity
-from services.monitor.policy.throttling import Throttling, ThrottlingDetector, ThrottlingRule
+from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingRule
 from services.monitor.state import ClusterState, Verdict
 from shared.cluster_views import VIEW_KEY
 from shared.host import process_facts
@@ -44,7 +44,7 @@ class Monitor:
         self._subjects = Subjects(settings.cluster)
         self._state = ClusterState(settings.liveness(), settings.max_workers)
         self._detector = ThrottlingDetector(settings.throttling())
-        self._throttlings: list[Throttling] = []
+        self._throttled: list[tuple[WorkerId, str]] = []
         self._epoch = 0
         self._tasks = TaskOwner(on_failure)
         self._wake = asyncio.Event()
@@ -119,12 +119,12 @@ class Monitor:
     def _follow(self, report: WorkerReport) -> None:
         """See whether the worker runs short; the planner is told at once if it begins to, or requests begin to wait."""
         before = self._detector.rule(report.worker_id)
-        throttling = self._detector.apply(report, self._now(), self._epoch)
-        if throttling is not None:
-            self._throttlings.append(throttling)
+        reason = self._detector.apply(report, self._now(), self._epoch)
+        if reason is not None:
+            self._throttled.append((report.worker_id, reason))
         rule = self._detector.rule(report.worker_id)
         is_worse = rule is not None and rule is not before and before is not ThrottlingRule.QUEUED
-        if throttling is not None or is_worse:
+        if reason is not None or is_worse:
             self._next_view_s = min(self._next_view_s, max(self._now(), self._last_view_s + MIN_VIEW_GAP_S))
             self._wake.set()
 
@@ -172,13 +172,13 @@ class Monitor:
         if changes or now_s >= self._next_view_s:
             self._next_view_s = now_s + self._settings.view_period_s
             await self._write_view(now_s)
-        throttlings, self._throttlings = self._throttlings, []
+        throttled, self._throttled = self._throttled, []
         for change in changes:
             if change.name == "worker_gone":
                 self._detector.forget(change.worker_id)
             await self._announce(change.name, change.worker_id, change.reason)
-        for throttling in throttlings:
-            await self._announce("worker_throttled", throttling.worker_id, throttling.reason)
+        for worker_id, reason in throttled:
+            await self._announce("worker_throttled", worker_id, reason)
 
     def _was_deaf(self, now_s: float) -> bool:
         """Return whether silence is the monitor's own: no broker, or this process stood still."""

@@ -145,7 +145,7 @@ async def test_limits_hold_over_a_websocket_too(text: ModelText, folder: Path, t
         assert 50_000 < error["retry_after_ms"] <= 60_000
         assert error["should_retry"] is True
         assert done["type"] == "done"
-        assert running.dispatcher.front.tenants.num_open("a") == 0
+        assert running.dispatcher.front.tenants._usage["a"].num_open == 0
 
 
 async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, folder: Path, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ async def test_what_an_earlier_connection_got_is_charged_once(text: ModelText, f
                     await response.read()
                 else:
                     await until(lambda: sum(len(session.tokens) for session in front.sessions.table) == 4)
-            await until(lambda: front.tenants.num_open("a") == 0)
+            await until(lambda: front.tenants._usage["a"].num_open == 0)
         (tenant,) = {grant.tenant for grant in [front.access.authenticate("Bearer a", "")] if isinstance(grant, Grant)}
         (rate,) = front.tenants.rates(tenant, front.now())
         used = 2 * NUM_PROMPT + 4 + 3
@@ -200,16 +200,16 @@ async def test_places_are_held_until_the_answer_ends_or_the_client_leaves(
         assert (status, headers["retry-after"], headers["x-should-retry"]) == (429, "1", "true")
         assert "2 requests at a time" in body["error"]["message"]
         first.cancel()
-        await until(lambda: tenants.num_open("a") == 0 and not running.worker.running)
+        await until(lambda: tenants._usage["a"].num_open == 0 and not running.worker.running)
         second = asyncio.create_task(ask(running))
         await until(lambda: len(running.worker.running) == 1)
-        assert tenants.num_open("a") == 1
+        assert tenants._usage["a"].num_open == 1
         (item,) = running.worker.running.values()
         await running.worker.emit(item, [65], FinishReason.STOP)
         status, headers, _ = await second
         assert status == 200
         assert int(headers["x-ratelimit-remaining-tokens"]) >= 500 - 2 * NUM_PROMPT - 10
-        assert tenants.num_open("a") == 0
+        assert tenants._usage["a"].num_open == 0
 
 
 async def test_a_tenant_that_may_not_wait_is_refused_where_others_wait(

@@ -156,7 +156,7 @@ async def test_an_answer_that_was_cut_off_is_resumed_at_its_worker_and_not_made_
         await worker.wait_cancelled()
         await until(lambda: not len(running.dispatcher.front.live))
         assert worker.running == {}
-        assert running.dispatcher.front.live.num_kept_tokens == 3
+        assert running.dispatcher.front.live._num_kept_tokens == 3
         async with ask(running, key, got[-1].id) as response:
             await until(lambda: worker.running)
             (item,) = worker.running.values()
@@ -317,10 +317,10 @@ async def test_what_is_kept_is_bounded_in_tokens_and_time(served: Running, monke
         async with ask(served, new_key()) as response:
             await events_of(response)
     await until(lambda: not len(live))
-    assert live.num_kept_tokens == 3 * num_tokens
+    assert live._num_kept_tokens == 3 * num_tokens
     monkeypatch.setattr("services.dispatcher.answers.live.KEEP_S", -1.0)
     live._forget_old()
-    assert (live.num_kept_tokens, len(live._kept)) == (0, 0)
+    assert (live._num_kept_tokens, len(live._kept)) == (0, 0)
 
 
 async def test_a_silent_stream_with_ids_gets_comments_that_no_sdk_takes_for_an_event(

@@ -62,13 +62,13 @@ def enter(tenants: Tenants, tenant: Tenant, num_choices: int = 1, now_s: float =
 def test_a_tenant_without_limits_is_let_in_always_and_still_counted() -> None:
     tenants, tenant = Tenants(), Tenant("a")
     permits = [enter(tenants, tenant, 100) for _ in range(100)]
-    assert tenants.num_open("a") == 10_000
+    assert tenants._usage["a"].num_open == 10_000
     assert permits[0].charge(10**9, 0.0) is None
     assert tenants.rates(tenant, 0.0) == []
     for permit in permits:
         permit.close(0, 0.0)
         permit.close(0, 0.0)
-    assert tenants.num_open("a") == 0
+    assert tenants._usage["a"].num_open == 0
 
 
 def test_each_choice_counts_as_a_request() -> None:
@@ -109,7 +109,7 @@ def test_a_refused_request_takes_no_tokens_and_no_place() -> None:
     permit = enter(tenants, tenant)
     assert permit.charge(101, 0.0) == OverLimit(Limit.TOKENS, 100, 101, None)
     permit.close(0, 0.0)
-    assert tenants.num_open("a") == 0
+    assert tenants._usage["a"].num_open == 0
     assert [(rate.limit, rate.remaining) for rate in tenants.rates(tenant, 0.0)] == [
         (Limit.REQUESTS, 9),
         (Limit.TOKENS, 100),
@@ -158,4 +158,4 @@ def test_the_books_balance(requests: list[tuple[str, int, int, int]]) -> None:
     for name in "ab":
         (rate,) = tenants.rates(Tenant(name, limits=limits), 0.0)
         assert rate.remaining == 200 - used[name] - held[name]
-        assert tenants.num_open(name) == places[name]
+        assert tenants._usage[name].num_open == places[name]

@@ -20,11 +20,6 @@ class TenantLimits:
     max_queued: int | None = None
     """Of these, the ones that wait because no worker has room."""
 
-    @property
-    def has_rates(self) -> bool:
-        """Whether answers carry `x-ratelimit-…` headers."""
-        return self.requests_per_min is not None or self.tokens_per_min is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Tenant:

@@ -92,11 +92,6 @@ class LiveCalls:
     def __len__(self) -> int:
         return len({id(live) for group in self._by_name.values() for live in group.values()})
 
-    @property
-    def num_kept_tokens(self) -> int:
-        """Tokens that are kept of answers whose connection is gone."""
-        return self._num_kept_tokens
-
     def enter(self, call: Call, choices: Sequence[Choice]) -> Sequence[Start]:
         """Note a request and return where its choices go on; the caller must let it `leave`.
 

@@ -100,11 +100,6 @@ class Tenants:
     def __init__(self) -> None:
         self._usage: dict[str, _Usage] = {}
 
-    def num_open(self, name: str) -> int:
-        """Return how many choices of a tenant run or wait."""
-        usage = self._usage.get(name)
-        return usage.num_open if usage is not None else 0
-
     def enter(self, tenant: Tenant, num_choices: int, now_s: float) -> Permit | OverLimit:
         """Let a request in that needs so many places, or say which limit it meets.
 

@@ -11,11 +11,8 @@ from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import FINISH_REASONS, SessionTable, extras_of
 from shared.ids import WorkerId
 from shared.messages.request import Replay, ReplayUnknown
-from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
 from shared.token_batch import TokenBatch
-
-_log = get_logger()
 
 MAX_LOST_REPLIES: Final = 3
 """Unanswered questions in a row after which the worker counts as lost for this request."""

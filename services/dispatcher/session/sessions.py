@@ -70,7 +70,6 @@ class Sessions:
         self.cluster = cluster
         self.table = SessionTable(self._on_gap, self._on_disowned, self._on_released, first_stream=incarnation)
         self.draining = False
-        self._calls = calls
         self._owners = owners
         self._limits = limits
         self._now = now

@@ -170,10 +170,6 @@ class SessionTable:
             self._channels[worker_id] = counter
             self._suspect(worker_id)
 
-    def expected(self, worker_id: WorkerId) -> int:
-        """Return the number that a worker's next message should have."""
-        return self._channels.get(worker_id, 0)
-
     def heard_s(self, worker_id: WorkerId) -> float:
         """Return when a worker's last message came; 0 if none has."""
         return self._heard_s.get(worker_id, 0.0)

@@ -58,19 +58,6 @@ class ThrottlingRule(StrEnum):
     QUEUED = "queued"
 
 
-@dataclass(frozen=True, slots=True)
-class Throttling:
-    """A worker runs short."""
-
-    worker_id: WorkerId
-    epoch: int
-    """Of the plan that was in force."""
-    rule: ThrottlingRule
-    demand_blocks: int
-    capacity_blocks: int
-    reason: str
-
-
 @dataclass(slots=True)
 class _Watch:
     """What is remembered of a worker."""
@@ -95,11 +82,6 @@ class ThrottlingDetector:
         self._params = params
         self._watches: dict[WorkerId, _Watch] = {}
 
-    @property
-    def throttled(self) -> tuple[WorkerId, ...]:
-        """Workers that a rule holds for, by their last reports; sorted."""
-        return tuple(sorted(worker_id for worker_id, watch in self._watches.items() if watch.strain))
-
     def strain(self, worker_id: WorkerId) -> str:
         """Return why the worker is throttled, by its last report, in words; empty if it is not."""
         watch = self._watches.get(worker_id)
@@ -114,8 +96,8 @@ class ThrottlingDetector:
         """Remember nothing of a worker that is gone."""
         self._watches.pop(worker_id, None)
 
-    def apply(self, report: WorkerReport, now_s: float, epoch: int) -> Throttling | None:
-        """Take a report; return an event if the worker runs short and has not said so in this epoch.
+    def apply(self, report: WorkerReport, now_s: float, epoch: int) -> str | None:
+        """Take a report; return why the worker runs short, in words, if it has not said so in this epoch.
 
         Args:
             report: one that the monitor accepts; a number that does not grow means another process.
@@ -146,7 +128,7 @@ class ThrottlingDetector:
         watch.capacity_rate += weight * ((capacity - watch.capacity) / elapsed_s - watch.capacity_rate)
         watch.at_s, watch.demand, watch.capacity = now_s, demand, capacity
 
-    def _judge(self, watch: _Watch, report: WorkerReport, epoch: int) -> Throttling | None:
+    def _judge(self, watch: _Watch, report: WorkerReport, epoch: int) -> str | None:
         demand, capacity, horizon_s = _demand(report), report.num_blocks, self._params.horizon_s
         ahead = demand + watch.demand_rate * horizon_s
         room = capacity + watch.capacity_rate * horizon_s
@@ -161,11 +143,11 @@ class ThrottlingDetector:
             watch.strain = f"{what}, and {report.num_queued_for_memory} requests are queued for lack of them"
         else:
             watch.strain = f"{what}; in {horizon_s:g} s it would be {ahead:.0f} of {room:.0f}"
-        rule = watch.rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
+        watch.rule = ThrottlingRule.QUEUED if is_queued else ThrottlingRule.RATE
         if watch.raised_epoch == epoch:
             return None
         watch.raised_epoch = epoch
-        return Throttling(report.worker_id, epoch, rule, demand, capacity, watch.strain)
+        return watch.strain
 
 
 def _role(report: WorkerReport) -> tuple[Incarnation, int, tuple[int, int]]:
