@@ -24,13 +24,13 @@ from benchmarks.harness import machine, percentiles, print_table
 from benchmarks.paper_lookahead.formations import by_halving, by_tokens
 from benchmarks.paper_lookahead.microbatch import Microbatch, Waiting, form_ahead
 from benchmarks.paper_lookahead.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput, SchedulerView
-from services.worker.scheduling.work import Work
 from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams
@@ -69,7 +69,7 @@ class Timed:
 
 def schedulers() -> dict[str, Scheduler]:
     """Return the two that are compared, fresh."""
-    return {"token count": ChunkedScheduler(), "ahead": LookaheadScheduler(Work.of(COST, MAX_TOKENS))}
+    return {"token count": ChunkedScheduler(), "ahead": LookaheadScheduler()}
 
 
 def engine_of(scheduler: Scheduler, num_stages: int) -> Engine:
@@ -85,7 +85,7 @@ def engine_of(scheduler: Scheduler, num_stages: int) -> Engine:
         num_lanes=num_stages,
         prefix_caching=False,
     )
-    return Engine(config, scheduler, KV_TOKENS[num_stages] // BLOCK_SIZE)
+    return Engine(config, scheduler, KV_TOKENS[num_stages] // BLOCK_SIZE, cost=CostEstimate(COST))
 
 
 def sequence(name: int, num_prompt: int, num_output: int, arrival_s: float = 0.0) -> NewSequence:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import tomllib
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -64,6 +65,32 @@ class CostModel:
         """
         dense_s = max(self.g0_s + self.b0_s * num_tokens, self.g1_s + self.b1_s * num_tokens)
         return dense_s + self.d_s * kv_decode_tokens + self.a_s * prefill_pairs + self.era_s
+
+    @property
+    def token_s(self) -> float:
+        """What one more token adds to a step that computing bounds, attention aside."""
+        return self.b1_s
+
+    def chunk_s(self, prefix: int, num_tokens: int) -> float:
+        """Return the work of a chunk: what it adds to such a step, α·(p·c + (c² + c)/2) + β·c.
+
+        Cutting a prompt neither adds to that nor saves any, so prompts and whole queues have a work too, and equal work
+        is equal cost beside equal decodes.
+
+        Source: KunServe, version 2, section 4.3, equation (1), where α = a and β = `token_s`. Deviation: γ is not part
+        of it; a microbatch pays it once.
+        """
+        return self.a_s * prefill_pairs(prefix, num_tokens) + self.token_s * num_tokens
+
+    def largest(self, prefix: int, limit_s: float) -> int:
+        """Return the most tokens whose work is at most `limit_s`: α/2·c² + (β + α·(p + 1/2))·c ≤ limit."""
+        if limit_s <= 0:
+            return 0
+        slope = self.token_s + self.a_s * (prefix + 0.5)
+        chunk = int(2 * limit_s / (slope + sqrt(slope * slope + 2 * self.a_s * limit_s)))
+        if self.chunk_s(prefix, chunk + 1) <= limit_s:
+            return chunk + 1
+        return chunk - 1 if self.chunk_s(prefix, chunk) > limit_s else chunk
 
 
 @dataclass(frozen=True, slots=True)

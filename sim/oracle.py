@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.view import Scheduler
@@ -29,13 +30,20 @@ class UnlimitedEngine(Engine):
         config: limits.
         scheduler: chooses every step.
         num_blocks: that the device has.
+        cost: of a step.
         on_grow: called with the number of blocks that there have to be from now on.
     """
 
     def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, num_blocks: int, *, on_grow: Callable[[int], None]
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        num_blocks: int,
+        cost: CostEstimate,
+        *,
+        on_grow: Callable[[int], None],
     ) -> None:
-        super().__init__(config, scheduler, num_blocks)
+        super().__init__(config, scheduler, num_blocks, cost=cost)
         self._device_blocks = num_blocks
         self._on_grow = on_grow
 

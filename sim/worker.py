@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.worker.build import EngineMaker, ModelFacts, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
@@ -18,7 +19,6 @@ from services.worker.pipeline.channel import ModelledLink
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
-from services.worker.scheduling.work import Work
 from services.worker.serving.service import WorkerService
 from shared.cost import CostModel
 from shared.ids import Incarnation
@@ -176,8 +176,7 @@ class SimWorker:
                 params.vocab_size,
                 params.eos_token_ids,
                 params.max_model_len,
-                token_s=params.cost.b1_s,
-                pair_s=params.cost.a_s,
+                cost=CostEstimate(replace(params.cost, d_s=0)),
             ),
             self.reporter,
             self._fail,
@@ -246,15 +245,15 @@ class SimWorker:
     def _engine_maker(self) -> EngineMaker | None:
         """Return what makes another engine than the live one, or the same with another scheduler; None: as live."""
         params = self.params
-        make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else Engine
+        make: EngineMaker = self._unlimited if find_system(params.system).memory is Memory.UNLIMITED else _bounded
         if params.scheduler is None:
-            return None if make is Engine else make
-        other = make_scheduler(params.scheduler, Work(params.cost.b1_s, params.cost.a_s))
-        return lambda config, _, num_blocks: make(config, other, num_blocks)
+            return None if make is _bounded else make
+        other = make_scheduler(params.scheduler)
+        return lambda config, _, num_blocks, cost: make(config, other, num_blocks, cost)
 
-    def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int) -> Engine:
+    def _unlimited(self, config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
         assert self.kv is not None, "a pipeline's memory is bounded"
-        return UnlimitedEngine(config, scheduler, num_blocks, on_grow=self.kv.grow)
+        return UnlimitedEngine(config, scheduler, num_blocks, cost, on_grow=self.kv.grow)
 
     def _fail(self, name: str, error: BaseException) -> None:
         self.failures.append((name, error))
@@ -273,3 +272,7 @@ class SimWorker:
                 await self.service.drain(drain_limit_s)
         await self.service.stop()
         await self._tasks.close()
+
+
+def _bounded(config: EngineConfig, scheduler: Scheduler, num_blocks: int, cost: CostEstimate) -> Engine:
+    return Engine(config, scheduler, num_blocks, cost=cost)

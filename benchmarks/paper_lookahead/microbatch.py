@@ -4,7 +4,7 @@
     |    lane 0      |    lane 1      |       lane 0       |   lane 1   |     not of equal length: a later chunk attends
                                                                              to more tokens
 
-A chunk of c tokens behind a prefix of p costs α·(p·c + (c² + c)/2) + β·c: its `Work`. A microbatch costs the work of
+A chunk of c tokens behind a prefix of p costs α·(p·c + (c² + c)/2) + β·c: its work. A microbatch costs the work of
 its chunks, what its decodes cost, and γ: together `CostModel.step_s`, where α = a, β = b1 and γ = g1 beyond some
 hundred tokens. Cutting a prompt neither adds to its work nor saves any, so queues have a work too.
 
@@ -23,13 +23,12 @@ Source: KunServe, version 2, section 4.3, figures 10 and 11, and appendix. Devia
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
 from services.worker.scheduling.shares import Line, Room, Shares, spread
 from services.worker.scheduling.view import Limits
-from services.worker.scheduling.work import Work
 from shared.cost import CostModel, prefill_pairs
 
 
@@ -82,17 +81,24 @@ def microbatch_s(cost: CostModel, chunks: Sequence[Chunk], decode_kv_tokens: Seq
     return cost.step_s(num_tokens, sum(decode_kv_tokens), pairs)
 
 
+def branch_of(cost: CostModel, num_tokens: int) -> CostModel:
+    """Return the formula with one branch, that of steps of about this many tokens."""
+    first = cost.g0_s + cost.b0_s * num_tokens >= cost.g1_s + cost.b1_s * num_tokens
+    g_s, b_s = (cost.g0_s, cost.b0_s) if first else (cost.g1_s, cost.b1_s)
+    return replace(cost, g0_s=0, b0_s=0, g1_s=g_s, b1_s=b_s)
+
+
 class _Cutter:
     """The line of prompts, and what is left of them."""
 
-    def __init__(self, work: Work, queue: Sequence[Waiting]) -> None:
-        self._work = work
+    def __init__(self, cost: CostModel, queue: Sequence[Waiting]) -> None:
+        self._cost = cost
         self._prompts = [(index, *waiting) for index, waiting in reversed(list(enumerate(queue)))]
 
     @property
     def line(self) -> Line:
         """What is left."""
-        works = sum(self._work.chunk_s(prefix, left) for _, prefix, left in self._prompts)
+        works = sum(self._cost.chunk_s(prefix, left) for _, prefix, left in self._prompts)
         return Line(works, sum(left for *_, left in self._prompts), len(self._prompts))
 
     def cut(self, share_s: float, room: Room) -> list[Chunk]:
@@ -101,11 +107,11 @@ class _Cutter:
         left_s, tokens = share_s, room.num_tokens
         while self._prompts and tokens and len(chunks) < room.num_rows:
             index, prefix, num_tokens = self._prompts.pop()
-            size = min(num_tokens, tokens, self._work.largest(prefix, left_s) or int(not chunks))
+            size = min(num_tokens, tokens, self._cost.largest(prefix, left_s) or int(not chunks))
             if size:
                 chunks.append(Chunk(index, prefix, size))
                 tokens -= size
-                left_s -= self._work.chunk_s(prefix, size)
+                left_s -= self._cost.chunk_s(prefix, size)
             if size < num_tokens:
                 self._prompts.append((index, prefix + size, num_tokens - size))
                 break
@@ -128,9 +134,9 @@ def form_ahead(
     """
     check_queue(queue, decode_kv_tokens, limits)
     decodes = spread(decode_kv_tokens, limits.num_lanes)
-    work = Work.of(cost, limits.max_batch_tokens)
-    room = Room.beside(max(map(len, decodes)), limits, work)
-    cutter, shares = _Cutter(work, queue), Shares(limits.num_lanes)
+    branch = branch_of(cost, limits.max_batch_tokens)
+    room = Room.beside(max(map(len, decodes)), limits, branch)
+    cutter, shares = _Cutter(branch, queue), Shares(limits.num_lanes)
     formed: list[Microbatch] = []
     while (line := cutter.line).num_prompts:
         own = decodes[len(formed) % limits.num_lanes]

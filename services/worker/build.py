@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from services.worker.config import WorkerSettings
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
@@ -19,8 +20,7 @@ from services.worker.roles.device import GroupDevice
 from services.worker.roles.role_changes import RoleChanges
 from services.worker.roles.role_executor import RoleExecutor
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import MoveCost, Scheduler
-from services.worker.scheduling.work import Work
+from services.worker.scheduling.view import Scheduler
 from services.worker.serving.emitter import Emitter
 from services.worker.serving.intake import Intake
 from services.worker.serving.leases import Leases
@@ -51,17 +51,13 @@ class ModelFacts:
     reserve_bytes: int = 0
     dry_step_s: float = 0.0
     """Seconds that the largest step took while the worker was loaded; 0 if none was tried."""
-    token_s: float = 0.0
-    """Seconds that one more token of prefill adds to a step: what computing lost KV again costs."""
-    pair_s: float = 0.0
-    """The same, per pair of a token and one at or before it."""
-    read_s: float = 0.0
-    """Seconds that a decode adds per token of KV that it reads."""
+    cost: CostEstimate = field(default_factory=CostEstimate)
+    """Of a step of the whole model; the only one: whoever prices anything reads it there."""
     kernels: str = "modelled"
 
 
-EngineMaker = Callable[[EngineConfig, Scheduler, int], Engine]
-"""(limits, scheduler, KV blocks) -> an engine."""
+EngineMaker = Callable[[EngineConfig, Scheduler, int, CostEstimate], Engine]
+"""(limits, scheduler, KV blocks, cost of a step) -> an engine."""
 
 
 def _max_failures(max_batch_rows: int) -> int:
@@ -102,6 +98,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         device: of the executor, if its layers can be dropped; the worker closes it when it stops.
     """
     facts = _facts(settings, executor, model, device)
+    reporter.watch_cost(model.cost, executor.num_lanes)
     engine_executor = RoleExecutor(executor)
     parts = _Parts(
         worker_id=WorkerId(settings.instance_id),
@@ -237,7 +234,6 @@ def _facts(settings: WorkerSettings, executor: Executor, model: ModelFacts, devi
         kv_bytes=model.kv_bytes,
         reserve_bytes=model.reserve_bytes,
         memory_bytes=settings.memory,
-        token_s=model.token_s / executor.num_lanes,
         num_layers=0 if device is None else len(device.facts.layer_bytes),
         stage_address="" if device is None else device.address,
         elastic=None if device is None else device.facts,
@@ -265,19 +261,18 @@ def _engine(
         overlaps=overlaps(executor),
     )
     system = find_system(settings.system)
-    work = Work(model.token_s, model.pair_s, model.read_s) if model.token_s else None
-    scheduler, num_blocks = make_scheduler(system.scheduler, work), _num_blocks(settings, capacity)
+    scheduler, num_blocks = make_scheduler(system.scheduler), _num_blocks(settings, capacity)
     if make_engine is not None:
-        return make_engine(config, scheduler, num_blocks)
-    return Engine(config, scheduler, num_blocks, _host(system, capacity, model))
+        return make_engine(config, scheduler, num_blocks, model.cost)
+    return Engine(config, scheduler, num_blocks, _host(system, capacity), model.cost)
 
 
-def _host(system: System, capacity: KvCapacity, model: ModelFacts) -> tuple[HostMemory, MoveCost] | None:
-    """Return the host memory that the system swaps to, and what its scheduler weighs."""
+def _host(system: System, capacity: KvCapacity) -> HostMemory | None:
+    """Return the host memory that the system swaps to."""
     if system.preemption is not Preemption.SWAP:
         return None
     assert capacity.host is not None, f"system '{system.name}' needs an executor with host memory"
-    return capacity.host, MoveCost(capacity.host.block_copy_s, model.token_s, model.pair_s)
+    return capacity.host
 
 
 def _info(settings: WorkerSettings, facts: WorkerFacts) -> ServiceInfo:

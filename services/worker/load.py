@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 from services.worker.build import ModelFacts
 from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
+from services.worker.cost.estimate import CostEstimate
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.roles.device import GroupDevice
-from shared.cost import load_profile
+from shared.cost import CostModel, load_profile
 from shared.errors import StartupError
 from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
 
@@ -91,9 +92,7 @@ def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
         eos_token_ids=spec.eos_token_ids,
         max_model_len=min(settings.max_model_len or spec.max_positions, num_blocks * settings.block_size),
         kv_bytes=num_blocks * block_bytes,
-        token_s=cost.b1_s,
-        pair_s=cost.a_s,
-        read_s=cost.d_s,
+        cost=CostEstimate(cost),
     )
     return Loaded(ModelledExecutor(cost, kv, host=host, overlaps=bool(settings.overlap)), facts)
 
@@ -148,7 +147,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
         exchange_bytes_per_s=settings.exchange_gb_per_s * 1e9,
         peers_first=settings.load_from is LoadFrom.PEERS,
         kv_exchange=find_system(settings.system).exchange,
-        token_s=facts.token_s,
+        cost=facts.cost,
         hands_over=model.device.type == "cuda" if settings.hand_over_pages is None else settings.hand_over_pages,
     )
     return Loaded((await device.alone()).executor, facts, device)
@@ -219,6 +218,6 @@ def _facts(settings: WorkerSettings, info: ModelInfo) -> ModelFacts:
         kv_bytes=info.kv_bytes,
         reserve_bytes=info.reserve_bytes,
         dry_step_s=info.dry_step_s,
-        token_s=info.dry_step_s / settings.max_batch_tokens,
+        cost=CostEstimate(CostModel(0, 0, 0, b1_s=info.dry_step_s / settings.max_batch_tokens, d_s=0, a_s=0)),
         kernels=info.kernels,
     )

@@ -190,7 +190,7 @@ class ModelledGroupDevice:
         self._leave()
         self._ahead = None
         own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
-        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes, step_s, self._params.cost.b1_s)
+        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes, step_s, self._params.cost)
         await asyncio.sleep(self._params.remap_s)
         layers, num_layers = place.own.layers, len(self._all_layers)
         num_blocks = self.num_blocks(layers)

@@ -39,6 +39,7 @@ from services.worker.kv_moves.kv_table import (
 )
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.modelled.shadow_kv import ShadowKv
+from shared.cost import CostModel
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from sim.devices.modelled_stage import ModelledStage
@@ -64,8 +65,8 @@ class Estate:
     """Of a block's keys and values in one layer."""
     step_s: float = 0.0
     """That a step took lately; 0: unknown."""
-    token_s: float = 0.0
-    """That computing a token takes by itself."""
+    cost: CostModel | None = None
+    """Of a step of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.arrivals import Arrivals
-from services.worker.kv_moves.exchange_mode import Pace
+from services.worker.kv_moves.exchange_mode import Pace, again_s
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
 from services.worker.kv_moves.kv_table import AreLive
 from services.worker.pipeline.channel import ModelledLink
@@ -182,7 +182,7 @@ class ModelledNetwork:
             pace=Pace(
                 max(before.step_s for before in befores),
                 self._exchange_limit_s,
-                befores[0].token_s * block_size / len(befores),
+                again_s(befores[0].cost, block_size, len(befores)),
             ),
             block_bytes=befores[0].block_bytes,
             token_bytes=round(link.token_bytes * (1 + REMOTE_STATES)),

@@ -17,7 +17,7 @@ from services.worker.scheduling.registry import SCHEDULERS, make_scheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
 from shared.types import FinishReason
-from tests.support.engine_builders import WORK, engine_config, make_engine, new_sequence
+from tests.support.engine_builders import engine_config, make_engine, new_sequence
 from tests.support.engine_chaos import GUILTY_SEED, Chaos, UnrulyScheduler
 from tests.support.engine_harness import EngineHarness
 from tests.support.seeds import first_of
@@ -34,7 +34,7 @@ PIPELINE_CASES = [(100, True, 0), (101, False, 30)]
 
 
 def short_turns(name: str) -> Scheduler:
-    return RoundRobinScheduler(turn_tokens=3) if name == "round-robin" else make_scheduler(name, WORK)
+    return RoundRobinScheduler(turn_tokens=3) if name == "round-robin" else make_scheduler(name)
 
 
 def chaotic_run(

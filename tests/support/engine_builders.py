@@ -5,19 +5,25 @@ from __future__ import annotations
 import numpy as np
 
 from services.worker.contract.executor import HostMemory
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import MoveCost, Scheduler
-from services.worker.scheduling.work import Work
+from services.worker.scheduling.view import Scheduler
+from shared.cost import CostModel
 from shared.ids import RequestId, StreamId
 from shared.types import QoeTarget, RequestClass, SamplingParams
 
 FOREVER = 1e12
 
 
-WORK = Work(beta_s=1e-4, alpha_s=1e-8)
-"""What prefill costs, for the schedulers that weigh it."""
+def per_token(token_s: float, *, pair_s: float = 0.0, read_s: float = 0.0) -> CostModel:
+    """Steps that cost nothing but for each token, each pair of prefill, and each token of KV that a decode reads."""
+    return CostModel(g0_s=0, b0_s=0, g1_s=0, b1_s=token_s, d_s=read_s, a_s=pair_s)
+
+
+SLOW = per_token(1.0)
+"""A token takes a second, so moving KV costs next to nothing."""
 
 
 def engine_config(
@@ -55,13 +61,13 @@ def make_engine(
     num_blocks: int = 64,
     config: EngineConfig | None = None,
     num_host_blocks: int = 0,
-    move_cost: MoveCost | None = None,
+    block_copy_s: float = 1e-6,
+    cost: CostModel = SLOW,
 ) -> Engine:
     """With host blocks KV is swapped, as long as they last: moving costs next to nothing unless told otherwise."""
-    chosen = make_scheduler(scheduler, WORK) if isinstance(scheduler, str) else scheduler
-    cost = move_cost or MoveCost(block_copy_s=1e-6, token_s=1.0)
-    host = (HostMemory(num_host_blocks, 1024, cost.block_copy_s), cost) if num_host_blocks else None
-    return Engine(config or engine_config(), chosen, num_blocks, host)
+    chosen = make_scheduler(scheduler) if isinstance(scheduler, str) else scheduler
+    host = HostMemory(num_host_blocks, 1024, block_copy_s) if num_host_blocks else None
+    return Engine(config or engine_config(), chosen, num_blocks, host, CostEstimate(cost))
 
 
 def new_sequence(

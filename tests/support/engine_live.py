@@ -15,10 +15,9 @@ from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
-from services.worker.scheduling.view import MoveCost
 from shared.cost import CostModel
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine
+from tests.support.engine_builders import engine_config, make_engine, per_token
 
 STEP_S = 0.1
 FLAT_COST = CostModel(g0_s=STEP_S, b0_s=0, g1_s=0, b1_s=0, d_s=0, a_s=0)
@@ -78,9 +77,13 @@ async def live_engine(
 ) -> AsyncIterator[LiveEngine]:
     """Run an engine inside the block; it is closed, and its loop awaited, at the end."""
     config = config or engine_config()
-    cost = MoveCost(block_copy_s, token_s=STEP_S)
     engine = make_engine(
-        scheduler, num_blocks=num_blocks, config=config, num_host_blocks=num_host_blocks, move_cost=cost
+        scheduler,
+        num_blocks=num_blocks,
+        config=config,
+        num_host_blocks=num_host_blocks,
+        block_copy_s=block_copy_s,
+        cost=per_token(STEP_S),
     )
     draw, gate = TokenDraw.of_vocabulary(config.vocab_size, config.eos_token_ids), StepGate()
     kv = ShadowKv(num_blocks, config.block_size, draw, num_host_blocks=num_host_blocks, verify_ratio=1.0)

@@ -22,12 +22,11 @@ from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
 from services.worker.pipeline.channel import ModelledLink
 from services.worker.pipeline.pipeline import PipelineExecutor
-from services.worker.scheduling.view import MoveCost
 from shared.cost import CostModel
 from shared.layers import even_split
 from shared.types import FinishReason
 from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
-from tests.support.engine_builders import engine_config, make_engine
+from tests.support.engine_builders import engine_config, make_engine, per_token
 from tests.support.engine_live import FLAT_COST, STEP_S
 
 NUM_LAYERS = 12
@@ -103,7 +102,8 @@ async def live_pipeline(
         num_blocks=num_blocks,
         config=config,
         num_host_blocks=num_host_blocks,
-        move_cost=MoveCost(0.01, token_s=STEP_S),
+        block_copy_s=0.01,
+        cost=per_token(STEP_S),
     )
     draw = TokenDraw.of_vocabulary(config.vocab_size, config.eos_token_ids)
     params = PipelineParams(

@@ -13,11 +13,12 @@ from services.worker.scheduling.view import (
     Columns,
     HostView,
     Limits,
-    MoveCost,
     PreemptHow,
     SchedulerOutput,
     SchedulerView,
 )
+from shared.cost import CostModel
+from tests.support.engine_builders import SLOW, per_token
 
 Row = tuple[int, int, int, int]
 """num_prompt, num_output, num_computed, held_blocks"""
@@ -49,11 +50,9 @@ def host_view(
     num_leaving: int = 0,
     arriving: tuple[int, ...] = (),
     block_copy_s: float = 0.0,
-    token_s: float = 1.0,
 ) -> HostView:
     """Host memory that costs nothing to use, unless told otherwise."""
-    cost = MoveCost(block_copy_s, token_s)
-    return HostView(free_blocks, leaving_blocks, num_leaving, np.array(arriving, dtype=np.int32), cost)
+    return HostView(free_blocks, leaving_blocks, num_leaving, np.array(arriving, dtype=np.int32), block_copy_s)
 
 
 def prefilling(num_prompt: int, computed: int, *, held: int | None = None, block_size: int = 4) -> Row:
@@ -79,6 +78,7 @@ def make_view(
     now_s: float = 0.0,
     host: HostView | None = None,
     on_host: dict[int, int] | None = None,
+    cost: CostModel = SLOW,
 ) -> SchedulerView:
     """Rows are numbered through: running, preempted, waiting.
 
@@ -122,6 +122,7 @@ def make_view(
         limits=Limits(max_batch_tokens, max_batch_rows),
         blocks=StatedBlocks(freeable, cached or {}),
         host=host,
+        cost=cost,
     )
 
 
@@ -218,6 +219,7 @@ def random_view(random: np.random.Generator, *, swaps: bool = False) -> Schedule
         cached={row: random_cached(known, random) for row, (known, *_) in parked_rows if random.random() < 0.5},
         host=_random_host(len(running), random) if swaps else None,
         on_host=on_host,
+        cost=per_token(0.01),
     )
 
 
@@ -229,7 +231,6 @@ def _random_host(num_running: int, random: np.random.Generator) -> HostView:
         num_leaving=leaving + int(random.integers(3)),
         arriving=tuple(row for row in range(1, num_running) if random.random() < 0.15),
         block_copy_s=float(random.choice([0.0, 0.01, 10.0])),
-        token_s=0.01,
     )
 
 

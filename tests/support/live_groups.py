@@ -254,7 +254,6 @@ async def live_devices(
     for _ in range(num):
         model = open_elastic_model(SHAPES[name], folder, **changes)
         listener = await StageListener.open(wait_s=wait_s)
-        limits = {"limit_s": limit_s, "exchange_limit_s": exchange_limit_s, "part_limit_s": 20.0}
         device = TorchGroupDevice(
             model,
             listener,
@@ -263,7 +262,9 @@ async def live_devices(
             peers_first=peers_first,
             kv_exchange=kv_exchange,
             hands_over=hands_over,
-            **limits,
+            limit_s=limit_s,
+            exchange_limit_s=exchange_limit_s,
+            part_limit_s=20.0,
         )
         devices.append(device)
         await devices[-1].alone()

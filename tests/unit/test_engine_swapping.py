@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.engine.stats import take_stats
-from services.worker.scheduling.view import MoveCost
 from services.worker.sequences.table import Hold, Status
 from shared.types import FinishReason
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import engine_config, make_engine, new_sequence, per_token
 from tests.support.engine_harness import EngineHarness
 
 
@@ -131,8 +130,7 @@ def test_a_full_host_leaves_recompute() -> None:
 
 
 def test_a_slow_link_leaves_recompute() -> None:
-    slow = MoveCost(block_copy_s=10.0, token_s=0.001)
-    harness = EngineHarness(make_engine(num_blocks=9, num_host_blocks=20, move_cost=slow))
+    harness = EngineHarness(make_engine(num_blocks=9, num_host_blocks=20, block_copy_s=10.0, cost=per_token(0.001)))
     for name in range(2):
         harness.add(new_sequence(name, num_prompt=12, max_tokens=16))
     harness.drain()

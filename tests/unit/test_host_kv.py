@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from services.worker.contract.executor import CopyFailedError, HostCopy
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.engine import Engine
 from services.worker.engine.events import StepEvents
 from services.worker.engine.gate import StepGate
@@ -26,11 +27,10 @@ from services.worker.memory import host_kv
 from services.worker.memory.host_kv import STAGED_BLOCKS, HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import MoveCost
 from shared.errors import StartupError
 from tests.support.attention_cases import attention_spec
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import engine_config, new_sequence
+from tests.support.engine_builders import SLOW, engine_config, new_sequence
 from tests.support.runner_driver import Driver
 from tests.support.runners import MIB, open_runner
 
@@ -124,7 +124,7 @@ def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
     host = runner.capacity.host
     assert host is not None
     config = engine_config(max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False)
-    engine = Engine(config, make_scheduler("chunked"), num_blocks, (host, MoveCost(host.block_copy_s, token_s=1.0)))
+    engine = Engine(config, make_scheduler("chunked"), num_blocks, host, CostEstimate(SLOW))
     for name in range(6):
         engine.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
     said: dict[int, list[int]] = {1000 + name: [] for name in range(6)}
@@ -183,7 +183,7 @@ async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, mo
         config = engine_config(
             max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False
         )
-        engine = Engine(config, make_scheduler("chunked"), num_blocks, (host, MoveCost(1e-6, token_s=1.0)))
+        engine = Engine(config, make_scheduler("chunked"), num_blocks, host, CostEstimate(SLOW))
         texts: dict[int, list[int]] = {}
 
         def say(events: StepEvents, texts: dict[int, list[int]] = texts) -> None:

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_lookahead.microbatch import Waiting, form_ahead
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
@@ -18,10 +19,9 @@ from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
-from services.worker.scheduling.work import Work
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
-from tests.support.engine_builders import engine_config, make_engine, new_sequence
+from tests.support.engine_builders import engine_config, make_engine, new_sequence, per_token
 from tests.support.engine_chaos import Chaos, UnrulyScheduler
 from tests.support.engine_harness import EngineHarness
 from tests.support.engine_views import (
@@ -37,9 +37,6 @@ from tests.support.engine_views import (
 from tests.support.toy_pipeline import ToyPipeline
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
-WORK = Work.of(COST, 2048)
-EVEN = Work(1.0, 0.0)
-"""Only tokens count."""
 
 
 def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
@@ -56,8 +53,8 @@ def same(one: SchedulerOutput, other: SchedulerOutput) -> bool:
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_with_one_lane_it_is_chunked(seed: int, swaps: bool) -> None:
-    view = random_view(np.random.default_rng(seed), swaps=swaps)
-    assert same(LookaheadScheduler(WORK).schedule(view), make_scheduler("chunked").schedule(view))
+    view = replace(random_view(np.random.default_rng(seed), swaps=swaps), cost=COST)
+    assert same(LookaheadScheduler().schedule(view), make_scheduler("chunked").schedule(view))
 
 
 @settings(deadline=None, max_examples=400)
@@ -68,22 +65,22 @@ def test_with_several_lanes_every_answer_keeps_the_contract(
     swaps: bool,
 ) -> None:
     random = np.random.default_rng(seed)
-    view = random_flights(random_view(random, swaps=swaps), num_lanes, random)
-    output = LookaheadScheduler(WORK).schedule(view)
+    view = replace(random_flights(random_view(random, swaps=swaps), num_lanes, random), cost=COST)
+    output = LookaheadScheduler().schedule(view)
     check_contract(view, output)
-    assert same(output, LookaheadScheduler(WORK).schedule(view)), "the same again"
+    assert same(output, LookaheadScheduler().schedule(view)), "the same again"
 
 
 def test_without_anything_to_balance_by_several_lanes_are_refused() -> None:
     with pytest.raises(ValueError, match="needs to know what prefill costs"):
-        make_scheduler("lookahead").schedule(in_lanes(make_view(waiting=[parked(3)]), 2))
-    make_scheduler("lookahead", WORK).schedule(in_lanes(make_view(waiting=[parked(3)]), 2))
+        make_scheduler("lookahead").schedule(replace(in_lanes(make_view(waiting=[parked(3)]), 2), cost=None))
+    make_scheduler("lookahead").schedule(in_lanes(make_view(waiting=[parked(3)]), 2))
 
 
 def test_decodes_are_split_evenly_while_nothing_is_queued() -> None:
     """Five decodes over two lanes: three, then the other two."""
     view = make_view(running=[decoding(5)] * 5)
-    scheduler = LookaheadScheduler(EVEN)
+    scheduler = LookaheadScheduler()
     assert chosen(scheduler.schedule(in_lanes(view, 2))) == [(0, 1), (1, 1), (2, 1)]
     assert chosen(scheduler.schedule(in_lanes(view, 2, [0, 1, 2]))) == [(3, 1), (4, 1)]
 
@@ -91,12 +88,12 @@ def test_decodes_are_split_evenly_while_nothing_is_queued() -> None:
 def test_a_step_holds_its_decodes_and_a_piece_of_the_line() -> None:
     """80 tokens, of which 32 - 1 decode - 2 to spare fit a step for sure: three of 27, 27 and 26."""
     view = make_view(running=[decoding(5)] * 2, waiting=[parked(16), parked(12), parked(40), parked(12)])
-    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2))) == [(0, 1), (2, 16), (3, 10)]
+    assert chosen(LookaheadScheduler().schedule(in_lanes(view, 2))) == [(0, 1), (2, 16), (3, 10)]
 
 
 def test_the_next_chunk_of_a_prompt_follows_while_the_one_before_is_in_flight() -> None:
     """150 tokens at 20 a step, 2 of them to spare: nine pieces of 16.7, at 16, 33, 50, ..."""
-    scheduler = LookaheadScheduler(EVEN)
+    scheduler = LookaheadScheduler()
     view = make_view(waiting=[parked(90), parked(60)], max_batch_tokens=20)
     assert chosen(scheduler.schedule(in_lanes(view, 2))) == [(0, 16)]
     begun = make_view(running=[prefilling(90, 0, held=4)], waiting=[parked(60)], max_batch_tokens=20)
@@ -113,24 +110,26 @@ def test_the_next_chunk_of_a_prompt_follows_while_the_one_before_is_in_flight() 
 def test_a_prompt_alone_is_in_all_stages_at_once() -> None:
     """Nobody decodes: one piece per lane, of at least 256 tokens; 600 tokens are two of 300."""
     view = make_view(waiting=[parked(600)], max_batch_tokens=2048, free_blocks=1000)
-    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2))) == [(0, 300)]
-    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 4))) == [(0, 300)]
+    assert chosen(LookaheadScheduler().schedule(in_lanes(view, 2))) == [(0, 300)]
+    assert chosen(LookaheadScheduler().schedule(in_lanes(view, 4))) == [(0, 300)]
     view = make_view(running=[decoding(5)], waiting=[parked(600)], max_batch_tokens=2048, free_blocks=1000)
-    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2))) == [(0, 1), (1, 100)], "six beside decodes"
-    assert chosen(LookaheadScheduler(EVEN).schedule(in_lanes(view, 2, [0]))) == [(1, 100)], "also if they are away"
+    assert chosen(LookaheadScheduler().schedule(in_lanes(view, 2))) == [(0, 1), (1, 100)], "six beside decodes"
+    assert chosen(LookaheadScheduler().schedule(in_lanes(view, 2, [0]))) == [(1, 100)], "also if they are away"
 
 
 def test_nobody_overtakes_a_prompt_of_which_not_even_a_token_fits_the_rest_of_a_piece() -> None:
     """Pieces of 30: the last token of row 0 is worth 12, one of row 1 is worth 52, one of row 2 would be worth 2."""
-    view = make_view(running=[prefilling(11, 0, held=3), prefilling(60, 50)], waiting=[parked(9)])
+    cost = per_token(1.0, pair_s=1.0)
+    view = make_view(running=[prefilling(11, 0, held=3), prefilling(60, 50)], waiting=[parked(9)], cost=cost)
     flying = in_lanes(view, 2, [0], ends=np.array([10, 60, 9], dtype=np.int32))
-    assert chosen(LookaheadScheduler(Work(1.0, 1.0)).schedule(flying)) == [(0, 1)]
+    assert chosen(LookaheadScheduler().schedule(flying)) == [(0, 1)]
 
 
 def test_lanes_share_decodes_by_what_they_read() -> None:
     """Reading costs a tenth of a token per token of KV: 1 + 10 of 2 + 2 + 11 are the first half, of 4 the rest."""
-    view = make_view(running=[decoding(100), decoding(10), decoding(10)], free_blocks=100)
-    scheduler = LookaheadScheduler(Work(1.0, 0.0, 0.1))
+    cost = per_token(1.0, read_s=0.1)
+    view = make_view(running=[decoding(100), decoding(10), decoding(10)], free_blocks=100, cost=cost)
+    scheduler = LookaheadScheduler()
     assert chosen(scheduler.schedule(in_lanes(view, 2))) == [(0, 1)]
     assert chosen(scheduler.schedule(in_lanes(view, 2, [0]))) == [(1, 1), (2, 1)]
     view = in_lanes(make_view(running=[decoding(5)] * 4), 2, last_step=[9, 7, 8, 6])
@@ -149,7 +148,7 @@ def engine_of(
         block_size=16,
         prefix_caching=False,
     )
-    return Engine(replace(config, num_lanes=num_lanes), scheduler, num_blocks)
+    return Engine(replace(config, num_lanes=num_lanes), scheduler, num_blocks, cost=CostEstimate(COST))
 
 
 def sequences(prompts: list[int], outputs: list[int], arrivals_s: list[float]) -> list[NewSequence]:
@@ -165,7 +164,7 @@ def test_an_engine_hands_out_what_was_formed_ahead(seed: int, num_lanes: int) ->
     """A closed queue, whose answers are one token long so that nobody decodes: a last token of a prompt would."""
     random = np.random.default_rng(seed)
     prompts = random.integers(1, 600, size=random.integers(1, 16 * num_lanes)).tolist()
-    engine = engine_of(LookaheadScheduler(WORK), num_lanes, max_batch_tokens=256)
+    engine = engine_of(LookaheadScheduler(), num_lanes, max_batch_tokens=256)
     pipeline = ToyPipeline(engine, COST, num_lanes)
     pipeline.run(sequences(prompts, [1] * len(prompts), [0.0] * len(prompts)))
     formed = form_ahead([Waiting(0, n) for n in prompts], [], COST, Limits(256, 512, num_lanes))
@@ -188,7 +187,7 @@ def bubbles(scheduler: Scheduler, num_lanes: int, lengths: str, rate_per_s: floa
 @pytest.mark.parametrize(("num_lanes", "rate_per_s"), [(2, 4.0), (4, 8.0)])
 def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes: int, rate_per_s: float) -> None:
     """Long documents: by token count several times as much, and so fewer tokens."""
-    idle, tokens = bubbles(LookaheadScheduler(WORK), num_lanes, "longbench", rate_per_s)
+    idle, tokens = bubbles(LookaheadScheduler(), num_lanes, "longbench", rate_per_s)
     idle_by_count, tokens_by_count = bubbles(ChunkedScheduler(), num_lanes, "longbench", rate_per_s)
     assert idle < 0.02
     assert idle_by_count > 3 * idle
@@ -201,13 +200,14 @@ def test_under_queueing_the_stages_stand_idle_for_less_than_a_fiftieth(num_lanes
 def test_texts_survive_any_order_of_operations(seed: int, num_lanes: int, num_host_blocks: int) -> None:
     """Several batches in flight while sequences come, go, fail, lose memory and get it back."""
     random = np.random.default_rng([seed, num_lanes, num_host_blocks])
-    unruly = UnrulyScheduler(LookaheadScheduler(Work(1.0, 0.1)), random)
+    unruly = UnrulyScheduler(LookaheadScheduler(), random)
     config = engine_config(max_batch_tokens=24, max_batch_rows=6, max_model_len=80, vocab_size=50, eos_token_ids=(1, 2))
     engine = make_engine(
         unruly,
         num_blocks=int(random.integers(20, 40)),
         config=replace(config, num_lanes=num_lanes),
         num_host_blocks=num_host_blocks,
+        cost=per_token(1.0, pair_s=0.1),
     )
     chaos = Chaos(EngineHarness(engine, depth=num_lanes), random)
     unruly.is_calm = bool(seed % 2)
@@ -222,7 +222,7 @@ def test_lanes_do_not_starve_when_memory_is_short() -> None:
     """Room for about three of twelve at a time: all end, on two stages, and no stage is forgotten."""
     random = np.random.default_rng(3)
     prompts, outputs = random.integers(100, 400, size=12).tolist(), random.integers(20, 60, size=12).tolist()
-    engine = engine_of(LookaheadScheduler(WORK), 2, num_blocks=80, max_batch_tokens=128)
+    engine = engine_of(LookaheadScheduler(), 2, num_blocks=80, max_batch_tokens=128)
     pipeline = ToyPipeline(engine, CostModel(1e-3, 1e-5, 0, 0, 1e-8, 1e-8), 2)
     pipeline.run(sequences(prompts, outputs, [0.0] * 12))
     assert engine.totals.num_finished == 12

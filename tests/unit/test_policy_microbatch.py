@@ -11,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_lookahead.formations import by_halving, by_tokens
-from benchmarks.paper_lookahead.microbatch import Chunk, Microbatch, Waiting, form_ahead, microbatch_s
+from benchmarks.paper_lookahead.microbatch import (
+    Chunk,
+    Microbatch,
+    Waiting,
+    branch_of,
+    form_ahead,
+    microbatch_s,
+)
 from benchmarks.paper_lookahead.pipeline_time import makespan_s, over_stages
 from services.worker.scheduling.shares import MIN_TOKENS, STEPS_PER_LANE, Line, Room, Shares, spread
 from services.worker.scheduling.view import Limits
-from services.worker.scheduling.work import Work, kunserve_form
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths
+from tests.support.engine_builders import per_token
 
 A800 = load_profile("qwen2.5-14b-tp1-a800")
 COST = A800.cost
@@ -81,7 +88,7 @@ def test_neighbours_are_equal_but_for_a_token(seed: int, cost: CostModel) -> Non
     """Each ends within a token of where it should, and so begins there."""
     random = np.random.default_rng(seed)
     queue, num_lanes = random_queue(random), int(random.integers(1, 5))
-    limits, work = Limits(256, 1000, num_lanes), Work.of(cost, 256)
+    limits, work = Limits(256, 1000, num_lanes), branch_of(cost, 256)
     formed = form_ahead(queue, [], cost, limits)
     works = [sum(work.chunk_s(*chunk[1:]) for chunk in batch.chunks) for batch in formed]
     longest = max(sum(waiting) for waiting in queue)
@@ -92,7 +99,7 @@ def test_neighbours_are_equal_but_for_a_token(seed: int, cost: CostModel) -> Non
 @given(st.integers(0, 2**32 - 1))
 def test_the_largest_chunk_is_the_largest(seed: int) -> None:
     random = np.random.default_rng(seed)
-    work = Work(float(random.choice([1.0, 1e-4])), float(random.choice([0.0, 1e-3, 1.0])))
+    work = per_token(float(random.choice([1.0, 1e-4])), pair_s=float(random.choice([0.0, 1e-3, 1.0])))
     prefix, limit_s = int(random.integers(0, 5000)), float(random.random() * random.choice([0.1, 10, 1e4]))
     chunk = work.largest(prefix, limit_s)
     assert not chunk or work.chunk_s(prefix, chunk) <= limit_s
@@ -104,14 +111,15 @@ def test_the_largest_chunk_is_the_largest(seed: int) -> None:
 def test_the_papers_form_is_that_of_the_profile() -> None:
     """Equation (1) for one chunk; two chunks share one γ, and decodes add their token and their KV."""
     assert A800.kunserve is not None
-    cost, paper = kunserve_form(A800.kunserve, COST.d_s), A800.kunserve
+    paper = A800.kunserve
+    cost = CostModel(paper.gamma_s, paper.beta_s, 0, 0, COST.d_s, paper.alpha_s)
     one, other = Chunk(0, 300, 700), Chunk(1, 0, 500)
     assert microbatch_s(cost, [one], []) == pytest.approx(paper.chunk_s(300, 700))
     both = paper.chunk_s(300, 700) + paper.chunk_s(0, 500) - paper.gamma_s
     assert microbatch_s(cost, [one, other], []) == pytest.approx(both)
     assert microbatch_s(cost, [one, other], [100, 50]) == pytest.approx(both + 2 * paper.beta_s + 150 * COST.d_s)
     assert microbatch_s(cost, [], []) == 0
-    work = Work.of(cost, 2048)
+    work = branch_of(cost, 2048)
     assert work.chunk_s(300, 700) == pytest.approx(paper.chunk_s(300, 700) - paper.gamma_s)
     cut = work.chunk_s(300, 123) + work.chunk_s(423, 577)
     assert cut == pytest.approx(work.chunk_s(300, 700)), "cutting adds no work"
@@ -213,7 +221,7 @@ def test_halving_cuts_where_costs_differ_least(seed: int) -> None:
     check(queue, [], Limits(total, 64), halved)
     if len(halved) == 2 and total > 3:
         best = abs(halved[0].cost_s - halved[1].cost_s)
-        token_s = Work.of(STEEP, total).chunk_s(max(sum(waiting) for waiting in queue), 1)
+        token_s = branch_of(STEEP, total).chunk_s(max(sum(waiting) for waiting in queue), 1)
         assert best <= token_s * (1 + 1e-6), "no token could be on the other side"
 
 
@@ -261,9 +269,6 @@ def test_what_cannot_be_formed_is_refused() -> None:
         form_ahead([Waiting(0, 5)], [10] * 8, COST, Limits(64, 4, 2))
     with pytest.raises(ValueError, match="at least 1 token"):
         by_halving([Waiting(0, 5)], COST, 0)
-    for work in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 0.0)):
-        with pytest.raises(ValueError, match="nothing to balance"):
-            Work(*work)
     assert form_ahead([], [5], COST, Limits(8, 8, 2)) == by_halving([], COST, 1) == []
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from services.worker.scheduling.giving_way import Leaving
 from services.worker.scheduling.registry import make_scheduler
-from services.worker.scheduling.view import HostView, MoveCost, PreemptHow, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import HostView, PreemptHow, SchedulerOutput, SchedulerView
+from tests.support.engine_builders import per_token
 from tests.support.engine_views import (
     check_contract,
     decoding,
@@ -37,8 +38,8 @@ def chosen(output: SchedulerOutput) -> list[tuple[int, int]]:
 
 def leaving(block_copy_s: float, *, free_blocks: int = 1000, num_queued: int = 0) -> Leaving:
     """Computing a token again takes 1 ms, so 100 tokens take 0.1 s; blocks have 4 slots."""
-    cost = MoveCost(block_copy_s, token_s=0.001)
-    return Leaving(HostView(free_blocks, 0, num_queued, np.zeros(0, dtype=np.int32), cost), block_size=4)
+    host = HostView(free_blocks, 0, num_queued, np.zeros(0, dtype=np.int32), block_copy_s)
+    return Leaving(host, block_size=4, cost=per_token(0.001))
 
 
 # Which way wastes less
@@ -72,8 +73,16 @@ def test_a_row_without_kv_has_nothing_to_move() -> None:
 
 
 def test_computing_long_contexts_again_costs_more_than_their_length() -> None:
-    """1000 tokens make 500 500 pairs."""
-    assert MoveCost(0.0, token_s=0.001, pair_s=1e-6).recompute_s(1000) == pytest.approx(1.0 + 0.5005)
+    """1000 tokens make 500 500 pairs: 1.5005 s again, as long as 2 · 250 blocks of 3.001 ms take."""
+    host = partial(HostView, 1000, 0, 0, np.zeros(0, dtype=np.int32))
+    cost = per_token(0.001, pair_s=1e-6)
+    assert Leaving(host(0.0030009), 4, cost).swaps(1000, 0)
+    assert not Leaving(host(0.0030011), 4, cost).swaps(1000, 0)
+
+
+def test_nobody_moves_where_nothing_says_that_computing_again_is_dear() -> None:
+    host = HostView(1000, 0, 0, np.zeros(0, dtype=np.int32), 1e-9)
+    assert not Leaving(host, 4, None).swaps(100, 0)
 
 
 # What a step does
@@ -124,10 +133,10 @@ def test_nobody_else_is_sent_while_blocks_are_coming(scheduler: str) -> None:
 @pytest.mark.parametrize("scheduler", SWAPPING)
 def test_kv_is_dropped_where_moving_it_is_dearer(scheduler: str) -> None:
     """A slow link: nothing is done ahead of time, and in need row 2 is computed again; its 2 blocks serve two rows."""
-    slow = host_view(block_copy_s=100.0, token_s=0.001)
-    early = make_view(running=[decoding(7), decoding(7), decoding(6)], free_blocks=0, host=slow)
+    slow = host_view(block_copy_s=100.0)
+    early = make_view(running=[decoding(7), decoding(7), decoding(6)], free_blocks=0, host=slow, cost=per_token(0.001))
     assert not decide(scheduler, early).preempt.size
-    late = make_view(running=[decoding(8), decoding(8), decoding(6)], free_blocks=0, host=slow)
+    late = make_view(running=[decoding(8), decoding(8), decoding(6)], free_blocks=0, host=slow, cost=per_token(0.001))
     output = decide(scheduler, late)
     assert (output.preempt.tolist(), output.preempt_how.tolist()) == ([2], [PreemptHow.RECOMPUTE])
     assert chosen(output) == [(0, 1), (1, 1)]

@@ -21,7 +21,7 @@ import numpy as np
 from services.worker.blocks.host_blocks import HostBlocks
 from services.worker.blocks.manager import BlockManager
 from services.worker.contract.executor import HostCopy, HostMemory
-from services.worker.scheduling.view import HostView, MoveCost
+from services.worker.scheduling.view import HostView
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
 
@@ -50,12 +50,11 @@ class _Move:
 class Swapping:
     """Host blocks, and the copies under way. The engine owns it; nobody else changes it."""
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, memory: HostMemory, cost: MoveCost) -> None:
+    def __init__(self, table: SequenceTable, blocks: BlockManager, memory: HostMemory) -> None:
         self.host = HostBlocks(memory.num_blocks)
         self._table = table
         self._blocks = blocks
         self._memory = memory
-        self._cost = cost
         self._moves: dict[int, _Move] = {}
         self._move_of: dict[int, int] = {}
         """Copy under way of a row."""
@@ -87,7 +86,7 @@ class Swapping:
             leaving_blocks=self._num_leaving_blocks,
             num_leaving=sum(int(move.copy.device.size) for move in self._moves.values() if move.copy.to_host),
             arriving=np.fromiter(self._arriving, dtype=np.int32, count=len(self._arriving)),
-            cost=self._cost,
+            block_copy_s=self._memory.block_copy_s,
         )
 
     def leave(self, row: int) -> int:

@@ -24,6 +24,7 @@ from services.worker.contract.arrays import I32, Bool
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.assemble import decodes_first, input_tokens
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
@@ -34,7 +35,7 @@ from services.worker.engine.room import Room
 from services.worker.engine.totals import Totals
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.viewing import Viewing
-from services.worker.scheduling.view import Limits, MoveCost, Scheduler, SchedulerOutput
+from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences import qoe_columns
 from services.worker.sequences.logprob_log import LogprobLog
 from services.worker.sequences.residents import Residents
@@ -58,7 +59,8 @@ class Engine:
         config: EngineConfig,
         scheduler: Scheduler,
         num_blocks: int,
-        host: tuple[HostMemory, MoveCost] | None = None,
+        host: HostMemory | None = None,
+        cost: CostEstimate | None = None,
     ) -> None:
         """Begin with nothing.
 
@@ -66,9 +68,11 @@ class Engine:
             config: limits.
             scheduler: chooses every step.
             num_blocks: KV blocks with memory.
-            host: memory for the KV of preempted sequences, and what the scheduler weighs; None: they are computed anew.
+            host: memory for the KV of preempted sequences; None: they are computed anew.
+            cost: of a step, for the scheduler; None: unknown.
         """
         self.config = config
+        self.cost = cost or CostEstimate()
         self.table = SequenceTable(config.max_sequences, config.block_size)
         max_blocks_per_row = -(-config.max_model_len // config.block_size)
         self.blocks = BlockManager(num_blocks, config.block_size, self.table.held_blocks, max_blocks_per_row)
@@ -77,7 +81,7 @@ class Engine:
         self.flights = Flights(self.table)
         self.retry = RetryQueue()
         self.totals = Totals()
-        self.swapping = None if host is None else Swapping(self.table, self.blocks, *host)
+        self.swapping = None if host is None else Swapping(self.table, self.blocks, host)
         self.sharing = Sharing(self.table, self.blocks, self.log, prefix_caching=config.prefix_caching)
         self.residents = Residents(config, self.table, self.sharing, self.blocks, self.log)
         self._transitions = Transitions(
@@ -91,7 +95,7 @@ class Engine:
         )
         self.residents.on_end = self._transitions.ended
         self._room = Room(self.table, self.blocks, self.sharing, self._transitions)
-        self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights)
+        self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
         self._scheduler = scheduler
         self.limits = _limits(config)
         """Of one step."""

@@ -8,6 +8,7 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import EMPTY_I32
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.flights import Flights
 from services.worker.scheduling.view import Limits, SchedulerView
 from services.worker.sequences.table import SequenceTable
@@ -23,12 +24,14 @@ class Viewing:
         sharing: Sharing,
         swapping: Swapping | None,
         flights: Flights,
+        cost: CostEstimate,
     ) -> None:
         self._table = table
         self._blocks = blocks
         self._sharing = sharing
         self._swapping = swapping
         self._flights = flights
+        self._cost = cost
 
     def view(self, now_s: float, limits: Limits) -> SchedulerView:
         """Return the view for the next step's decision."""
@@ -57,4 +60,5 @@ class Viewing:
             in_flight_ends=flights.ends(in_flight),
             extensible=extensible,
             extensible_begins=flights.ends(extensible),
+            cost=self._cost.now,
         )

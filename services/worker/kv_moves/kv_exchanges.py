@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from services.worker.attention.remote import STATE_EXTRA
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.contract.remote import SPLIT_KEYS
+from services.worker.cost.estimate import CostEstimate
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.kv_moves.exchange_mode import Pace
+from services.worker.kv_moves.exchange_mode import Pace, again_s
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, AreLive, KvOffer, KvTable, table_to_form
 from services.worker.kv_moves.kv_wire import KvSocket
@@ -40,7 +41,7 @@ class KvExchanges:
         limit_s: in which KV has to change hands.
         link_bytes_per_s: at which it does; 0: unknown.
         mode: how KV comes to a group that forms.
-        token_s: that computing a token takes; 0: unknown.
+        cost: of a step.
         hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
     """
 
@@ -53,7 +54,7 @@ class KvExchanges:
         limit_s: float,
         link_bytes_per_s: float,
         mode: KvExchange,
-        token_s: float,
+        cost: CostEstimate,
         hands_over: bool,
     ) -> None:
         self._model = model
@@ -62,7 +63,7 @@ class KvExchanges:
         self.limit_s = limit_s
         """In which KV has to change hands."""
         self._link_bytes_per_s = link_bytes_per_s
-        self._token_s = token_s
+        self._cost = cost
         self._hands_over = hands_over
         can_attend = SPLIT_KEYS % self._block_size == 0
         self._mode = mode if can_attend else KvExchange.COORDINATED
@@ -173,7 +174,7 @@ class KvExchanges:
             pace=Pace(
                 max(offer.step_s for offer in offers),
                 self.limit_s,
-                self._token_s * self._block_size / len(offers),
+                again_s(self._cost.now, self._block_size, len(offers)),
             ),
             block_bytes=2 * self._model.facts.block_bytes,
             token_bytes=query_bytes + state_bytes,

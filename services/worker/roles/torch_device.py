@@ -30,6 +30,7 @@ from functools import partial
 
 from services.worker.contract.executor import KvCapacity
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
+from services.worker.cost.estimate import CostEstimate
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.thread import ThreadExecutor
@@ -83,7 +84,7 @@ class TorchGroupDevice:
         peers_first: parameters come back beside a group from its other stages, and from the checkpoint what those do
             not give; else the other way round.
         kv_exchange: how KV comes to a group that forms; the same for all of its stages.
-        token_s: that computing a token takes; 0: unknown, KV that does not come in time costs nothing then.
+        cost: of a step; None: unknown, KV that does not come in time costs nothing then.
         hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
     """
 
@@ -99,7 +100,7 @@ class TorchGroupDevice:
         exchange_bytes_per_s: float = 0.0,
         peers_first: bool = False,
         kv_exchange: KvExchange = KvExchange.COORDINATED,
-        token_s: float = 0.0,
+        cost: CostEstimate | None = None,
         hands_over: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -117,7 +118,7 @@ class TorchGroupDevice:
             limit_s=exchange_limit_s,
             link_bytes_per_s=link_bytes_per_s,
             mode=kv_exchange,
-            token_s=token_s,
+            cost=cost or CostEstimate(),
             hands_over=hands_over,
         )
         self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)

@@ -16,6 +16,7 @@ the link counts.
 from __future__ import annotations
 
 from services.worker.scheduling.view import HostView
+from shared.cost import CostModel
 
 
 class Leaving:
@@ -24,10 +25,12 @@ class Leaving:
     Args:
         host: the host memory.
         block_size: token slots of a block.
+        cost: of a step; None: unknown, so nothing says that computing again is dear, and nobody moves.
     """
 
-    def __init__(self, host: HostView, block_size: int) -> None:
-        self._cost = host.cost
+    def __init__(self, host: HostView, block_size: int, cost: CostModel | None) -> None:
+        self._cost = cost
+        self._block_copy_s = host.block_copy_s
         self._block_size = block_size
         self._free_blocks = host.free_blocks
         self._num_queued = host.num_leaving
@@ -40,10 +43,10 @@ class Leaving:
             num_other_tokens: of KV of those that run on.
         """
         num_blocks = -(-num_tokens // self._block_size)
-        if not num_blocks or num_blocks > self._free_blocks:
+        if self._cost is None or not num_blocks or num_blocks > self._free_blocks:
             return False
-        copy_s, queue_s = num_blocks * self._cost.block_copy_s, self._num_queued * self._cost.block_copy_s
-        if (queue_s + 2 * copy_s) * num_tokens > self._cost.recompute_s(num_tokens) * (num_tokens + num_other_tokens):
+        copy_s, queue_s = num_blocks * self._block_copy_s, self._num_queued * self._block_copy_s
+        if (queue_s + 2 * copy_s) * num_tokens > self._cost.chunk_s(0, num_tokens) * (num_tokens + num_other_tokens):
             return False
         self._free_blocks -= num_blocks
         self._num_queued += num_blocks

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from services.worker.scheduling.blocks_math import num_known
 from services.worker.scheduling.view import I32, SchedulerView
-from services.worker.scheduling.work import Work
+from shared.cost import CostModel
 
 Places = NDArray[np.intp]
 
@@ -44,7 +44,7 @@ def lane_share(view: SchedulerView, running: I32, decodes: Places) -> Places:
     return chosen
 
 
-def lane_share_by_cost(view: SchedulerView, running: I32, decodes: Places, work: Work) -> Places:
+def lane_share_by_cost(view: SchedulerView, running: I32, decodes: Places, cost: CostModel) -> Places:
     """Return which of the decodes the next step takes, in their order: this lane's part of what all of them cost.
 
     As few as cost at least the lane's part, so that all lanes together take everybody.
@@ -53,13 +53,14 @@ def lane_share_by_cost(view: SchedulerView, running: I32, decodes: Places, work:
         view: of this moment.
         running: rows that run.
         decodes: places in `running` of those with one token to compute.
-        work: what a token costs, and reading KV.
+        cost: of a token, and of reading KV.
     """
     if view.limits.num_lanes == 1 or not decodes.size:
         return decodes
     columns, rows = view.columns, running[decodes]
-    cost_s = work.beta_s + work.read_s * columns.num_computed[rows]
-    ends_s = work.beta_s + work.read_s * view.in_flight_ends[num_known(columns, view.in_flight) <= view.in_flight_ends]
+    cost_s = cost.token_s + cost.d_s * columns.num_computed[rows]
+    ends = view.in_flight_ends[num_known(columns, view.in_flight) <= view.in_flight_ends]
+    ends_s = cost.token_s + cost.d_s * ends
     due_s = (float(cost_s.sum()) + float(ends_s.sum())) / view.limits.num_lanes
     longest_ago = np.argsort(columns.last_step[rows], kind="stable")
     count = int(np.searchsorted(cost_s[longest_ago].cumsum(), due_s * (1 - _LEEWAY))) + 1

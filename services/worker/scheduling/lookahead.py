@@ -21,25 +21,19 @@ from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import I32, SchedulerOutput, SchedulerView
-from services.worker.scheduling.work import Work
+from shared.cost import CostModel
 
 
 class LookaheadScheduler:
     """Keeps, from call to call, how large the pieces of the line are and how many are left."""
 
-    def __init__(self, work: Work | None = None) -> None:
-        """Begin with nothing cut.
-
-        Args:
-            work: what prefill costs; only proportions matter, so that of the whole model will do for its stages.
-                Needed where there is more than one lane.
-        """
-        self._work = work
+    def __init__(self) -> None:
+        """Begin with nothing cut."""
         self._single = ChunkedScheduler()
         self._shares = Shares(1)
 
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
-        """Choose the next step.
+        """Choose the next step. Of `view.cost` only proportions matter: that of the whole model will do for its stages.
 
         Raises:
             ValueError: there are several lanes, and nothing to balance them by.
@@ -47,19 +41,19 @@ class LookaheadScheduler:
         num_lanes = view.limits.num_lanes
         if num_lanes == 1:
             return self._single.schedule(view)
-        if self._work is None:
+        if view.cost is None or not view.cost.token_s:
             raise ValueError(f"lookahead over {num_lanes} lanes needs to know what prefill costs")
         if self._shares.num_lanes != num_lanes:
             self._shares = Shares(num_lanes)
-        output = self._next(view, self._work)
+        output = self._next(view, view.cost)
         if view.num_in_flight or output.rows.size:
             return output
         return self._single.schedule(view)  # only memory can be in the way, so lanes do not matter
 
-    def _next(self, view: SchedulerView, work: Work) -> SchedulerOutput:
-        plan = LinePlan(view, work)
-        plan.decode(work)
-        line, room = _line(view, work, plan.room_blocks()), Room.beside(plan.num_decodes, view.limits, work)
+    def _next(self, view: SchedulerView, cost: CostModel) -> SchedulerOutput:
+        plan = LinePlan(view, cost)
+        plan.decode(cost)
+        line, room = _line(view, cost, plan.room_blocks()), Room.beside(plan.num_decodes, view.limits, cost)
         plan.take(self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
         plan.continue_prefills()
         if not plan.preempts:
@@ -70,9 +64,9 @@ class LookaheadScheduler:
 class LinePlan(StepPlan):
     """A step that takes prompts up to the work that is due."""
 
-    def __init__(self, view: SchedulerView, work: Work) -> None:
+    def __init__(self, view: SchedulerView, cost: CostModel) -> None:
         super().__init__(view)
-        self._work = work
+        self._cost = cost
         self._left_s = 0.0
 
     @property
@@ -90,7 +84,7 @@ class LinePlan(StepPlan):
 
     def _cut(self, row: int, computed: int, left: int) -> int:
         del row
-        chunk = self._work.largest(computed, self._left_s)
+        chunk = self._cost.largest(computed, self._left_s)
         if not chunk and not self._chunk_rows and self._left_s > 0:
             chunk = 1  # a share may be less than a token
         if not chunk:
@@ -99,7 +93,7 @@ class LinePlan(StepPlan):
 
     def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
         super()._choose(row, num_tokens, computed, held)
-        self._left_s -= self._work.chunk_s(computed, num_tokens)
+        self._left_s -= self._cost.chunk_s(computed, num_tokens)
         columns = self._view.columns
         if computed + num_tokens < columns.num_prompt[row] + columns.num_output[row]:
             self._left_s = 0.0  # what it is cut to is all that is due
@@ -113,12 +107,12 @@ def _any_decodes(view: SchedulerView) -> bool:
     return bool(np.count_nonzero(num_known(columns, view.in_flight) <= view.in_flight_ends))
 
 
-def _line(view: SchedulerView, work: Work, room_blocks: int) -> Line:
+def _line(view: SchedulerView, cost: CostModel, room_blocks: int) -> Line:
     """Return what is left of the prompts that were begun and of those that fit the memory.
 
     Args:
         view: the moment.
-        work: of prefill.
+        cost: of a step.
         room_blocks: that nobody has been promised.
     """
     columns, running = view.columns, view.running
@@ -129,7 +123,7 @@ def _line(view: SchedulerView, work: Work, room_blocks: int) -> Line:
     done = np.zeros(rows.size)
     done[: rows.size - parked.size] = np.concatenate([view.extensible_begins, computed[begun]])
     left = num_known(columns, rows) - done
-    works = left * (work.beta_s + work.alpha_s * (done + (left + 1) / 2))
+    works = left * (cost.token_s + cost.a_s * (done + (left + 1) / 2))
     return Line(float(works.sum()), int(left.sum()), int(rows.size))
 
 

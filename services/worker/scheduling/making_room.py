@@ -31,7 +31,7 @@ class Running:
         self.dropped: I32 = EMPTY_ROWS
         """Rows that give way and are computed again."""
         self._blocks = view.blocks
-        self._leaving = None if view.host is None else Leaving(view.host, view.block_size)
+        self._leaving = None if view.host is None else Leaving(view.host, view.block_size, view.cost)
         self._freeable: I32 | None = None
 
     @property

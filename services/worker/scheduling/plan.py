@@ -32,7 +32,7 @@ from services.worker.scheduling.blocks_math import ceil_div, missing_blocks, num
 from services.worker.scheduling.lanes import Places, lane_share, lane_share_by_cost
 from services.worker.scheduling.making_room import Running
 from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
-from services.worker.scheduling.work import Work
+from shared.cost import CostModel
 
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
@@ -74,18 +74,18 @@ class StepPlan:
         """Somebody waits, or has been preempted."""
         return bool(self._view.preempted.size or self._view.waiting.size)
 
-    def decode(self, work: Work | None = None) -> None:
+    def decode(self, cost: CostModel | None = None) -> None:
         """Choose this lane's share of the running rows with one token to compute, and make room for them.
 
         Args:
-            work: what they cost, to share them by; None: lanes have equal numbers.
+            cost: of a step, to share them by; None: lanes have equal numbers.
         """
         running = self._running
         decodes = (running.remaining == 1).nonzero()[0]
-        if work is None:
+        if cost is None:
             share = lane_share(self._view, running.rows, decodes)
         else:
-            share = lane_share_by_cost(self._view, running.rows, decodes, work)
+            share = lane_share_by_cost(self._view, running.rows, decodes, cost)
         self._decode(share)
         if not self._decodes.size and share.size < decodes.size:  # they lack blocks; others may go on without any
             self._decode((running.remaining == 1).nonzero()[0])

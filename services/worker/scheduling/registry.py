@@ -9,7 +9,6 @@ from services.worker.scheduling.fcfs import FcfsScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
 from services.worker.scheduling.round_robin import RoundRobinScheduler
 from services.worker.scheduling.view import Scheduler
-from services.worker.scheduling.work import Work
 
 SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "fcfs": FcfsScheduler,
@@ -19,17 +18,12 @@ SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 }
 
 
-def make_scheduler(name: str, work: Work | None = None) -> Scheduler:
+def make_scheduler(name: str) -> Scheduler:
     """Return a new scheduler of this name, with fresh private state.
-
-    Args:
-        name: of `SCHEDULERS`.
-        work: what prefill costs, for the schedulers that weigh it.
 
     Raises:
         KeyError: no scheduler has this name; the error lists those that exist.
     """
     if name not in SCHEDULERS:
         raise KeyError(f"no scheduler is called '{name}'; there are: {', '.join(SCHEDULERS)}")
-    made = SCHEDULERS[name]
-    return LookaheadScheduler(work) if made is LookaheadScheduler else made()
+    return SCHEDULERS[name]()

@@ -19,7 +19,7 @@ from math import ceil
 from typing import NamedTuple
 
 from services.worker.scheduling.view import Limits
-from services.worker.scheduling.work import Work
+from shared.cost import CostModel
 
 STEPS_PER_LANE = 3
 """Of a line that is short; raising it makes neighbours more equal, and prompts wait for more steps."""
@@ -65,10 +65,10 @@ class Room(NamedTuple):
     num_rows: int
 
     @classmethod
-    def beside(cls, num_decodes: int, limits: Limits, work: Work) -> Room:
+    def beside(cls, num_decodes: int, limits: Limits, cost: CostModel) -> Room:
         """Return what fits beside so many decodes; at least one token and one row, so that there is progress."""
         tokens = max(limits.max_batch_tokens - num_decodes, 1)
-        return cls(tokens * work.beta_s, tokens, max(limits.max_batch_rows - num_decodes, 1))
+        return cls(tokens * cost.token_s, tokens, max(limits.max_batch_rows - num_decodes, 1))
 
     def without(self, num_tokens: int) -> Room:
         """Return the room that is left beside a few tokens more, of which at least one is."""

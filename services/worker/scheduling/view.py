@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.cost import CostModel
 from shared.hot import hot_dataclass
 
 I32 = NDArray[np.int32]
@@ -113,22 +114,6 @@ class BlockFacts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MoveCost:
-    """What it costs to bring back the KV of a preempted sequence: by the host link, or by computing it."""
-
-    block_copy_s: float
-    """One block over the host link, in one direction."""
-    token_s: float
-    """Computing a token again, in a step that runs anyway."""
-    pair_s: float = 0.0
-    """The same, per pair of a token and one at or before it."""
-
-    def recompute_s(self, num_tokens: int) -> float:
-        """Return what computing the first `num_tokens` of a sequence again adds to the steps, seconds."""
-        return self.token_s * num_tokens + self.pair_s * (num_tokens * (num_tokens + 1) // 2)
-
-
-@dataclass(frozen=True, slots=True)
 class HostView:
     """Host memory for the KV of preempted rows, and the copies that are under way."""
 
@@ -140,7 +125,8 @@ class HostView:
     """Blocks that the link has yet to carry to the host, shared ones included."""
     arriving: I32
     """Rows whose KV is being brought back: they hold their blocks and go on soon; not in `SchedulerView.running`."""
-    cost: MoveCost
+    block_copy_s: float
+    """One block over the host link, in one direction."""
 
 
 @hot_dataclass(frozen=True, slots=True)
@@ -175,6 +161,8 @@ class SchedulerView:
     be computed. None with one lane."""
     extensible_begins: I32 = field(default_factory=lambda: EMPTY_ROWS)
     """[e] where the next chunk of each begins."""
+    cost: CostModel | None = None
+    """Of a step of the whole model, as it is known now; None: it is not."""
 
 
 @hot_dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.stats import EngineStats
 from services.worker.roles.residence import Resident
 from services.worker.roles.role import Role
@@ -46,7 +47,6 @@ class WorkerFacts:
     kv_bytes: int = 0
     reserve_bytes: int = 0
     memory_bytes: int = 0
-    token_s: float = 0.0
     num_layers: int = 0
     stage_address: str = ""
     elastic: ElasticFacts | None = None
@@ -76,6 +76,7 @@ class Reporter:
         self._role: Role | None = None
         self._resident: Callable[[], Resident] | None = None
         self._moves: Callable[[], tuple[Move, ...]] | None = None
+        self._cost, self._num_lanes = CostEstimate(), 1
         self._is_short = False
         self._short_again_s = 0.0
 
@@ -108,6 +109,10 @@ class Reporter:
     def watch_memory(self, look: Callable[[], Resident]) -> None:
         """Say with each report which layers' parameters are here, how far they are loaded, and what takes how much."""
         self._resident = look
+
+    def watch_cost(self, cost: CostEstimate, num_lanes: int) -> None:
+        """Say with each report what a token costs: in one of so many lanes."""
+        self._cost, self._num_lanes = cost, num_lanes
 
     def watch_moves(self, look: Callable[[], tuple[Move, ...]]) -> None:
         """Say with each report what is on its way here."""
@@ -193,6 +198,7 @@ class Reporter:
             "num_finished_total": stats.num_finished,
             "num_prefix_cache_queries_total": stats.num_prefix_cache_queries,
             "num_prefix_cache_hits_total": stats.num_prefix_cache_hits,
+            "token_s": self._cost.token_s / self._num_lanes,
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
         }
