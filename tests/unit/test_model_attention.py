@@ -61,7 +61,7 @@ def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
 ) -> None:
     case = make_case(lengths, heads, seed, window)
     torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(1)[0], atol=2e-5, rtol=1e-4
+        attend(kind(case.spec, case.cache), case).double(), case.expected(1), atol=2e-5, rtol=1e-4
     )
 
 
@@ -75,7 +75,7 @@ def test_border_cases_of_groups_tiles_splits_and_windows(
 ) -> None:
     case = make_case(lengths, (4, 2, 8), 3, window)
     torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(1)[0], atol=2e-5, rtol=1e-4
+        attend(kind(case.spec, case.cache), case).double(), case.expected(1), atol=2e-5, rtol=1e-4
     )
 
 
@@ -84,7 +84,7 @@ def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, windo
     monkeypatch.setattr(torch_paged, "LONG_KEYS", 90)
     case = make_case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
     actual = attend(TorchPagedAttention(case.spec, case.cache), case)
-    torch.testing.assert_close(actual.double(), case.expected(1)[0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual.double(), case.expected(1), atol=2e-5, rtol=1e-4)
 
 
 def test_a_plan_has_no_more_keys_than_the_window_shows() -> None:

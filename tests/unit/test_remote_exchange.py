@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.attention.base import RaggedRows
+from services.worker.attention.base import KeyRanges, RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.remote import new_states
 from services.worker.contract.executor import BatchFailedError
@@ -334,7 +334,9 @@ async def test_stages_that_ask_each_other_at_once_wait_for_nothing_but_answers()
         found = stage.rows_of(mine)
         assert found is not None
         queries, expected = torch.randn(count, 8, 64), new_states(count, 8, 64)
-        fold = FixedSplitAttention(spec, BlockCopies(0, kv).as_cache(2)).plan_fold(found.elsewhere)
+        fold = FixedSplitAttention(spec, BlockCopies(0, kv).as_cache(2)).plan_fold(
+            KeyRanges(found.rows, found.first, found.end)
+        )
         for _ in range(3):
             states = new_states(count, 8, 64)
             stage.ask(found, i, queries, states)

@@ -143,14 +143,15 @@ class FlashInferAttention:
 
     def attend(self, plan: FlashInferPlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
-        return self._attend(plan, layer, queries, None)
-
-    def attend_with_lse(
-        self, plan: FlashInferPlan, layer: int, queries: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return also the log-sum-exp [t, num_heads], base 2, float32, for `merge_states`."""
-        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
-        return self._attend(plan, layer, queries, lse), lse
+        assert plan is self._newest, "attention of an old plan: a newer one took its place in the wrappers"
+        pools = (self._cache.keys[layer], self._cache.values[layer])
+        if queries.stride()[1:] != (self._spec.head_dim, 1):
+            queries = queries.contiguous()
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        for wrappers, span in plan.parts:
+            wrapper = wrappers[self._spec.windows[layer]]
+            wrapper.run(queries[span], pools, out=out[span], lse=None, return_lse=False)
+        return out.flatten(1)
 
     def plan_fold(self, ranges: KeyRanges) -> Fold:
         """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`.
@@ -229,20 +230,6 @@ class FlashInferAttention:
             wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper
             self._fold_wrappers[causal] = wrapper(self._workspace, "NHD", backend="fa2")
         return self._fold_wrappers[causal]
-
-    def _attend(
-        self, plan: FlashInferPlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
-    ) -> torch.Tensor:
-        assert plan is self._newest, "attention of an old plan: a newer one took its place in the wrappers"
-        pools = (self._cache.keys[layer], self._cache.values[layer])
-        if queries.stride()[1:] != (self._spec.head_dim, 1):
-            queries = queries.contiguous()
-        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        for wrappers, span in plan.parts:
-            part = None if lse is None else lse[span]
-            wrapper = wrappers[self._spec.windows[layer]]
-            wrapper.run(queries[span], pools, out=out[span], lse=part, return_lse=lse is not None)
-        return out.flatten(1)
 
     def _open(self) -> None:
         """Take the workspace, the first time. All wrappers may share it: it holds nothing from one call to the next."""

@@ -92,12 +92,13 @@ class NativePagedAttention:
 
     def attend(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Return the attention's output [t, num_heads * head_dim]; see `Attention`."""
-        return self._attend(plan, layer, queries, None)
-
-    def attend_with_lse(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return also the log-sum-exp [t, num_heads], base 2, float32, for `merge_states`."""
-        lse = torch.empty((queries.shape[0], self._spec.num_heads), dtype=torch.float32)
-        return self._attend(plan, layer, queries, lse), lse
+        if queries.stride()[1:] != (self._spec.head_dim, 1):
+            queries = queries.contiguous()
+        out = queries.new_empty(queries.shape[0], self._spec.q_size)
+        args = self._args(plan, layer, queries)
+        args.out = out.data_ptr()
+        self._library.attend(ctypes.byref(args))
+        return out
 
     def plan_fold(self, ranges: KeyRanges) -> Fold:
         """Prepare what all layers of a step share that fold a part of the context into states; see `Fold`."""
@@ -113,16 +114,6 @@ class NativePagedAttention:
             self._library.attend(ctypes.byref(args))
 
         return fold
-
-    def _attend(self, plan: NativePlan, layer: int, queries: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-        if queries.stride()[1:] != (self._spec.head_dim, 1):
-            queries = queries.contiguous()
-        out = queries.new_empty(queries.shape[0], self._spec.q_size)
-        args = self._args(plan, layer, queries)
-        args.out = out.data_ptr()
-        args.lse = None if lse is None else lse.data_ptr()
-        self._library.attend(ctypes.byref(args))
-        return out
 
     def _args(self, plan: NativePlan, layer: int, queries: torch.Tensor) -> AttendArgs:
         spec, keys = self._spec, self._cache.keys[layer]

@@ -58,11 +58,6 @@ class RemoteRows:
         return KeyRanges(self.rows, np.zeros_like(self.first), self.first)
 
     @property
-    def elsewhere(self) -> KeyRanges:
-        """What somebody else folds in."""
-        return KeyRanges(self.rows, self.first, self.end)
-
-    @property
     def here_after(self) -> KeyRanges:
         """What is folded in when that has come back."""
         last = -(-self.rows.num_keys // SPLIT_KEYS) * SPLIT_KEYS

@@ -146,7 +146,6 @@ class AttendArgs(ctypes.Structure):
         ("queries", _PTR),
         ("query_stride", _I64),
         ("out", _PTR),
-        ("lse", _PTR),
         ("row_first", _PTR),
         ("row_end", _PTR),
         ("row_state", _PTR),

@@ -423,7 +423,6 @@ class Attention {
       T* out = static_cast<T*>(args_.out) + place * width;
       const float inverse = running[r].total > 0.0f ? 1.0f / running[r].total : 0.0f;
       for (int64_t d = 0; d < width; d++) out[d] = from_float<T>(whole[r * width + d] * inverse);
-      if (args_.lse != nullptr) args_.lse[place] = running[r].total > 0.0f ? running[r].top + std::log2(running[r].total) : -INFINITY;
     }
   }
 

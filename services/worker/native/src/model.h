@@ -114,7 +114,6 @@ struct Attend {
   const void* queries;    // [num_tokens, query_stride]
   int64_t query_stride;   // elements between two tokens
   void* out;              // [num_tokens, heads * head_dim]
-  float* lse;             // [num_tokens, heads], base 2; null: not wanted
   const int32_t* row_first;  // [num_rows] multiple of 256: keys before are in the states; null: none are
   const int32_t* row_end;    // [num_rows] multiple of 256: keys from here on are left out, and the result is a state
                              // instead of `out`; null: all keys that a query sees
