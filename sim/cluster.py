@@ -20,9 +20,9 @@ from services.planner.config import PlannerSettings
 from services.planner.service import Planner, build_planner
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
-from services.worker.pipeline.channel import ModelledLink
 from shared.systems import KvExchange, find_system
 from shared.transport.memory_bus import LATENCY_S, MemoryBroker
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_network import ModelledNetwork
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices, undisturbed_text
 from sim.worker import MODEL_NAME, NO_FOLDER, SimWorker, SimWorkerParams

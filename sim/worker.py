@@ -15,7 +15,6 @@ from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
-from services.worker.pipeline.channel import ModelledLink
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
@@ -27,6 +26,7 @@ from shared.messages.report import ElasticFacts
 from shared.process.tasks import TaskOwner
 from shared.systems import DEFAULT_SYSTEM, Memory, Preemption, find_system
 from shared.transport.bus import Bus
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
 from sim.devices.modelled_network import ModelledNetwork
 from sim.devices.modelled_pipeline import PipelineParams, modelled_stages

@@ -18,10 +18,10 @@ from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.exchange_mode import Pace, again_s
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
 from services.worker.kv_moves.kv_table import AreLive
-from services.worker.pipeline.channel import ModelledLink
 from services.worker.roles.device import GroupFailedError, GroupPlace, NextShares
 from shared.ids import WorkerId
 from shared.systems import KvExchange
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import (
     Estate,
     Exchange,

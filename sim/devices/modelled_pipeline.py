@@ -17,10 +17,11 @@ from services.worker.contract.batch import Batch
 from services.worker.contract.executor import HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
-from services.worker.pipeline.channel import ChannelLostError, MemoryChannel, ModelledLink
+from services.worker.pipeline.channel import ChannelLostError
 from services.worker.pipeline.stage_messages import Close, KvOver, StageMessage
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, check_tiling
+from sim.devices.channel import MemoryChannel, ModelledLink
 from sim.devices.modelled_stage import ModelledStage, ModelledStageServer
 
 

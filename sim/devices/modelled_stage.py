@@ -14,7 +14,7 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector, step_s
 from services.worker.modelled.shadow_kv import ShadowKv
-from services.worker.pipeline.channel import ChannelLostError, MemoryChannel, StageSender
+from services.worker.pipeline.channel import ChannelLostError, StageSender
 from services.worker.pipeline.stage import Ended, StageInbox, StageOrderError, Work, outcome, run_step
 from services.worker.pipeline.stage_messages import (
     Activation,
@@ -27,6 +27,7 @@ from services.worker.pipeline.stage_messages import (
 )
 from shared.cost import StageCost
 from shared.layers import LayerRange
+from sim.devices.channel import MemoryChannel
 
 REMOTE_STATES = 2.0
 """Bytes of the states that come back by those of the queries that go out: float32 by 16 bits."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.pipeline.channel import ModelledLink
 from shared.errors import StartupError
 from shared.layers import even_split
 from shared.messages.report import ElasticFacts
 from shared.systems import find_system
 from sim.catalog.instance import InstanceFacts
 from sim.cluster import ClusterParams
+from sim.devices.channel import ModelledLink
 from sim.scenarios.scenario import Scenario
 from sim.worker import Pipeline, SimWorkerParams
 from sim.workload.workload import Workload

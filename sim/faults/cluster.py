@@ -15,9 +15,9 @@ from services.dispatcher.session.request import FailureCode, RequestFailedError
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
 from services.worker.engine.stats import take_stats
-from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.transport.memory_bus import Delivery, MemoryBroker
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_network import ModelledNetwork
 from sim.faults.conductor import Conductor
 from sim.faults.kinds import BROKER, CHANGE_KINDS, MAX_DELAY_S, MESSAGE_KINDS, Fault, FaultKind

@@ -11,10 +11,10 @@ import pytest
 from services.dispatcher.session.leases import Loss
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
-from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.types import QoeTarget
+from sim.devices.channel import ModelledLink
 from sim.plan_driver import group_of, states
 from sim.requests import SimRequest
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room

@@ -11,11 +11,11 @@ import pytest
 
 from services.worker.engine.stats import take_stats
 from services.worker.kv_moves.placed_kv import PlacedKv
-from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from sim.cluster import ClusterParams
 from sim.devices import modelled_network
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import Share, copy_shares
 from sim.plan_driver import alone, states
 from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room

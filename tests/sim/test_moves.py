@@ -12,7 +12,6 @@ import pytest
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
-from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.messages.event import Event
@@ -23,6 +22,7 @@ from shared.systems import KvExchange
 from shared.transport.bus import Message
 from shared.wire import decode_json
 from sim.cluster import ClusterParams
+from sim.devices.channel import ModelledLink
 from sim.plan_driver import alone, states
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
 

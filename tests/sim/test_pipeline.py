@@ -15,13 +15,13 @@ from services.worker.engine.loop import ExecutorBrokenError
 from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw
-from services.worker.pipeline.channel import ModelledLink
 from services.worker.pipeline.pipeline import PipelineExecutor, PipelineStats
 from services.worker.pipeline.stage_messages import StepDone
 from services.worker.scheduling.registry import SCHEDULERS
 from shared.cost import CostModel, load_profile
 from shared.layers import LayerRange, check_tiling, even_split
 from shared.types import FinishReason, SamplingParams
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
 from sim.virtual_time import run
 from tests.support.engine_builders import engine_config, new_sequence

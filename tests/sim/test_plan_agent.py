@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 
 from services.worker.engine.stats import take_stats
-from services.worker.pipeline.channel import ModelledLink
 from shared.ids import Incarnation
 from shared.layers import LayerRange, even_split
 from shared.messages.event import Event
 from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlannedStage, PlanState, PreparePlan
 from shared.transport.bus import Message
 from shared.wire import decode_json
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import PlanDriver, alone, group_of, states
 from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from services.worker.blocks import remote_kv
-from services.worker.pipeline.channel import ModelledLink
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 from sim.cluster import ClusterParams
 from sim.devices import modelled_network
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import states
 from sim.requests import SimRequest

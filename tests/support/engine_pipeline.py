@@ -20,11 +20,11 @@ from services.worker.engine.invariants import check_engine
 from services.worker.engine.loop import StepLoop
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import TokenDraw, expected_outputs
-from services.worker.pipeline.channel import ModelledLink
 from services.worker.pipeline.pipeline import PipelineExecutor
 from shared.cost import CostModel
 from shared.layers import even_split
 from shared.types import FinishReason
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_pipeline import ModelledStages, PipelineParams, modelled_stages
 from tests.support.engine_builders import engine_config, make_engine, per_token
 from tests.support.engine_live import FLAT_COST, STEP_S

@@ -16,11 +16,11 @@ from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrived
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import TokenDraw
-from services.worker.pipeline.channel import ModelledLink
 from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
 from sim.devices.modelled_exchange import Estate, Exchange, Share, hand_out
 from sim.devices.modelled_network import ModelledNetwork

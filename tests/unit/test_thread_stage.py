@@ -20,13 +20,14 @@ from services.worker.engine.loop import ExecutorBrokenError, StepLoop
 from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.pipeline.channel import ChannelLostError, ModelledLink, SocketChannel
+from services.worker.pipeline.channel import ChannelLostError, SocketChannel
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import Ended
 from services.worker.pipeline.stage_messages import Activation, Close, Hidden, StageMessage
 from shared.cost import StageCost
 from shared.layers import even_split
 from shared.types import SamplingParams
+from sim.devices.channel import ModelledLink
 from sim.devices.modelled_pipeline import ModelledStages
 from sim.devices.modelled_stage import ModelledStage
 from tests.support.engine_builders import engine_config, make_engine, new_sequence
