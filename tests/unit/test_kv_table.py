@@ -24,7 +24,9 @@ from services.worker.kv_moves.kv_table import (
 )
 from services.worker.kv_moves.kv_wire import chunks_between
 from services.worker.kv_moves.placed_kv import PlacedKv
+from services.worker.roles.device import GroupPlace, StagePlace
 from shared.errors import WireError
+from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.wire import encode
 
@@ -49,12 +51,13 @@ def tiling(rng: np.random.Generator, num: int) -> list[LayerRange]:
 
 
 def offers_to_form(rng: np.random.Generator) -> list[KvOffer]:
-    """Return offers of workers that were alone, of a whole group, and of a part of one, in a random order."""
-    offers = [KvOffer(WHOLE, int(rng.integers(20)), 0, 0, kept(rng, 12)) for _ in range(int(rng.integers(1, 3)))]
-    for plan_id, left in ((7, 0), (8, int(rng.integers(2)))):
+    """Return offers of workers that were alone, of a group, and of a part of another of the same plan, shuffled."""
+    offers = [KvOffer(WHOLE, int(rng.integers(20)), 0, kept=kept(rng, 12)) for _ in range(int(rng.integers(1, 3)))]
+    for leader, left in (("a", 0), ("b", int(rng.integers(2)))):
+        of = GroupPlace(7, "", (StagePlace(WorkerId(leader), "", WHOLE),), 0).name
         parts = tiling(rng, int(rng.integers(2, 4)))
         said = [kept(rng, 12), *[NOTHING_KEPT] * (len(parts) - 1)]
-        group = [KvOffer(part, int(rng.integers(20)), 0, plan_id, k) for part, k in zip(parts, said, strict=True)]
+        group = [KvOffer(part, int(rng.integers(20)), 0, of, k) for part, k in zip(parts, said, strict=True)]
         offers += group[: len(group) - left]
     num_blocks = rng.integers(1, 40, len(offers))
     return [replace(offers[i], num_blocks=int(num_blocks[i])) for i in rng.permutation(len(offers))]
@@ -92,7 +95,7 @@ def test_a_group_gets_every_block_once_of_whoever_has_all_of_its_layers(seed: in
 def test_shares_are_cut_only_where_memory_ends_and_the_longest_first(seed: int) -> None:
     rng = np.random.default_rng(seed)
     parts = tiling(rng, int(rng.integers(2, 5)))
-    offers = [KvOffer(part, int(rng.integers(30)), int(rng.integers(1, 20)), 7) for part in parts]
+    offers = [KvOffer(part, int(rng.integers(30)), int(rng.integers(1, 20))) for part in parts]
     shares = [kept(rng, 16) for _ in parts]
     table = table_to_part(offers, shares)
     room = min(offer.room for offer in offers)
@@ -122,7 +125,7 @@ def test_how_an_exchange_moves_is_one_word(are_live: list[bool], mode: str) -> N
 
 
 def test_without_shares_nothing_moves_and_a_wrong_number_is_refused() -> None:
-    offers = [KvOffer(LayerRange(0, 3), 9, 9, 7), KvOffer(LayerRange(3, 6), 9, 9, 7)]
+    offers = [KvOffer(LayerRange(0, 3), 9, 9), KvOffer(LayerRange(3, 6), 9, 9)]
     assert table_to_part(offers, ()).lots == ()
     with pytest.raises(ValueError, match="3 shares for 2 stages"):
         table_to_part(offers, [NOTHING_KEPT] * 3)
@@ -131,7 +134,7 @@ def test_without_shares_nothing_moves_and_a_wrong_number_is_refused() -> None:
 def test_an_exchange_names_no_more_blocks_than_a_message_holds() -> None:
     count = MAX_EXCHANGED + 5
     many = KeptKv(tuple(name(i) for i in range(count)), np.arange(count, dtype=np.int32))
-    offers = [KvOffer(WHOLE, count, count, 0, many), KvOffer(WHOLE, count, count)]
+    offers = [KvOffer(WHOLE, count, count, kept=many), KvOffer(WHOLE, count, count)]
     table = table_to_form(offers, L)
     assert len(table.kept_at(1)) == MAX_EXCHANGED
     assert len(unpack_offer(pack_offer(offers[0])).kept) == MAX_EXCHANGED
@@ -174,7 +177,7 @@ def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
 def test_what_was_copied_ahead_does_not_move_again_and_every_block_stays_in_its_place(seed: int) -> None:
     rng = np.random.default_rng(seed)
     parts = tiling(rng, int(rng.integers(2, 4)))
-    offers = [KvOffer(part, int(rng.integers(5, 40)), 64, 7, ahead_blocks=24) for part in parts]
+    offers = [KvOffer(part, int(rng.integers(5, 40)), 64, ahead_blocks=24) for part in parts]
     shares = [kept(rng, 12) for _ in parts]
     there = [placed(rng, kept(rng, 6) if rng.random() < 0.3 else some_of(rng, share)) for share in shares]
     table = table_to_part(offers, shares, there)
@@ -214,7 +217,7 @@ def test_what_was_copied_ahead_does_not_move_again_and_every_block_stays_in_its_
 
 def test_nothing_is_copied_ahead_to_who_has_no_memory_for_it() -> None:
     rng = np.random.default_rng(1)
-    offers = [KvOffer(part, 20, 64, 7, ahead_blocks=24 * (stage == 0)) for stage, part in enumerate(tiling(rng, 2))]
+    offers = [KvOffer(part, 20, 64, ahead_blocks=24 * (stage == 0)) for stage, part in enumerate(tiling(rng, 2))]
     shares = [placed(rng, KeptKv(tuple(bytes([i] * 16) for i in range(12)), np.arange(12, dtype=np.int32)))] * 2
     assert table_to_copy(offers, shares).lots == ()
     kept_ones = [KeptKv(share.names, share.ids) for share in shares]
@@ -274,7 +277,7 @@ def test_offers_and_tables_are_read_back_as_they_were(seed: int) -> None:
     ],
 )
 def test_offers_that_make_no_sense_are_refused(change: dict[str, object], reason: str) -> None:
-    said = kv_messages.KvOffered(layers=(0, 3), room=4, num_blocks=5, group=0, names=bytes(16), ids=bytes(4))
+    said = kv_messages.KvOffered(layers=(0, 3), room=4, num_blocks=5, group="", names=bytes(16), ids=bytes(4))
     assert unpack_offer(encode(said)).kept.names == (bytes(16),)
     with pytest.raises(WireError, match=reason):
         unpack_offer(encode(said.model_copy(update=change)))

@@ -287,8 +287,8 @@ def test_everybody_gives_as_many_pages_as_it_takes(seed: int) -> None:
     cut = int(rng.integers(1, 4))
     kept = [offer(int(rng.integers(0, 9)), first=int(rng.integers(0, 9)), offset=40 * i) for i in range(3)]
     parts = [LayerRange(0, cut), LayerRange(cut, 4)]
-    group = [KvOffer(part, 0, 100, 7, KeptKv(), card="card") for part in parts]
-    group[0] = KvOffer(parts[0], 0, 100, 7, kept[2].kept, card="card")
+    group = [KvOffer(part, 0, 100, "7/a", KeptKv(), card="card") for part in parts]
+    group[0] = KvOffer(parts[0], 0, 100, "7/a", kept[2].kept, card="card")
     offers = [*kept[:2], *group]
     wanted = [LayerRange(i, i + 1) for i in rng.permutation(4).tolist()]
     if not (parts[0].covers(wanted[2]) and parts[1].covers(wanted[3])):

@@ -125,7 +125,7 @@ def test_each_lot_travels_in_the_order_of_its_own_mode() -> None:
 @pytest.mark.parametrize("places", [[0, 2], [1, 0], [0, 0], [-1]])
 def test_places_that_are_not_among_the_blocks_are_refused(field: str, places: list[int]) -> None:
     packed = np.array(places, dtype="<i4").tobytes()
-    said = KvOffered(layers=(0, 3), room=4, num_blocks=5, group=0, names=bytes(32), ids=bytes(8))
+    said = KvOffered(layers=(0, 3), room=4, num_blocks=5, group="", names=bytes(32), ids=bytes(8))
     with pytest.raises(WireError):
         unpack_offer(encode(said.model_copy(update={field: packed})))
 

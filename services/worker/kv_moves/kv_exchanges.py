@@ -78,12 +78,12 @@ class KvExchanges:
         stages = () if place is None else place.stages
         return min(self._room(max([len(self._held), *(len(stage.layers) for stage in stages)])), MAX_EXCHANGED)
 
-    def offer_to_form(self, layers: LayerRange, group: int, kept: KeptKv, step_s: float) -> KvOffer:
+    def offer_to_form(self, layers: LayerRange, group: str, kept: KeptKv, step_s: float) -> KvOffer:
         """Return what this device brings to a group that forms.
 
         Args:
             layers: that it will have.
-            group: plan of the group that it is in; 0: it is alone.
+            group: name of the group that it is in; empty: it is alone.
             kept: as in `KvOffer`.
             step_s: as there.
         """
@@ -96,7 +96,7 @@ class KvExchanges:
         ahead = self._model.ahead()
         num_blocks = self._model.info.capacity.num_blocks
         ahead_blocks = 0 if ahead is None else ahead.num_blocks
-        return KvOffer(self._held, self._room(len(self._held)), num_blocks, place.plan_id, ahead_blocks=ahead_blocks)
+        return KvOffer(self._held, self._room(len(self._held)), num_blocks, place.name, ahead_blocks=ahead_blocks)
 
     def to_form(
         self, place: GroupPlace, socks: Mapping[int, socket.socket], attention: Mapping[int, socket.socket]

@@ -36,7 +36,7 @@ class KvOffered(ControlMessage):
     layers: Layers
     room: Count
     num_blocks: Count
-    group: Annotated[int, Field(ge=0)]
+    group: Annotated[str, Field(max_length=256)]
     names: Names
     ids: Ids
     tails: Ids = b""

@@ -45,8 +45,8 @@ class KvOffer:
     """Blocks of these layers that its buffer holds."""
     num_blocks: int
     """That it will have after the change."""
-    group: int = 0
-    """Plan of the group that it was in; 0: it was alone."""
+    group: str = ""
+    """Name of the group that it was in (`GroupPlace.name`); empty: it was alone."""
     kept: KeptKv = field(default_factory=KeptKv)
     """What should survive, the most wanted first; of a group only its leader says it."""
     link_bytes_per_s: float = 0.0

@@ -57,6 +57,11 @@ class GroupPlace:
         """Same for all members, and for no other group of the cluster."""
         return self.plan_id, self.stages[0].worker_id
 
+    @property
+    def name(self) -> str:
+        """As `key`, in one word."""
+        return f"{self.plan_id}/{self.stages[0].worker_id}"
+
 
 @dataclass(frozen=True, slots=True)
 class Led:

@@ -386,7 +386,7 @@ class TorchGroupDevice:
 
     async def _leave_with(self, kept: KeptKv, layers: LayerRange) -> KvOffer:
         """End what runs on the model, and return what goes along to a group in which it will have these layers."""
-        group = 0 if self._place is None else self._place.plan_id
+        group = "" if self._place is None else self._place.name
         step_s = 0.0 if self._executor is None else self._executor.recent_step_s
         await self._leave()
         return self._kv.offer_to_form(layers, group, kept, step_s)
