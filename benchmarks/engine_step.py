@@ -46,7 +46,7 @@ def decoding_engine(scheduler: str, num_rows: int, num_steps: int, *, overlaps: 
         new = NewSequence(
             RequestId(f"r{i}"), StreamId(i), 1, 0, prompt, SamplingParams(max_tokens=max_len), 0.0, 1e9, qoe=QoeTarget()
         )
-        assert not isinstance(engine.add(new), AddRefusal)
+        assert not isinstance(engine.residents.add(new), AddRefusal)
     while take_stats(engine).num_waiting or (engine.table.num_known - engine.table.num_computed > 1).any():
         step(engine, 0.0)
     return engine

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.cost.estimate import CostEstimate
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.scheduling.view import Scheduler
 from services.worker.sequences.table import Status
@@ -46,19 +46,16 @@ class UnlimitedEngine(Engine):
         super().__init__(config, scheduler, num_blocks, cost=cost)
         self._device_blocks = num_blocks
         self._on_grow = on_grow
+        self.residents.before_add = self._make_room
 
     @property
     def capacity_blocks(self) -> int:
         """Blocks that the device has, however many are in use."""
         return self._device_blocks
 
-    def add(self, new: NewSequence) -> int | AddRefusal:
-        """Take a sequence in; there is room for it."""
-        self._make_room(int(new.prompt.size) + new.sampling.max_tokens)
-        return super().add(new)
-
-    def _make_room(self, num_tokens: int) -> None:
-        """Grow until every sequence here, and one more of this length, fits with all its tokens at once."""
+    def _make_room(self, new: NewSequence) -> None:
+        """Grow until every sequence here, and a new one, fits with all its tokens at once."""
+        num_tokens = int(new.prompt.size) + new.sampling.max_tokens
         table, block_size = self.table, self.config.block_size
         live = table.status != Status.FREE
         tokens = np.append((table.num_prompt + table.max_output)[live], min(num_tokens, self.config.max_model_len))
@@ -66,4 +63,4 @@ class UnlimitedEngine(Engine):
         if wanted > self.blocks.num_usable:
             num_blocks = max(wanted, self.blocks.num_usable * 5 // 4)
             self._on_grow(num_blocks)
-            self.grow(self.blocks.num_usable, num_blocks)
+            self.memory.grow(self.blocks.num_usable, num_blocks)

@@ -290,7 +290,7 @@ class FaultCluster:
         for worker in self.workers:
             assert worker.worker is not None, "it serves"
             engine, leases = worker.worker.service.engine, worker.worker.service.leases
-            found += [f"{worker.name}: sequences {sorted(engine.row_of)}"] if engine.has_work else []
+            found += [f"{worker.name}: sequences {sorted(engine.residents.row_of)}"] if engine.table.num_live else []
             num_used = take_stats(engine).num_used_blocks
             found += [f"{worker.name}: {num_used} blocks"] if num_used else []
             found += [f"{worker.name}: {len(leases)} leases"] if len(leases) else []

@@ -134,7 +134,7 @@ def test_kv_comes_while_the_group_serves_the_reader_first_who_runs_out_first(num
         await asyncio.sleep(0.4)
         engines = [worker.service.engine for worker in room.cluster.workers]
         leader = engines[0]
-        began_s, own = loop.time(), [{str(key[0]) for key in engine.row_of} for engine in engines]
+        began_s, own = loop.time(), [{str(key[0]) for key in engine.residents.row_of} for engine in engines]
         assert [len(names) for names in own] == [4, 4]
         answers = await room.driver.drop(["w0", "w1"], even_split(NUM_LAYERS, 2))
         assert states(answers) == ["done"] * 2

@@ -103,13 +103,14 @@ def test_steps_go_on_beside_a_copy() -> None:
 
     async def main() -> list[float]:
         async with small_engine(block_copy_s=0.12) as live:
-            first = new_sequence(0, num_prompt=12, max_tokens=16)
+            first, swapping = new_sequence(0, num_prompt=12, max_tokens=16), live.engine.swapping
+            assert swapping is not None
             live.add(first)
             live.add(new_sequence(1, num_prompt=12, max_tokens=16))
             during = []
-            while live.engine.has_work:
+            while live.engine.table.num_live:
                 await asyncio.sleep(0.01)
-                if live.engine.is_copying and live.engine.swapping and not live.engine.swapping.num_arriving:
+                if swapping.is_copying and not swapping.num_arriving:
                     during.append(asyncio.get_running_loop().time())
             said = [at_s for at_s, events in live.said if (events.stream == first.stream).any()]
             return [at_s for at_s in said if during[0] <= at_s <= during[-1]]
@@ -142,11 +143,12 @@ def test_the_gate_opens_only_when_no_copy_is_under_way() -> None:
         async with small_engine(block_copy_s=0.12) as live:
             for name in range(2):
                 live.add(new_sequence(name, num_prompt=12, max_tokens=16))
-            num_waited = 0
-            while live.engine.has_work:
-                num_waited += live.engine.is_copying
+            num_waited, swapping = 0, live.engine.swapping
+            assert swapping is not None
+            while live.engine.table.num_live:
+                num_waited += swapping.is_copying
                 async with live.gate.exclusive():
-                    assert not live.engine.is_copying
+                    assert not swapping.is_copying
                     assert not live.engine.flights
                 live.loop.wake()
                 await asyncio.sleep(0.02)

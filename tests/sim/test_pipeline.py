@@ -240,7 +240,7 @@ def test_lanes_that_became_unequal_are_equal_again_soon() -> None:
                 live.add(new_sequence(i, num_prompt=1, max_tokens=60, arrival_s=0.0))
             await asyncio.sleep(1.0)
             for row in next(iter(live.engine.flights)).rows.tolist():
-                live.engine.cancel(*live.engine.table.sequence(row).key)
+                live.engine.residents.cancel(*live.engine.table.sequence(row).key)
             seen = len(live.batches)
             await live.until_idle()
             return [int(batch.rows.size) for batch in live.batches[seen + 3 : seen + 12]]
@@ -259,18 +259,18 @@ def failing(seed: int, ratio: float) -> FailureInjector:
 async def borrow_tail(live: LivePipeline, num_blocks: int) -> None:
     """Take memory from under blocks beyond what is held and a few more, as a plan does, and give it back."""
     engine = live.engine
-    engine.limit_blocks(max(engine.blocks.num_used, num_blocks))
+    engine.memory.limit(max(engine.blocks.num_used, num_blocks))
     live.loop.wake()
     for _ in range(20):
-        if engine.is_within_limit:
+        if engine.blocks.is_within_limit:
             break
         await asyncio.sleep(STEP_S)
     async with live.gate.exclusive():
-        assert engine.is_within_limit
+        assert engine.blocks.is_within_limit
         for device in live.stages.devices:
             device.kv.poison(np.arange(engine.capacity_blocks, device.kv.num_blocks, dtype=np.int32))
     await asyncio.sleep(3 * STEP_S)
-    engine.limit_blocks(None)
+    engine.memory.limit(None)
 
 
 def disturbed(
@@ -309,7 +309,7 @@ def disturbed(
                     arrival_s=0.0,
                     fork_of=None if parent is None else parent.request_id[1:],
                 )
-                while len(live.engine.row_of) >= 14:
+                while len(live.engine.residents.row_of) >= 14:
                     await asyncio.sleep(0.1)
                 live.add(new)
                 alive.append(new)
@@ -317,7 +317,7 @@ def disturbed(
                 chance = random.random()
                 if chance < 0.15:
                     victim = alive.pop(int(random.integers(len(alive))))
-                    live.engine.cancel(victim.request_id, victim.attempt)
+                    live.engine.residents.cancel(victim.request_id, victim.attempt)
                 elif chance < 0.3:
                     live.engine.pause(1)
                 elif chance < 0.5:

@@ -88,7 +88,7 @@ def test_orphans_end_and_their_channel_is_forgotten() -> None:
             await asyncio.sleep(59)
             assert take_stats(worker.service.engine).num_preempted == 1
             await asyncio.sleep(3)
-            assert not worker.service.engine.has_work
+            assert not worker.service.engine.table.num_live
             assert stream.finish is FinishReason.CANCELLED
             assert take_stats(worker.service.engine).num_used_blocks == 0
             await asyncio.sleep(1)
@@ -152,7 +152,7 @@ def test_a_newer_attempt_with_other_tokens_begins_anew_and_the_older_one_ends() 
             await new.ended.wait()
             assert old.finish is FinishReason.CANCELLED
             assert len(new.tokens) == 20
-            assert not worker.service.engine.has_work
+            assert not worker.service.engine.table.num_live
 
     run(main())
 
@@ -169,7 +169,7 @@ def test_copies_and_older_attempts_are_refused_and_say_which_attempt_was_there()
                 answer = await dispatcher.submit("w0", late)
                 assert isinstance(answer, Refused)
                 assert (answer.reason, answer.newest_attempt) == (RefusalReason.DUPLICATE, 3)
-            assert not worker.service.engine.has_work
+            assert not worker.service.engine.table.num_live
 
     run(main())
 

@@ -240,7 +240,7 @@ def test_a_request_is_as_old_as_its_submission_says() -> None:
             now_s = asyncio.get_running_loop().time()
             assert isinstance(await dispatcher.submit("w0", submit), Stream)
             engine = worker.service.engine
-            row = engine.row_of[submit.request_id, 1]
+            row = engine.residents.row_of[submit.request_id, 1]
             assert engine.table.arrival_s[row] == pytest.approx(now_s - 7.0, abs=0.1)
 
     in_virtual_time(test)

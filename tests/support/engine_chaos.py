@@ -114,10 +114,10 @@ class Chaos:
         for channel in range(NUM_CHANNELS):
             self.harness.engine.resume(channel)
         self.harness.engine.set_backed(self.unbacked, backed=True)
-        while self.harness.engine.has_work:
+        while self.harness.engine.table.num_live:
             while self.harness.submit() is not None:
                 pass
-            assert self.harness.flights or self.harness.host_copies or not self.harness.engine.has_work, (
+            assert self.harness.flights or self.harness.host_copies or not self.harness.engine.table.num_live, (
                 "sequences are left, but no step runs"
             )
             self.land(by_chance=False)
@@ -234,7 +234,7 @@ class Chaos:
         end = first + int(self.random.integers(1, 4))
         self.count("grow in flight" if self.harness.flights else "grow")
         self.harness.kv.grow(end)
-        self.harness.engine.grow(first, end)
+        self.harness.engine.memory.grow(first, end)
         self.harness.settle()
 
     def shrink(self) -> None:
@@ -243,7 +243,7 @@ class Chaos:
         candidates = np.flatnonzero(blocks.usable & (blocks.pins == 0)).astype(np.int32)
         if self.harness.flights or self.harness.host_copies or candidates.size == 0:
             return
-        if not self.harness.engine.is_within_limit:
+        if not self.harness.engine.blocks.is_within_limit:
             return
         ids = self.random.choice(candidates, size=self.random.integers(1, max(2, candidates.size // 2)), replace=False)
         self.count("shrink held" if blocks.refcount[ids].any() else "shrink free")
@@ -262,14 +262,14 @@ class Chaos:
         engine, blocks = self.harness.engine, self.harness.engine.blocks
         is_lifted = bool(self.random.random() < 0.3)
         num_blocks = None if is_lifted else max(blocks.num_used + int(self.random.integers(-2, 12)), 1)
-        before = (blocks.num_usable, blocks.num_free, engine.is_within_limit)
+        before = (blocks.num_usable, blocks.num_free, engine.blocks.is_within_limit)
         try:
-            engine.limit_blocks(num_blocks)
+            engine.memory.limit(num_blocks)
         except ValueError:
             self.count("limit refused")
-            assert (blocks.num_usable, blocks.num_free, engine.is_within_limit) == before
+            assert (blocks.num_usable, blocks.num_free, engine.blocks.is_within_limit) == before
         else:
-            self.count("limit lifted" if is_lifted else "limit" if engine.is_within_limit else "limit held")
+            self.count("limit lifted" if is_lifted else "limit" if engine.blocks.is_within_limit else "limit held")
             if not is_lifted and self.harness.flights:
                 self.count("limit in flight")
         self.harness.settle()
@@ -294,6 +294,6 @@ class Chaos:
 
     def _in_flight(self, story: Story) -> bool:
         table = self.harness.engine.table
-        row = self.harness.engine.row_of.get((story.new.request_id, story.new.attempt))
+        row = self.harness.engine.residents.row_of.get((story.new.request_id, story.new.attempt))
         assert row is None or table.status[row] != Status.FREE
         return row is not None and any(row in batch.rows for batch in self.harness.flights)

@@ -78,7 +78,7 @@ class EngineHarness:
         self.engine.blocks.on_lost = self.lose
 
     def add(self, new: NewSequence) -> int | AddRefusal:
-        row = self.engine.add(new)
+        row = self.engine.residents.add(new)
         if not isinstance(row, AddRefusal):
             assert new.stream not in self.stories
             self.stories[new.stream] = Story(new, new.generated.astype(int).tolist(), row=row)
@@ -86,7 +86,7 @@ class EngineHarness:
         return row
 
     def cancel(self, story: Story) -> bool:
-        found = self.engine.cancel(story.new.request_id, story.new.attempt)
+        found = self.engine.residents.cancel(story.new.request_id, story.new.attempt)
         self.settle()
         return found
 
@@ -148,15 +148,17 @@ class EngineHarness:
     def drain(self, max_steps: int = 5000) -> None:
         """Run until every sequence has ended and everything is given back."""
         for _ in range(max_steps):
-            if not self.engine.has_work:
+            if not self.engine.table.num_live:
                 break
             while self.submit() is not None:
                 pass
-            assert self.flights or self.host_copies or not self.engine.has_work, "sequences are left, but no step runs"
+            assert self.flights or self.host_copies or not self.engine.table.num_live, (
+                "sequences are left, but no step runs"
+            )
             if self.flights:
                 self.land()
             self.land_copies()
-        assert not self.engine.has_work, f"not done after {max_steps} steps"
+        assert not self.engine.table.num_live, f"not done after {max_steps} steps"
         if self.pinned:
             return
         self.check_empty()
@@ -169,7 +171,7 @@ class EngineHarness:
             assert self.engine.swapping.host.num_free == self.engine.swapping.host.num_blocks
 
     def settle(self) -> None:
-        self.record(self.engine.take_events())
+        self.record(self.engine.residents.take_events())
         check_engine(self.engine)
         self.check_contents()
 
@@ -209,13 +211,13 @@ class EngineHarness:
         ids = self.engine.blocks.block_table[row, :full].copy()
         for batch in self.flights:
             ids = ids[~np.isin(ids, batch.copies.target)]
-        self.engine.pin(ids, owner)
+        self.engine.blocks.pin(ids, owner)
         self.pinned[owner] = (ids, self.kv.slots(ids))
 
     def unpin(self, owner: str) -> None:
         ids, slots = self.pinned.pop(owner)
         assert (self.kv.slots(ids) == slots).all(), "a pinned block was written"
-        self.engine.unpin(owner)
+        self.engine.blocks.unpin(owner)
 
     def live(self) -> list[Story]:
         return [story for story in self.stories.values() if story.finish is FinishReason.NONE]

@@ -36,13 +36,13 @@ class LiveEngine:
     said: list[tuple[float, StepEvents]]
 
     def add(self, new: NewSequence) -> int:
-        row = self.engine.add(new)
+        row = self.engine.residents.add(new)
         assert not isinstance(row, AddRefusal)
         self.loop.wake()
         return row
 
     def cancel(self, new: NewSequence) -> bool:
-        found = self.engine.cancel(new.request_id, new.attempt)
+        found = self.engine.residents.cancel(new.request_id, new.attempt)
         self.loop.wake()
         return found
 
@@ -60,7 +60,7 @@ class LiveEngine:
         ]
 
     async def until_idle(self) -> None:
-        while self.engine.has_work:
+        while self.engine.table.num_live:
             await asyncio.sleep(STEP_S)
         await asyncio.sleep(STEP_S)
 

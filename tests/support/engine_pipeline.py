@@ -51,7 +51,7 @@ class LivePipeline:
     task: asyncio.Task[None] | None = None
 
     def add(self, new: NewSequence) -> None:
-        assert not isinstance(self.engine.add(new), AddRefusal)
+        assert not isinstance(self.engine.residents.add(new), AddRefusal)
         self.texts[new.stream] = []
         self.loop.wake()
 
@@ -77,7 +77,7 @@ class LivePipeline:
 
     async def until_idle(self) -> None:
         assert self.task is not None
-        while self.engine.has_work and not self.task.done():
+        while self.engine.table.num_live and not self.task.done():
             await asyncio.sleep(STEP_S)
         await asyncio.sleep(STEP_S)
 

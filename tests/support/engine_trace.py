@@ -54,12 +54,12 @@ async def _traffic(engine: Engine, loop: StepLoop, random: np.random.Generator) 
     for name in range(60):
         await asyncio.sleep(float(random.exponential(0.05)))
         num_prompt, max_tokens = int(random.integers(1, 40)), int(random.integers(1, 30))
-        engine.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens, arrival_s=clock.time()))
+        engine.residents.add(new_sequence(name, num_prompt=num_prompt, max_tokens=max_tokens, arrival_s=clock.time()))
         if random.random() < 0.2:
             new = new_sequence(int(random.integers(name + 1)))
-            engine.cancel(new.request_id, new.attempt)
+            engine.residents.cancel(new.request_id, new.attempt)
         loop.wake()
-    while engine.has_work:
+    while engine.table.num_live:
         await asyncio.sleep(0.5)
     loop.close()
 

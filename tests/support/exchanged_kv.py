@@ -73,7 +73,7 @@ class Server:
             if name % 2:
                 update = {"temperature": 0.8, "top_p": 0.9}
                 object.__setattr__(new, "sampling", new.sampling.model_copy(update=update))
-            assert isinstance(self.engine.add(new), int)
+            assert isinstance(self.engine.residents.add(new), int)
 
     async def serve(self, num_steps: int = 10**9) -> None:
         """Make some steps, or all."""
@@ -116,7 +116,7 @@ def prompt_of(name: int) -> list[int]:
 
 def rows_of(engine: Engine, names: Sequence[int]) -> list[int]:
     table = engine.table
-    return [row for row in engine.row_of.values() if int(table.stream[row]) - 1000 in names]
+    return [row for row in engine.residents.row_of.values() if int(table.stream[row]) - 1000 in names]
 
 
 # Bits

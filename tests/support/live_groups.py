@@ -194,10 +194,10 @@ async def texts_of(
         new = new_sequence(name, prompt=tokens_of(min(name, 4), 20 + 9 * name), max_tokens=num_tokens, seed=name)
         if name % 2:
             object.__setattr__(new, "sampling", new.sampling.model_copy(update={"temperature": 0.8, "top_p": 0.9}))
-        assert isinstance(engine.add(new), int)
+        assert isinstance(engine.residents.add(new), int)
     task = asyncio.create_task(loop.run())
     async with asyncio.timeout(30):
-        while engine.has_work and not task.done():
+        while engine.table.num_live and not task.done():
             await asyncio.sleep(0.001)
     loop.close()
     await task

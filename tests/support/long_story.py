@@ -85,7 +85,7 @@ class LongServer:
                 update = {"temperature": 0.8, "top_p": 0.9}
                 object.__setattr__(new, "sampling", new.sampling.model_copy(update=update))
             self.texts[name] = []
-            assert isinstance(self.engine.add(new), int)
+            assert isinstance(self.engine.residents.add(new), int)
 
     async def serve(self, num_steps: int = 10**9) -> int:
         """Make some steps, or all; return how many there were."""

@@ -39,7 +39,7 @@ def beyond(*, depth: int = 1, max_tokens: int = 20, num_blocks: int = 24) -> Eng
 
 def held(harness: EngineHarness, name: int) -> list[int]:
     blocks = harness.engine.blocks
-    row = harness.engine.row_of[new_sequence(name).request_id, 1]
+    row = harness.engine.residents.row_of[new_sequence(name).request_id, 1]
     ids: list[int] = blocks.block_table[row, : blocks.held[row]].tolist()
     return ids
 
@@ -51,11 +51,11 @@ def submitted(harness: EngineHarness) -> Batch:
 
 
 def is_kept(harness: EngineHarness) -> bool:
-    return harness.engine.is_within_limit
+    return harness.engine.blocks.is_within_limit
 
 
 def limit(harness: EngineHarness, num_blocks: int | None) -> None:
-    harness.engine.limit_blocks(num_blocks)
+    harness.engine.memory.limit(num_blocks)
     harness.settle()
 
 
@@ -64,15 +64,15 @@ def test_what_lies_beyond_moves_with_the_next_batch_and_the_text_stays() -> None
     harness = beyond()
     limit(harness, LIMIT)
     engine = harness.engine
-    assert (engine.capacity_blocks, engine.blocks.num_free, engine.is_within_limit) == (16, 5, False)
+    assert (engine.capacity_blocks, engine.blocks.num_free, engine.blocks.is_within_limit) == (16, 5, False)
     batch = submitted(harness)
     assert batch.copies.source.tolist() == [16, 17, 18, 19, 20]
     assert batch.table_delta.index.tolist() == [6, 7, 8, 9, 10]
     assert batch.table_delta.block_id.tolist() == batch.copies.target.tolist() == held(harness, 1)[6:]
     assert max(held(harness, 1)) < LIMIT
-    assert (engine.blocks.num_free, engine.is_within_limit) == (5, False)
+    assert (engine.blocks.num_free, engine.blocks.is_within_limit) == (5, False)
     harness.land()
-    assert (engine.blocks.num_free, engine.is_within_limit) == (5, True)
+    assert (engine.blocks.num_free, engine.blocks.is_within_limit) == (5, True)
     harness.drain()
     harness.judge()
 
@@ -80,7 +80,7 @@ def test_what_lies_beyond_moves_with_the_next_batch_and_the_text_stays() -> None
 def test_a_limit_with_nothing_beyond_takes_effect_at_once() -> None:
     harness = EngineHarness(make_engine(num_blocks=24))
     limit(harness, LIMIT)
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     assert harness.add(new_sequence(0, num_prompt=60, max_tokens=6)) is AddRefusal.TOO_LONG
     assert harness.add(new_sequence(1, num_prompt=60, max_tokens=5)) == 0
     harness.drain()
@@ -95,7 +95,7 @@ def test_schedulers_never_get_a_block_beyond() -> None:
     for name in range(12):
         harness.add(new_sequence(name, num_prompt=4 + 3 * name, max_tokens=16))
     given: set[int] = set()
-    while harness.engine.has_work:
+    while harness.engine.table.num_live:
         given.update(submitted(harness).table_delta.block_id.tolist())
         harness.land()
     harness.judge()
@@ -104,11 +104,11 @@ def test_schedulers_never_get_a_block_beyond() -> None:
 
 def assert_refused(harness: EngineHarness, num_blocks: int, why: str) -> None:
     engine = harness.engine
-    before = (engine.capacity_blocks, engine.blocks.num_free, engine.is_within_limit)
+    before = (engine.capacity_blocks, engine.blocks.num_free, engine.blocks.is_within_limit)
     with pytest.raises(ValueError, match=why):
-        engine.limit_blocks(num_blocks)
+        engine.memory.limit(num_blocks)
     harness.settle()
-    assert (engine.capacity_blocks, engine.blocks.num_free, engine.is_within_limit) == before
+    assert (engine.capacity_blocks, engine.blocks.num_free, engine.blocks.is_within_limit) == before
 
 
 def test_a_limit_below_what_is_in_use_is_refused_and_changes_nothing() -> None:
@@ -126,7 +126,7 @@ def test_a_limit_that_a_sequence_would_outgrow_is_refused_and_changes_nothing() 
     assert_refused(harness, 14, "at its full length does not fit 14")
     limit(harness, 15)
     harness.step()
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     harness.drain()
     harness.judge()
     assert harness.engine.totals.num_preemptions == 0
@@ -168,7 +168,7 @@ def test_the_source_of_a_copy_on_write_moves_when_that_copy_is_made() -> None:
     harness.land()
     assert submitted(harness).copies.source.tolist() == [19]
     harness.land()
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     harness.drain()
     harness.judge()
 
@@ -194,10 +194,10 @@ def test_a_pinned_block_that_nobody_holds_any_more_is_gone_when_it_is_unpinned()
     limit(harness, LIMIT)
     harness.pin_full_blocks("reader", 1)
     harness.cancel(harness.stories[1001])
-    assert (harness.engine.is_within_limit, harness.engine.blocks.num_free) == (False, 6)
+    assert (harness.engine.blocks.is_within_limit, harness.engine.blocks.num_free) == (False, 6)
     harness.unpin("reader")
     harness.settle()
-    assert (harness.engine.is_within_limit, harness.engine.blocks.num_free) == (True, LIMIT)
+    assert (harness.engine.blocks.is_within_limit, harness.engine.blocks.num_free) == (True, LIMIT)
 
 
 def test_a_batch_moves_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_a_batch_moves_so_many_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -
     harness.step()
     limit(harness, 105)
     sizes = []
-    while not harness.engine.is_within_limit:
+    while not harness.engine.blocks.is_within_limit:
         sizes.append(submitted(harness).copies.source.size)
         harness.land()
     assert sizes == [64, 31]
@@ -223,7 +223,7 @@ def test_a_batch_that_fails_has_moved_its_blocks_all_the_same() -> None:
     limit(harness, LIMIT)
     submitted(harness)
     harness.land("bad luck")
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     assert submitted(harness).copies.source.size == 0
     harness.land()
     harness.drain()
@@ -237,7 +237,7 @@ def test_a_retry_moves_blocks_too() -> None:
     limit(harness, LIMIT)
     assert submitted(harness).copies.source.size == 5
     harness.land()
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     harness.drain()
     harness.judge()
 
@@ -249,7 +249,7 @@ def test_blocks_that_a_batch_moves_are_nobody_elses_before_it_is_back() -> None:
     moves = submitted(harness).copies
     limit(harness, None)
     harness.cancel(harness.stories[1001])
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     assert harness.engine.blocks.num_free == 24 - 11 - 5
     harness.add(new_sequence(2, num_prompt=25, max_tokens=6))
     given = submitted(harness).table_delta.block_id
@@ -305,12 +305,12 @@ def test_a_limit_may_change_before_it_is_kept() -> None:
     limit(harness, 18)
     assert submitted(harness).copies.source.tolist() == [18, 19, 20]
     limit(harness, 22)
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     limit(harness, LIMIT)
     harness.land()
     assert submitted(harness).copies.source.tolist() == [16, 17]
     harness.land()
-    assert harness.engine.is_within_limit
+    assert harness.engine.blocks.is_within_limit
     harness.drain()
     harness.judge()
 
@@ -381,13 +381,13 @@ def test_every_scheduler_gets_below_a_limit_in_a_few_steps_and_stays_there(
     engine = harness.engine
     limit(harness, max(engine.blocks.num_used + int(random.integers(3)), 24))
     num_steps = 0
-    while not engine.is_within_limit:
+    while not engine.blocks.is_within_limit:
         while harness.submit() is not None:
             pass
         harness.land()
         num_steps += 1
         assert num_steps <= 2 * num_stages + 1
-    while engine.has_work:
+    while engine.table.num_live:
         batch = harness.submit()
         assert batch is None or batch.table_delta.block_id.max(initial=0) < engine.capacity_blocks
         if batch is None:

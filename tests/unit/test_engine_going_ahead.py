@@ -79,10 +79,10 @@ def test_who_ends_by_a_token_says_so_at_once_and_keeps_its_blocks_until_the_step
     assert story(harness, 0).finish is FinishReason.STOP
     assert engine.table.hold[row] & Hold.ENDED
     assert engine.table.held_blocks[row] > 0
-    assert not engine.cancel(new.request_id, 1), "it is not here any more"
-    assert engine.rows_of(0) == [story(harness, 1).row]
-    assert engine.add(new) is AddRefusal.DUPLICATE
-    replayed = engine.replay(new.request_id, 1, 0)
+    assert not engine.residents.cancel(new.request_id, 1), "it is not here any more"
+    assert engine.residents.rows_of(0) == [story(harness, 1).row]
+    assert engine.residents.add(new) is AddRefusal.DUPLICATE
+    replayed = engine.residents.replay(new.request_id, 1, 0)
     assert replayed is not None
     assert (replayed[0].tolist(), replayed[1]) == (story(harness, 0).text, FinishReason.STOP)
     behind = harness.submit()
@@ -183,7 +183,7 @@ def test_who_is_cancelled_ends_when_the_last_of_its_steps_is_back() -> None:
     harness.add(new)
     harness.submit()
     harness.submit()
-    assert harness.engine.cancel(new.request_id, 1)
+    assert harness.engine.residents.cancel(new.request_id, 1)
     harness.land()
     assert story(harness, 0).finish is FinishReason.NONE
     assert harness.submit() is None
@@ -202,7 +202,7 @@ def test_the_others_go_ahead_of_a_row_that_is_waited_for(how: str) -> None:
     harness.submit()
     harness.submit()
     if how == "cancelled":
-        harness.engine.cancel(new.request_id, 1)
+        harness.engine.residents.cancel(new.request_id, 1)
     harness.land()
     third = harness.submit()
     assert third is not None

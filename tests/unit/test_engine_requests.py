@@ -31,25 +31,25 @@ from tests.support.engine_harness import STEP_S, EngineHarness
 )
 def test_a_sequence_that_can_never_run_is_refused(new: NewSequence, refusal: AddRefusal | None) -> None:
     """Vocabulary 100, context 256, 64 blocks of 4 = 256 slots."""
-    outcome = make_engine().add(new)
+    outcome = make_engine().residents.add(new)
     assert (outcome if isinstance(outcome, AddRefusal) else None) is refusal
 
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(13, True), (14, False)])
 def test_the_last_token_needs_no_kv(max_tokens: int, fits: bool) -> None:
     """8 blocks of 4 = 32 slots; 20 prompt tokens and the KV of 12 outputs fill them."""
-    outcome = make_engine(num_blocks=8).add(new_sequence(num_prompt=20, max_tokens=max_tokens))
+    outcome = make_engine(num_blocks=8).residents.add(new_sequence(num_prompt=20, max_tokens=max_tokens))
     assert (outcome is AddRefusal.TOO_LONG) is not fits
 
 
 def test_a_full_table_refuses_and_takes_again_once_a_row_is_free() -> None:
     engine = make_engine(config=engine_config(max_sequences=2))
     first = new_sequence(0)
-    engine.add(first)
-    engine.add(new_sequence(1))
-    assert engine.add(new_sequence(2)) is AddRefusal.FULL
-    engine.cancel(first.request_id, 1)
-    assert engine.add(new_sequence(2)) == 0
+    engine.residents.add(first)
+    engine.residents.add(new_sequence(1))
+    assert engine.residents.add(new_sequence(2)) is AddRefusal.FULL
+    engine.residents.cancel(first.request_id, 1)
+    assert engine.residents.add(new_sequence(2)) == 0
     check_engine(engine)
 
 
@@ -57,14 +57,16 @@ def test_a_repeated_submission_is_answered_alike_and_another_stream_is_a_duplica
     harness = EngineHarness(make_engine())
     new = new_sequence(0)
     row = harness.add(new)
-    assert harness.engine.add(new) == row
+    assert harness.engine.residents.add(new) == row
     other = new_sequence(0)
     object.__setattr__(other, "stream", 77)
-    assert harness.engine.add(other) is AddRefusal.DUPLICATE
+    assert harness.engine.residents.add(other) is AddRefusal.DUPLICATE
     assert take_stats(harness.engine).num_waiting == 1
     harness.drain()
-    assert harness.engine.add(new) is AddRefusal.DUPLICATE, "it has ended here: running it again would be waste"
-    assert harness.engine.add(new_sequence(0, attempt=2)) == row
+    assert harness.engine.residents.add(new) is AddRefusal.DUPLICATE, (
+        "it has ended here: to run it again would be waste"
+    )
+    assert harness.engine.residents.add(new_sequence(0, attempt=2)) == row
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_a_takeover_of_a_complete_sequence_ends_at_once(
     harness.add(new_sequence(0, generated=generated, max_tokens=4, stop_token_ids=stop_token_ids))
     [story] = harness.stories.values()
     assert (story.finish, story.text) == (finish, generated)
-    assert not harness.engine.has_work
+    assert not harness.engine.table.num_live
 
 
 def test_a_takeover_goes_on_as_if_it_had_never_stopped() -> None:
@@ -98,16 +100,16 @@ def test_replay_returns_outputs_while_the_sequence_runs_and_after_its_end() -> N
     harness.step()
     harness.step()
     text = harness.stories[1000].text
-    found = harness.engine.replay(new.request_id, 1, 1)
+    found = harness.engine.residents.replay(new.request_id, 1, 1)
     assert found is not None
     assert (found[0].tolist(), found[1]) == (text[1:], FinishReason.NONE)
     harness.drain()
-    found = harness.engine.replay(new.request_id, 1, 0)
+    found = harness.engine.residents.replay(new.request_id, 1, 0)
     assert found is not None
     assert (found[0].tolist(), found[1]) == (harness.stories[1000].text, FinishReason.LENGTH)
     assert len(found[0]) == 6
-    assert harness.engine.replay(new.request_id, 2, 0) is None
-    beyond = harness.engine.replay(new.request_id, 1, 99)
+    assert harness.engine.residents.replay(new.request_id, 2, 0) is None
+    beyond = harness.engine.residents.replay(new.request_id, 1, 99)
     assert beyond is not None
     assert beyond[0].size == 0
 
@@ -116,12 +118,12 @@ def test_cancel_finds_only_what_is_there_and_counts_once() -> None:
     harness = EngineHarness(make_engine())
     new = new_sequence(0)
     harness.add(new)
-    assert not harness.engine.cancel(new.request_id, 2)
+    assert not harness.engine.residents.cancel(new.request_id, 2)
     harness.submit()
-    assert harness.engine.cancel(new.request_id, 1)
-    assert harness.engine.cancel(new.request_id, 1), "it is still here until its step comes back"
+    assert harness.engine.residents.cancel(new.request_id, 1)
+    assert harness.engine.residents.cancel(new.request_id, 1), "it is still here until its step comes back"
     harness.land()
-    assert not harness.engine.cancel(new.request_id, 1)
+    assert not harness.engine.residents.cancel(new.request_id, 1)
     assert harness.stories[1000].finish is FinishReason.CANCELLED
     assert harness.engine.totals.num_finished == 1
 
@@ -230,7 +232,7 @@ def test_stats_tell_what_is_left_to_compute_of_prompts_that_run_and_that_wait() 
         (16, 4),
         (20, 0),
     ]
-    while harness.engine.has_work:
+    while harness.engine.table.num_live:
         assert take_stats(harness.engine).num_uncomputed_blocks == 0, (
             "nothing is left of a prompt, only the newest token"
         )
@@ -260,7 +262,7 @@ def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:
     admitted, dropped = [], []  # type: tuple[list[int], list[int]]
     for name in range(4):
         harness.add(new_sequence(name, num_prompt=10, max_tokens=20))
-    while harness.engine.has_work:
+    while harness.engine.table.num_live:
         batch = harness.step()
         assert batch is not None
         admitted += [init.row for init in batch.admits]

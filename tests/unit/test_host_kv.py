@@ -126,9 +126,9 @@ def texts(num_blocks: int) -> tuple[dict[int, list[int]], EngineStats]:
     config = engine_config(max_batch_tokens=96, max_sequences=8, vocab_size=384, block_size=16, prefix_caching=False)
     engine = Engine(config, make_scheduler("chunked"), num_blocks, host, CostEstimate(SLOW))
     for name in range(6):
-        engine.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
+        engine.residents.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
     said: dict[int, list[int]] = {1000 + name: [] for name in range(6)}
-    while engine.has_work:
+    while engine.table.num_live:
         batch = engine.next_batch(0.0)
         for copy in engine.take_copies():
             runner.copy(copy)
@@ -194,7 +194,7 @@ async def test_texts_are_the_same_when_copies_run_beside_the_steps(seed: int, mo
         executor = ThreadExecutor(runner, asyncio.get_running_loop())
         loop = StepLoop(engine, executor, say, asyncio.get_running_loop().time, StepGate())
         for name in range(6):
-            engine.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
+            engine.residents.add(new_sequence(name, num_prompt=20 + 3 * name, max_tokens=40))
         task = asyncio.create_task(loop.run())
         async with asyncio.timeout(60):
             while sum(map(len, texts.values())) < 6 * 40 and not task.done():

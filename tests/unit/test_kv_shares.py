@@ -21,21 +21,23 @@ class Sequences:
         self.rng = rng
         self.config = SimpleNamespace(block_size=1)
         self.row_of: dict[Any, int] = {}
-        self.blocks: dict[int, list[tuple[bytes, int]]] = {}
+        self.held: dict[int, list[tuple[bytes, int]]] = {}
         self.free = list(range(num_blocks))
         self.pinned: set[int] = set()
         self.num_named = 0
         self.sharing = SimpleNamespace(computed=self.computed)
+        self.blocks = SimpleNamespace(pin=self.pin, unpin=self.unpin)
+        self.residents = SimpleNamespace(row_of=self.row_of)
 
     @property
     def table(self) -> Any:
-        size = max(self.blocks, default=0) + 1
-        counts = np.array([len(self.blocks.get(row, ())) for row in range(size)])
+        size = max(self.held, default=0) + 1
+        counts = np.array([len(self.held.get(row, ())) for row in range(size)])
         order = np.arange(size)
         return SimpleNamespace(num_computed=counts, num_known=counts, arrival_s=order * 1.0, order=order)
 
     def computed(self, rows: Sequence[int]) -> KeptKv:
-        found = [each for row in rows for each in self.blocks[row]]
+        found = [each for row in rows for each in self.held[row]]
         return KeptKv(tuple(name for name, _ in found), np.array([block for _, block in found], dtype=np.int32))
 
     def pin(self, ids: Any, _: str) -> None:
@@ -45,15 +47,15 @@ class Sequences:
         self.pinned.clear()
 
     def change(self) -> None:
-        for row in [row for row in self.blocks if self.rng.random() < 0.2]:
+        for row in [row for row in self.held if self.rng.random() < 0.2]:
             del self.row_of[f"s{row}"]
-            self.free += [block for _, block in self.blocks.pop(row)]
-        new = max(self.blocks, default=-1) + 1
-        self.blocks[new], self.row_of[f"s{new}"] = [], new
-        for blocks in self.blocks.values():
+            self.free += [block for _, block in self.held.pop(row)]
+        new = max(self.held, default=-1) + 1
+        self.held[new], self.row_of[f"s{new}"] = [], new
+        for blocks in self.held.values():
             for _ in range(int(self.rng.integers(1, 4))):
                 usable = [block for block in self.free if block not in self.pinned]
-                if usable and sum(map(len, self.blocks.values())) < 30:
+                if usable and sum(map(len, self.held.values())) < 30:
                     block = usable[int(self.rng.integers(len(usable)))]
                     self.free.remove(block)
                     self.num_named += 1

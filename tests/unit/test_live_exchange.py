@@ -103,8 +103,8 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
         for led, share in zip(alone, shares, strict=False):
             assert led.kept.names == share.names
             assert led.kept.ids.tolist() == list(range(len(share)))
-        first.engine.release(rows_of(first.engine, [1, 2, 4]), "w1")
-        first.engine.take_events()
+        first.engine.residents.release(rows_of(first.engine, [1, 2, 4]), "w1")
+        first.engine.residents.take_events()
         first.enter(alone[0].executor, alone[0].kept)
         left, before = first.left_to_compute(alone[0].kept, [0, 3, 5]), first.num_computed
         await first.serve()
@@ -157,9 +157,9 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
             over.set()
             left, before = first.left_to_compute(arrivals.coming, [0, 1, 2, 4, 5]), first.num_computed
             async for arrived in arrivals.news:
-                engine.arrived(arrived.blocks)
+                engine.sharing.arrived(arrived.blocks)
                 await first.serve(1)
-        engine.expect_no_more()
+        engine.sharing.expect_no_more()
         assert take_stats(engine).num_coming_blocks == 0
         await first.serve()
         assert first.texts == expected

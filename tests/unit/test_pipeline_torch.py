@@ -160,10 +160,10 @@ class Limits:
         self.num_moved += batch.copies.source.size
         check_engine(self.engine)
         if not self._is_limited:
-            self.engine.limit_blocks(max(self.engine.blocks.num_used, MOST_BLOCKS))
+            self.engine.memory.limit(max(self.engine.blocks.num_used, MOST_BLOCKS))
             self._is_limited = True
-        elif self.engine.is_within_limit:
-            self.engine.limit_blocks(None)
+        elif self.engine.blocks.is_within_limit:
+            self.engine.memory.limit(None)
             self._is_limited = False
 
 

@@ -93,7 +93,7 @@ def served_by_turns(num_sequences: int, *, num_host_blocks: int = 0) -> list[int
         assert not isinstance(added, AddRefusal)
     said: list[int] = []
     lengths = [0] * num_sequences
-    while harness.engine.has_work:
+    while harness.engine.table.num_live:
         harness.step()
         for name in range(num_sequences):
             length = len(harness.stories[1000 + name].text)

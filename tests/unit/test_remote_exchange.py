@@ -79,8 +79,8 @@ async def take_in(server: LongServer, led: Led) -> None:
     """Tell a server what arrives, until no more does."""
     assert led.arrivals is not None
     async for arrived in led.arrivals.news:
-        server.engine.arrived(arrived.blocks)
-    server.engine.expect_no_more()
+        server.engine.sharing.arrived(arrived.blocks)
+    server.engine.sharing.expect_no_more()
 
 
 async def exchange_by_price(

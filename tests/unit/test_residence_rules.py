@@ -66,9 +66,10 @@ class _Engine:
 
     def __init__(self, num_looks: int) -> None:
         self.limits: list[int | None] = []
+        self.memory = self.blocks = self
         self._left = num_looks
 
-    def limit_blocks(self, num_blocks: int | None) -> None:
+    def limit(self, num_blocks: int | None) -> None:
         if num_blocks == TOO_FEW:
             raise ValueError("they are in use")
         self.limits.append(num_blocks)

@@ -60,7 +60,7 @@ class Run:
         self.logprobs: dict[int, list[TokenLogprob]] = {}
 
     def add(self, new: NewSequence) -> None:
-        assert not isinstance(self.engine.add(new), AddRefusal)
+        assert not isinstance(self.engine.residents.add(new), AddRefusal)
         self.texts[new.stream] = new.generated.tolist()
         self.logprobs[new.stream] = []
 
@@ -68,7 +68,7 @@ class Run:
         for _ in range(num_steps):
             batch = self.engine.next_batch(0.0)
             if batch is None:
-                assert not self.engine.has_work
+                assert not self.engine.table.num_live
                 return
             output = self.runner.run(batch)
             if self.failures is not None and len(batch.rows) > 1 and self.failures.random() < 0.15:

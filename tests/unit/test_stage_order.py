@@ -335,7 +335,7 @@ async def test_texts_survive_steps_that_end_late_and_fail_at_launch_or_at_the_en
     served = Served(wire_up(group, asyncio.get_running_loop()), num_stages + more, num_host_blocks=0)
     new = [new_sequence(i, num_prompt=chance.randrange(1, 30), max_tokens=20) for i in range(10)]
     for each in new:
-        assert isinstance(served.engine.add(each), int)
+        assert isinstance(served.engine.residents.add(each), int)
     await served.run()
     await served.pipeline.executor.close()
     served.pipeline.join()

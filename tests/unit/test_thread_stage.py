@@ -107,7 +107,7 @@ class Served:
     async def run(self) -> None:
         task = asyncio.create_task(self.loop.run())
         async with asyncio.timeout(30):
-            while self.engine.has_work and not task.done():
+            while self.engine.table.num_live and not task.done():
                 await asyncio.sleep(0.001)
         self.loop.close()
         await task
@@ -120,7 +120,7 @@ async def test_texts_survive_failed_steps_and_failed_copies(num_stages: int) -> 
     served = Served(wire_up(devices(num_stages, bad_luck), asyncio.get_running_loop()), num_stages)
     new = [new_sequence(i, num_prompt=int(random.integers(1, 40)), max_tokens=30) for i in range(16)]
     for each in new:
-        assert isinstance(served.engine.add(each), int)
+        assert isinstance(served.engine.residents.add(each), int)
     await served.run()
     await served.pipeline.executor.close()
     served.pipeline.join()
@@ -155,7 +155,7 @@ async def test_a_pipeline_that_breaks_fails_all_lanes_blames_nobody_and_ends_eve
     pipeline = wire_up(devices(3), asyncio.get_running_loop())
     served = Served(pipeline, 3)
     for i in range(9):
-        served.engine.add(new_sequence(i, max_tokens=90))
+        served.engine.residents.add(new_sequence(i, max_tokens=90))
     note = served.note
 
     def note_and_end(batch: Batch, output: BatchOutput) -> None:

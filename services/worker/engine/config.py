@@ -54,7 +54,7 @@ class EngineConfig:
 
 
 class AddRefusal(Enum):
-    """Why `Engine.add` did not take a sequence; nothing of it is left in the engine."""
+    """Why `Residents.add` did not take a sequence; nothing of it is left in the engine."""
 
     FULL = "full"  # no free row of the table
     TOO_LONG = "too_long"  # prompt + max_tokens can never fit the KV memory or the context

@@ -39,7 +39,7 @@ def describe(engine: Engine) -> list[SequenceDescription]:
             num_blocks=int(table.held_blocks[row]),
             awaits_kv=bool(table.status[row] != Status.RUNNING) and engine.sharing.awaits_coming(row),
         )
-        for (request_id, attempt), row in sorted(engine.row_of.items(), key=lambda item: item[1])
+        for (request_id, attempt), row in sorted(engine.residents.row_of.items(), key=lambda item: item[1])
     ]
 
 

@@ -9,7 +9,7 @@ memory and back run beside the steps: `take_copies` hands them out, `copied` tak
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,12 +26,12 @@ from services.worker.contract.executor import BatchFailedError, HostCopy, HostMe
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.assemble import decodes_first, input_tokens
-from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
+from services.worker.engine.config import EngineConfig
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.engine.flights import Flight, Flights
 from services.worker.engine.going_ahead import rows_ahead
+from services.worker.engine.kv_memory import KvMemory
 from services.worker.engine.retry import RetryGroup, RetryQueue
-from services.worker.engine.room import Room
 from services.worker.engine.totals import Totals
 from services.worker.engine.transitions import Transitions
 from services.worker.engine.viewing import Viewing
@@ -39,10 +39,8 @@ from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput
 from services.worker.sequences import qoe_columns
 from services.worker.sequences.logprob_log import LogprobLog
 from services.worker.sequences.residents import Residents
-from services.worker.sequences.sequence import SequenceKey
 from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
-from shared.ids import RequestId
 from shared.types import FinishReason
 
 Rows = NDArray[np.intp]
@@ -94,7 +92,7 @@ class Engine:
             swapping=self.swapping,
         )
         self.residents.on_end = self._transitions.ended
-        self._room = Room(self.table, self.blocks, self.sharing, self._transitions)
+        self.memory = KvMemory(self.table, self.blocks, self.sharing, self.swapping, self._transitions)
         self._viewing = Viewing(self.table, self.blocks, self.sharing, self.swapping, self.flights, self.cost)
         self._scheduler = scheduler
         self.limits = _limits(config)
@@ -104,55 +102,20 @@ class Engine:
 
     # Sequences come and go
 
-    def add(self, new: NewSequence) -> int | AddRefusal:
-        """Take a sequence in; it waits for its turn.
-
-        Returns:
-            Its row (the same one again if it is repeated while it runs), or why it is not taken.
-        """
-        return self.residents.add(new)
-
-    def hand_over(self, new: NewSequence) -> int | None:
-        """Let a newer attempt of a request go on in the row of an older one, or end that one; see `Residents`."""
-        return self.residents.hand_over(new)
-
-    def num_outputs(self, request_id: RequestId, attempt: int) -> int:
-        """Return how many output tokens a sequence has that is here, 0 if it is not."""
-        row = self.row_of.get((request_id, attempt))
-        return 0 if row is None else int(self.table.num_output[row])
-
-    def rows_of(self, channel: int) -> list[int]:
-        """Return the rows of a channel."""
-        table = self.table
-        here = (table.status != Status.FREE) & ((table.hold & Hold.ENDED) == 0)
-        return np.flatnonzero(here & (table.channel == channel)).tolist()
-
     def pause(self, channel: int) -> None:
         """Let no sequence of a channel run until `resume`; for rows in a step or copy, repeat it when they are back.
 
         Those that run give up their KV: it stays in the prefix cache until its memory is needed.
         """
         table = self.table
-        for row in self.rows_of(channel):
+        for row in self.residents.rows_of(channel):
             table.hold[row] |= Hold.PAUSED
             if table.status[row] == Status.RUNNING and not table.hold[row] & (Hold.IN_FLIGHT | Hold.SWAPPING):
                 self._transitions.preempt(row)
 
     def resume(self, channel: int) -> None:
         """Let the sequences of a channel run again; the caller wakes the step loop."""
-        self.table.hold[self.rows_of(channel)] &= ~Hold.PAUSED
-
-    def cancel(self, request_id: RequestId, attempt: int) -> bool:
-        """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
-        return self.residents.cancel(request_id, attempt)
-
-    def replay(self, request_id: RequestId, attempt: int, first_index: int) -> tuple[I32, FinishReason] | None:
-        """Return outputs from an index on, of a sequence that runs or ended not long ago; None if it is not known."""
-        return self.residents.replay((request_id, attempt), first_index)
-
-    def take_events(self) -> StepEvents:
-        """Return the ends that happened outside a step since the last call: cancelled, expired."""
-        return self.residents.take_events()
+        self.table.hold[self.residents.rows_of(channel)] &= ~Hold.PAUSED
 
     # Steps
 
@@ -230,31 +193,6 @@ class Engine:
         """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""
         self._transitions.copied(copy_id, done=done)
 
-    def grow(self, first: int, end: int) -> None:
-        """Make the blocks from `first` to `end` - 1 usable, in addition to those that are."""
-        self._room.grow(first, end)
-
-    def limit_blocks(self, num_blocks: int | None) -> None:
-        """Hand out only blocks with ids below `num_blocks` from now on; None: all. The caller wakes the step loop.
-
-        The schedulers count only these at once. What is held beyond moves with the next batches (`compaction.py`); free
-        blocks there lose their contents. `leave_executor` forgets the limit.
-
-        Raises:
-            ValueError: what is held now, or a sequence that is here at its full length, would not fit; nothing has
-                changed.
-        """
-        assert self.swapping is None, "copies to the host, beside the steps, would not see what a batch has yet to move"
-        self._room.limit(num_blocks)
-
-    def arrived(self, blocks: KeptKv) -> None:
-        """Take note of KV that was coming and is here; the caller wakes the step loop."""
-        self.sharing.arrived(blocks)
-
-    def expect_no_more(self) -> None:
-        """Let sequences compute the KV that was coming and is not here. Idempotent; the caller wakes the step loop."""
-        self.sharing.expect_no_more()
-
     # Memory: the step gate is held
 
     def set_backed(self, ids: I32, *, backed: bool) -> None:
@@ -264,8 +202,8 @@ class Engine:
         wait until it grows again, or expire. The blocks must not be pinned.
         """
         assert not self.flights, "memory changes only while nothing is in flight"
-        assert not self.is_copying, "memory changes only while nothing is copied"
-        self._room.set_backed(ids, backed=backed)
+        assert self.swapping is None or not self.swapping.is_copying, "memory changes only while nothing is copied"
+        self.memory.set_backed(ids, backed=backed)
 
     def leave_executor(self, now_s: float) -> KeptKv:
         """Preempt all that runs: the executor is about to be another one. Nothing may be in flight or pinned.
@@ -303,57 +241,16 @@ class Engine:
             spans: what of it the executor can attend where it lies, so that sequences need not wait for it.
             overlaps: see `EngineConfig`.
         """
-        self._room.furnish(num_blocks, kept, coming, spans)
+        self.memory.furnish(num_blocks, kept, coming, spans)
         self.config = replace(self.config, num_lanes=num_lanes, overlaps=overlaps)
         self.limits = _limits(self.config)
 
-    def release(self, rows: Sequence[int], moved_to: str) -> None:
-        """End some sequences, which are in no batch in flight, to go on at another worker."""
-        assert not (self.table.hold[rows] & Hold.IN_FLIGHT).any(), "a sequence is released between its steps"
-        self.residents.release(rows, moved_to)
-
-    def pin(self, ids: I32, owner: Hashable) -> None:
-        """Keep blocks from being reused or moved until their owner unpins them.
-
-        KV that a batch in flight copies to one of them is there when that batch is back.
-        """
-        self.blocks.pin(ids, owner)
-
-    def unpin(self, owner: Hashable) -> None:
-        """Drop all pins of an owner; the caller wakes the step loop."""
-        self.blocks.unpin(owner)
-
     # Looks
-
-    @property
-    def row_of(self) -> dict[SequenceKey, int]:
-        """Rows by request and attempt; read-only for others."""
-        return self.residents.row_of
-
-    @property
-    def has_work(self) -> bool:
-        """A sequence is here."""
-        return self.table.num_live > 0
-
-    @property
-    def is_within_limit(self) -> bool:
-        """Nothing beyond the limit is held, pinned or named, and no batch in flight moves it; True without a limit."""
-        return self.blocks.is_within_limit
-
-    @property
-    def is_copying(self) -> bool:
-        """A copy between device and host is under way."""
-        return self.swapping is not None and self.swapping.is_copying
 
     @property
     def capacity_blocks(self) -> int:
         """Usable blocks that the device has, below the limit."""
         return self.blocks.num_usable
-
-    @property
-    def next_expiry_s(self) -> float:
-        """No sequence expires before; infinite if none does."""
-        return self.residents.next_expiry_s
 
     @property
     def num_demanded_blocks(self) -> int:

@@ -25,8 +25,12 @@ def check_engine(engine: Engine) -> None:
     chunks = -(-table.num_output[live] // CHUNK)
     assert engine.log.num_used_chunks == int(chunks.sum()), "chunks of the token log are lost or doubled"
     named = live[(table.hold[live] & Hold.ENDED) == 0]
-    assert sorted(engine.row_of.values()) == named.tolist(), "each live row has one name, and each name one live row"
-    assert all(table.sequence(row).key == key for key, row in engine.row_of.items()), "a row has another's name"
+    assert sorted(engine.residents.row_of.values()) == named.tolist(), (
+        "each live row has one name, and each name one live row"
+    )
+    assert all(table.sequence(row).key == key for key, row in engine.residents.row_of.items()), (
+        "a row has another's name"
+    )
 
 
 def _check_queues(table: SequenceTable) -> None:

@@ -114,12 +114,12 @@ class ArrivingKv:
     async def _take_in(self, arrivals: Arrivals, meter: MoveMeter) -> None:
         began_s, count, num_blocks = self._now(), 0, arrivals.num_blocks
         async for arrived in arrivals.news:
-            self._engine.arrived(arrived.blocks)
+            self._engine.sharing.arrived(arrived.blocks)
             count += len(arrived.blocks)
             meter.reach(meter.num_moved_bytes + arrived.num_bytes, self._now())
             num_blocks = self._grow(num_blocks, arrived.num_blocks)
             self._wake()
-        self._engine.expect_no_more()
+        self._engine.sharing.expect_no_more()
         self._grow(num_blocks, arrivals.num_blocks_then)
         self._wake()
         took_s = round(self._now() - began_s, 4)
@@ -129,5 +129,5 @@ class ArrivingKv:
 
     def _grow(self, before: int, now: int) -> int:
         if now > before:
-            self._engine.grow(before, now)
+            self._engine.memory.grow(before, now)
         return max(before, now)

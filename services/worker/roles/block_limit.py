@@ -45,7 +45,7 @@ class BlockLimit:
             self._set(num_blocks)
         except ValueError as error:
             raise BlocksNeededError(str(error)) from error
-        while not (self._engine.is_within_limit or given_up.done()):
+        while not (self._engine.blocks.is_within_limit or given_up.done()):
             await asyncio.sleep(LOOK_S)
 
     @property
@@ -72,6 +72,6 @@ class BlockLimit:
         self._kept = self._now = None
 
     def _set(self, num_blocks: int | None) -> None:
-        self._engine.limit_blocks(num_blocks)
+        self._engine.memory.limit(num_blocks)
         self._now = num_blocks
         self._wake()

@@ -210,7 +210,7 @@ class RoleChanges:
 
     async def _reside(self, residence: Residence, plan_id: int) -> int:
         """Have other parameters beside those that are computed; who computes what stays as it is."""
-        if self.role.is_leader and not self._engine.is_within_limit:
+        if self.role.is_leader and not self._engine.blocks.is_within_limit:
             raise GroupFailedError("KV is in use that would lose its memory")
         loads = residence.layers != self.role.layers
         device = self._device
@@ -256,7 +256,7 @@ class RoleChanges:
         await self._leave_pipeline()
         self._intake.stand_aside()
         kept = self._engine.leave_executor(self._now())
-        self._engine.release(sorted(self._engine.row_of.values()), place.stages[0].worker_id)
+        self._engine.residents.release(sorted(self._engine.residents.row_of.values()), place.stages[0].worker_id)
         self._engine.enter_executor(0, 1)
         self._loop.flush()  # who waits for these sequences hears of it now, not when the group stands
         self._pipeline = place.plan_id
@@ -274,7 +274,7 @@ class RoleChanges:
         await self._leave_pipeline()
         self._engine.leave_executor(self._now())
         shares: list[list[SequenceKey]] = []
-        row_of, parting = self._engine.row_of, Parting()
+        row_of, parting = self._engine.residents.row_of, Parting()
         if self.role.is_leader:
             known = self._way_apart.take_shares(place)
             shares = known.final()
@@ -291,7 +291,7 @@ class RoleChanges:
             )
         for stage, keys in list(zip(place.stages, shares, strict=False))[1:]:
             # now, when that worker is about to serve again; some have ended meanwhile
-            self._engine.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
+            self._engine.residents.release([row_of[key] for key in keys if key in row_of], stage.worker_id)
         return alone.executor.capacity.num_blocks
 
     async def _stand_alone(self, plan_id: int) -> int:

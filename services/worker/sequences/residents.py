@@ -15,7 +15,7 @@ from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence,
 from services.worker.engine.events import NO_EVENTS, RowExtra, StepEvents
 from services.worker.sequences.sequence import FinishedStore, SequenceKey
 from services.worker.sequences.stops import StopRules
-from services.worker.sequences.table import Hold, SequenceTable
+from services.worker.sequences.table import Hold, SequenceTable, Status
 from services.worker.sequences.token_log import TokenLog
 from shared.ids import RequestId
 from shared.types import FinishReason
@@ -31,6 +31,7 @@ class Residents:
         self, config: EngineConfig, table: SequenceTable, sharing: Sharing, blocks: BlockManager, log: TokenLog
     ) -> None:
         self.row_of: dict[SequenceKey, int] = {}
+        """By request and attempt."""
         self.stops = StopRules(config.max_sequences, config.vocab_size, config.eos_token_ids)
         self.next_expiry_s = float("inf")
         """Nobody expires before."""
@@ -38,6 +39,8 @@ class Residents:
         """Rows in flight that end when their last batch comes back."""
         self.num_ended = 0
         """Rows in flight that have ended, and are forgotten when their last batch comes back."""
+        self.before_add: Callable[[NewSequence], None] = lambda new: None
+        """Called with each sequence that is to be taken in."""
         self.on_end: Callable[[int], None] = lambda row: None
         """Called with each row that ends, just before it is free."""
         self._config = config
@@ -56,6 +59,7 @@ class Residents:
         Returns:
             Its row (the same one again if it is repeated while it runs), or why it is not taken.
         """
+        self.before_add(new)
         key = (new.request_id, new.attempt)
         known = self.row_of.get(key)
         if known is not None and self._table.stream[known] == new.stream:
@@ -114,6 +118,17 @@ class Residents:
             return False
         return np.array_equal(self._log.read(row, 0, num_known), new.generated)
 
+    def num_outputs(self, request_id: RequestId, attempt: int) -> int:
+        """Return how many output tokens a sequence has that is here, 0 if it is not."""
+        row = self.row_of.get((request_id, attempt))
+        return 0 if row is None else int(self._table.num_output[row])
+
+    def rows_of(self, channel: int) -> list[int]:
+        """Return the rows of a channel."""
+        table = self._table
+        here = (table.status != Status.FREE) & ((table.hold & Hold.ENDED) == 0)
+        return np.flatnonzero(here & (table.channel == channel)).tolist()
+
     def cancel(self, request_id: RequestId, attempt: int) -> bool:
         """End a sequence: at once, or when the batch that holds it comes back. False if it is not here."""
         row = self.row_of.get((request_id, attempt))
@@ -122,8 +137,9 @@ class Residents:
         self._cancel(row)
         return True
 
-    def replay(self, key: SequenceKey, first_index: int) -> tuple[I32, FinishReason] | None:
+    def replay(self, request_id: RequestId, attempt: int, first_index: int) -> tuple[I32, FinishReason] | None:
         """Return outputs from an index on, of a sequence that runs or ended not long ago; None if it is not known."""
+        key = (request_id, attempt)
         row = self.row_of.get(key)
         if row is None:
             return self._finished.find(key, first_index)
@@ -175,7 +191,8 @@ class Residents:
         return events
 
     def release(self, rows: Sequence[int], moved_to: str) -> None:
-        """End rows with RELEASED, to go on at another worker."""
+        """End rows with RELEASED, which are in no batch in flight, to go on at another worker."""
+        assert not (self._table.hold[rows] & Hold.IN_FLIGHT).any(), "a sequence is released between its steps"
         events = self.end(rows, FinishReason.RELEASED)
         extras = tuple(RowExtra(i, moved_to=moved_to) for i in range(len(events)) if moved_to)
         self._events.append(replace(events, extras=extras))

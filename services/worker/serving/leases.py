@@ -86,7 +86,7 @@ class Leases:
         """Answer a `Renew` with `Renewed`: end what is no longer wanted, let the rest go on."""
         renew = decode(message.data, Renew)
         for request_id, attempt in renew.drop:
-            self._engine.cancel(request_id, attempt)
+            self._engine.residents.cancel(request_id, attempt)
         channel = self._emitter.find_channel(renew.dispatcher_id, renew.incarnation)
         if channel is not None:
             self._renew(channel, renew.dispatcher_id)
@@ -95,7 +95,7 @@ class Leases:
             Renewed(
                 incarnation=self.incarnation,
                 counter=0 if channel is None else self._emitter.counter(channel),
-                num_sequences=0 if channel is None else len(self._engine.rows_of(channel)),
+                num_sequences=0 if channel is None else len(self._engine.residents.rows_of(channel)),
                 step_age_s=max(0.0, self._step_age_s()),
             )
         )
@@ -109,7 +109,7 @@ class Leases:
         if lease.is_paused:
             lease.is_paused = False
             self._engine.resume(channel)
-            _log.info("lease_renewed", dispatcher=dispatcher_id, sequences=len(self._engine.rows_of(channel)))
+            _log.info("lease_renewed", dispatcher=dispatcher_id, sequences=len(self._engine.residents.rows_of(channel)))
 
     async def run(self) -> None:
         """Look at the clocks until cancelled."""
@@ -124,7 +124,7 @@ class Leases:
             silent_s = now_s - lease.heard_s
             if silent_s < self._lease_s:
                 continue
-            rows = self._engine.rows_of(channel)
+            rows = self._engine.residents.rows_of(channel)
             if rows and silent_s < self._orphan_s:
                 self._pause(channel, lease, len(rows))
             elif rows:
@@ -143,7 +143,7 @@ class Leases:
     def _end(self, channel: int, lease: _Lease, rows: list[int]) -> None:
         _log.warning("orphans_ended", dispatcher=lease.dispatcher_id, ended=len(rows), after_s=self._orphan_s)
         for row in rows:
-            self._engine.cancel(*self._engine.table.sequence(row).key)
+            self._engine.residents.cancel(*self._engine.table.sequence(row).key)
         self._engine.pause(channel)  # what is in flight does not go on
         self._wake()
 
@@ -155,7 +155,7 @@ class Leases:
                 "dispatcher": lease.dispatcher_id,
                 "heard_s_ago": round(now_s - lease.heard_s, 3),
                 "paused": lease.is_paused,
-                "sequences": len(self._engine.rows_of(channel)),
+                "sequences": len(self._engine.residents.rows_of(channel)),
             }
             for channel, lease in sorted(self._leases.items())
         ]

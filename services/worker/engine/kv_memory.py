@@ -9,19 +9,28 @@ import numpy as np
 from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
+from services.worker.blocks.swapping import Swapping
 from services.worker.contract.arrays import I32, Bool
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.transitions import Transitions
 from services.worker.sequences.table import Hold, SequenceTable, Status
 
 
-class Room:
+class KvMemory:
     """Changes which blocks are usable; the only writer of `Hold.NO_ROOM`. The engine owns it."""
 
-    def __init__(self, table: SequenceTable, blocks: BlockManager, sharing: Sharing, transitions: Transitions) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        blocks: BlockManager,
+        sharing: Sharing,
+        swapping: Swapping | None,
+        transitions: Transitions,
+    ) -> None:
         self._table = table
         self._blocks = blocks
         self._sharing = sharing
+        self._swapping = swapping
         self._transitions = transitions
 
     def grow(self, first: int, end: int) -> None:
@@ -39,12 +48,18 @@ class Room:
         self._review()
 
     def limit(self, num_blocks: int | None) -> None:
-        """Hand out only ids below `num_blocks` from now on; None: all.
+        """Hand out only blocks with ids below `num_blocks` from now on; None: all. The caller wakes the step loop.
+
+        The schedulers count only these at once. What is held beyond moves with the next batches (`compaction.py`); free
+        blocks there lose their contents. `Engine.leave_executor` forgets the limit.
 
         Raises:
-            ValueError: what is in use, or a sequence that is here at its full length, would not fit; nothing has
+            ValueError: what is held now, or a sequence that is here at its full length, would not fit; nothing has
                 changed.
         """
+        assert self._swapping is None, (
+            "copies to the host, beside the steps, would not see what a batch has yet to move"
+        )
         num_usable = int(np.count_nonzero(self._blocks.usable[:num_blocks]))
         has_room = (self._table.hold & Hold.NO_ROOM) == 0
         if (self._do_not_fit(num_usable) & has_room).any():
