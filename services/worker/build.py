@@ -21,7 +21,10 @@ from services.worker.roles.role_changes import RoleChanges
 from services.worker.roles.role_executor import RoleExecutor
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
+from services.worker.serving.admin import Admin
+from services.worker.serving.driving import Driving
 from services.worker.serving.emitter import Emitter
+from services.worker.serving.endpoints import Endpoints
 from services.worker.serving.intake import Intake
 from services.worker.serving.leases import Leases
 from services.worker.serving.reporter import Reporter, WorkerFacts
@@ -120,19 +123,21 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         info=_info(settings, facts),
         facts=facts,
         bus=bus,
-        subjects=Subjects(settings.cluster),
-        engine=parts.engine,
-        loop=loop,
-        executor=parts.executor,
-        intake=intake,
-        leases=leases,
+        driving=Driving(
+            parts.engine, parts.executor, loop, device, step_limit(settings.step_limit_s, model.dry_step_s)
+        ),
+        endpoints=Endpoints(
+            worker_id=parts.worker_id,
+            subjects=Subjects(settings.cluster),
+            intake=intake,
+            leases=leases,
+            admin=Admin(parts.engine, reporter, leases),
+            steps=steps,
+            agent=roles.agent,
+        ),
         emitter=parts.emitter,
         reporter=reporter,
-        steps=steps,
-        step_limit_s=step_limit(settings.step_limit_s, model.dry_step_s),
         tasks=parts.tasks,
-        agent=roles.agent,
-        device=device,
     )
 
 
