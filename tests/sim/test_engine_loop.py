@@ -137,7 +137,8 @@ def test_a_sequence_that_cannot_run_expires_by_itself() -> None:
             new = new_sequence(0, max_tokens=20, expires_s=2.5)
             live.add(new)
             async with live.gate.exclusive():
-                live.engine.set_backed(np.arange(8, dtype=np.int32), backed=False)
+                live.engine.leave_executor(asyncio.get_running_loop().time())
+                live.engine.enter_executor(0, 1)
             await asyncio.sleep(4)
             assert live.ends(new) == [(2.5, FinishReason.CANCELLED)]
             assert live.loop.num_in_flight == 0

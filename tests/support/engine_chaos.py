@@ -88,17 +88,18 @@ class Chaos:
         self.random = random
         self.num_added = 0
         self.num_pins = 0
-        self.unbacked: I32 = np.zeros(0, dtype=np.int32)
+        self.num_blocks = harness.engine.blocks.num_usable
         self.counts: dict[str, int] = {}
 
     def run(self, num_operations: int, adds: float = 20) -> None:
         operations: list[Callable[[], None]] = [self.add, self.step, self.land, self.cancel]
-        operations += [self.grow, self.shrink, self.restore, self.pin]
-        weights = np.array([adds, 30, 30, 4, 1, 3, 4, 3], dtype=float)
+        operations += [self.grow, self.pin]
+        weights = np.array([adds, 30, 30, 4, 1, 3], dtype=float)
         if self.harness.engine.swapping is not None:
             operations, weights = [*operations, self.copy, self.pause], np.append(weights, [25, 3])
         else:
-            operations, weights = [*operations, self.limit], np.append(weights, 6)
+            operations += [self.limit, self.shrink, self.restore]
+            weights = np.append(weights, [6, 3, 4])
         if self.harness.num_stages > 1:
             operations, weights = [*operations, self.advance], np.append(weights, 30)
         for index in self.random.choice(len(operations), size=num_operations, p=weights / weights.sum()):
@@ -113,7 +114,7 @@ class Chaos:
         self.unpin_all()
         for channel in range(NUM_CHANNELS):
             self.harness.engine.resume(channel)
-        self.harness.engine.set_backed(self.unbacked, backed=True)
+        self.restore()
         while self.harness.engine.table.num_live:
             while self.harness.submit() is not None:
                 pass
@@ -238,24 +239,18 @@ class Chaos:
         self.harness.settle()
 
     def shrink(self) -> None:
-        """Take the memory of some blocks away, held or free, but not pinned."""
+        """Go on with less memory: some sequences may not fit any more."""
         blocks = self.harness.engine.blocks
-        candidates = np.flatnonzero(blocks.usable & (blocks.pins == 0)).astype(np.int32)
-        if self.harness.flights or self.harness.host_copies or candidates.size == 0:
-            return
-        if not self.harness.engine.blocks.is_within_limit:
-            return
-        ids = self.random.choice(candidates, size=self.random.integers(1, max(2, candidates.size // 2)), replace=False)
-        self.count("shrink held" if blocks.refcount[ids].any() else "shrink free")
-        self.harness.engine.set_backed(ids, backed=False)
-        self.unbacked = np.concatenate([self.unbacked, ids])
-        self.harness.settle()
+        if self._can_change():
+            self.count("shrink held" if blocks.num_used else "shrink free")
+            self.harness.change_executor(int(self.random.integers(1, self.num_blocks)))
 
     def restore(self) -> None:
-        if not (self.harness.flights or self.harness.host_copies) and self.unbacked.size:
-            self.harness.engine.set_backed(self.unbacked, backed=True)
-            self.unbacked = self.unbacked[:0]
-            self.harness.settle()
+        if self._can_change() and self.harness.engine.blocks.num_usable < self.num_blocks:
+            self.harness.change_executor(self.num_blocks)
+
+    def _can_change(self) -> bool:
+        return not (self.harness.flights or self.harness.pinned) and self.harness.engine.swapping is None
 
     def limit(self) -> None:
         """Limit the block ids to about what is in use, or to less, which is refused; or lift the limit."""

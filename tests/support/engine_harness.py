@@ -69,13 +69,24 @@ class EngineHarness:
     """Under way, in the order in which they began."""
 
     def __post_init__(self) -> None:
-        config = self.engine.config
-        self.draw = TokenDraw.of_vocabulary(config.vocab_size, ())  # EOS may be said: the engine has to end there
-        swapping = self.engine.swapping
-        num_host_blocks = 0 if swapping is None else swapping.host.num_blocks
-        num_blocks = self.engine.blocks.num_usable
-        self.kv = StagedKv.even(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
+        # EOS may be said: the engine has to end there
+        self.draw = TokenDraw.of_vocabulary(self.engine.config.vocab_size, ())
+        self.kv = self.empty_kv(self.engine.blocks.num_usable)
         self.engine.blocks.on_lost = self.lose
+
+    def empty_kv(self, num_blocks: int) -> StagedKv:
+        config, swapping = self.engine.config, self.engine.swapping
+        num_host_blocks = 0 if swapping is None else swapping.host.num_blocks
+        return StagedKv.even(self.num_stages, num_blocks, config.block_size, self.draw, num_host_blocks)
+
+    def change_executor(self, num_blocks: int) -> None:
+        """Go on with another executor of so many blocks, all of them empty; nothing is in flight or pinned."""
+        config, blocks = self.engine.config, self.engine.blocks
+        self.engine.leave_executor(self.now_s)
+        self.kv = self.empty_kv(max(num_blocks, blocks.refcount.size))
+        self.contents.clear()
+        self.engine.enter_executor(num_blocks, config.num_lanes, overlaps=config.overlaps)
+        self.settle()
 
     def add(self, new: NewSequence) -> int | AddRefusal:
         row = self.engine.residents.add(new)

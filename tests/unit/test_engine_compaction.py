@@ -330,29 +330,13 @@ def test_another_executor_has_no_limit_and_gets_what_was_held_moved_or_not(*, ha
     check_engine(harness.engine)
 
 
-def test_memory_goes_only_when_everything_has_moved() -> None:
-    harness = beyond()
-    limit(harness, LIMIT)
-    with pytest.raises(AssertionError, match="beyond the limit"):
-        harness.engine.set_backed(np.array([20], dtype=np.int32), backed=False)
-    harness.step()
-    capacities = []
-    for backed in (False, True):
-        harness.engine.set_backed(np.arange(12, 24, dtype=np.int32), backed=backed)
-        harness.settle()
-        capacities.append(harness.engine.capacity_blocks)
-    assert capacities == [12, LIMIT]
-    harness.drain()
-    harness.judge()
-
-
 def test_who_has_no_room_already_is_in_no_limits_way_and_goes_on_when_it_is_lifted() -> None:
     """60 + 20 - 1 tokens take 20 of 24 blocks."""
     harness = EngineHarness(make_engine(num_blocks=24))
     harness.add(new_sequence(0, num_prompt=60, max_tokens=20))
-    harness.engine.set_backed(np.arange(18, 24, dtype=np.int32), backed=False)
+    harness.change_executor(18)
     limit(harness, LIMIT)
-    harness.engine.set_backed(np.arange(18, 24, dtype=np.int32), backed=True)
+    harness.engine.memory.grow(18, 24)
     assert harness.submit() is None
     limit(harness, None)
     harness.drain()

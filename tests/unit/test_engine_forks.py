@@ -100,7 +100,8 @@ def test_children_go_alone_when_their_parent_is_gone(end: str, num_steps: int, *
     if end == "cancel":
         harness.cancel(harness.stories[1000])
     elif end == "preempt" and num_steps:
-        harness.engine.set_backed(harness.engine.blocks.block_table[rows[0], :1].copy(), backed=False)
+        harness.engine.pause(0)
+        harness.engine.resume(0)
         harness.settle()
     elif end == "fail":
         for _ in range(8):
@@ -235,8 +236,7 @@ def test_no_room_for_the_parent_lets_the_children_go() -> None:
     harness.add(new_sequence(0, prompt=PROMPT, max_tokens=40))
     row = harness.add(new_sequence(1, prompt=PROMPT, max_tokens=2, seed=1, fork_of=0))
     harness.step()
-    harness.engine.set_backed(np.arange(8, 16, dtype=np.int32), backed=False)
-    harness.settle()
+    harness.change_executor(8)
     assert isinstance(row, int)
     assert not is_held(harness, row)
     while harness.stories[1001].finish is FinishReason.NONE:

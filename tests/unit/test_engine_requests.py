@@ -144,26 +144,25 @@ def test_a_sequence_too_long_for_shrunk_memory_waits_without_blocking_others(sch
     harness = EngineHarness(make_engine(scheduler, num_blocks=16))
     harness.add(new_sequence(0, num_prompt=40, max_tokens=10))
     harness.step()
-    harness.engine.set_backed(np.arange(8, dtype=np.int32), backed=False)
-    harness.settle()
+    harness.change_executor(8)
     assert take_stats(harness.engine).num_preempted == 1
     harness.add(new_sequence(1, num_prompt=8, max_tokens=4))
     for _ in range(10):
         harness.step()
     assert harness.stories[1001].finish is FinishReason.LENGTH
     assert harness.stories[1000].finish is FinishReason.NONE
-    harness.engine.set_backed(np.arange(8, dtype=np.int32), backed=True)
+    harness.change_executor(16)
     harness.drain()
     harness.judge()
     assert len(harness.stories[1000].text) == 10
 
 
-def test_memory_that_changes_under_a_step_is_a_bug() -> None:
+def test_an_executor_that_changes_under_a_step_is_a_bug() -> None:
     harness = EngineHarness(make_engine())
     harness.add(new_sequence(0))
     harness.submit()
     with pytest.raises(AssertionError, match="nothing is in flight"):
-        harness.engine.set_backed(np.array([9], dtype=np.int32), backed=False)
+        harness.engine.leave_executor(harness.now_s)
 
 
 def test_the_qoe_columns_follow_the_definition() -> None:

@@ -152,17 +152,6 @@ def test_a_pause_in_the_middle_of_a_copy_takes_the_memory_when_it_is_done(*, to_
     harness.judge()
 
 
-def test_memory_changes_wait_for_copies() -> None:
-    harness = two_that_fit_once()
-    until_copy(harness, to_host=True)
-    while harness.flights:
-        harness.land()
-    with pytest.raises(AssertionError, match="while nothing is copied"):
-        harness.engine.set_backed(np.array([8], dtype=np.int32), backed=False)
-    harness.land_copies()
-    harness.drain()
-
-
 def test_a_child_waits_until_its_parents_prompt_is_back() -> None:
     """The fork comes while the parent's KV is being copied back; it shares it when it has arrived."""
     harness = two_that_fit_once(num_blocks=10, prefix_caching=False)

@@ -150,9 +150,8 @@ class Limits:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        upper = np.arange(12, 24, dtype=np.int32)
-        engine.set_backed(upper, backed=False)
-        engine.set_backed(upper, backed=True)
+        engine.memory.limit(12)
+        engine.memory.limit(None)
         self.num_moved = 0
         self._is_limited = False
 

@@ -148,12 +148,6 @@ class BlockManager(BlockPool):
         counts = np.bincount(first[alone & (first < rows.size)], minlength=rows.size)
         return counts.astype(np.int32)
 
-    def holders(self, ids: I32, rows: I32) -> list[int]:
-        """Return those of the rows that hold any of the blocks, in the given order."""
-        wanted = np.zeros(self.refcount.size, dtype=np.bool_)
-        wanted[ids] = True
-        return [row for row in rows.tolist() if wanted[self.block_table[row, : self.held[row]]].any()]
-
     def check_invariants(self, live_rows: I32) -> None:
         """Check the conservation laws: every usable block is free or in use, and every reference is counted.
 

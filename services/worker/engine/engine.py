@@ -193,17 +193,7 @@ class Engine:
         """Take in the end of a copy. If it failed, its row's KV is lost, and is computed again when its turn comes."""
         self._transitions.copied(copy_id, done=done)
 
-    # Memory: the step gate is held
-
-    def set_backed(self, ids: I32, *, backed: bool) -> None:
-        """Add memory behind some known blocks, or take it away. Nothing may be in flight.
-
-        Sequences that hold blocks which lose their memory are preempted; those that no longer fit the memory at all
-        wait until it grows again, or expire. The blocks must not be pinned.
-        """
-        assert not self.flights, "memory changes only while nothing is in flight"
-        assert self.swapping is None or not self.swapping.is_copying, "memory changes only while nothing is copied"
-        self.memory.set_backed(ids, backed=backed)
+    # Another executor: the step gate is held
 
     def leave_executor(self, now_s: float) -> KeptKv:
         """Preempt all that runs: the executor is about to be another one. Nothing may be in flight or pinned.

@@ -1,4 +1,4 @@
-"""KV memory that comes at any time, and goes while nothing is in flight; and who fits what there is."""
+"""KV memory that comes and goes, and who fits what there is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.worker.blocks.manager import BlockManager
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.blocks.sharing import Sharing
 from services.worker.blocks.swapping import Swapping
-from services.worker.contract.arrays import I32, Bool
+from services.worker.contract.arrays import Bool
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.transitions import Transitions
 from services.worker.sequences.table import Hold, SequenceTable, Status
@@ -36,15 +36,6 @@ class KvMemory:
     def grow(self, first: int, end: int) -> None:
         """Make the blocks from `first` to `end` - 1 usable, in addition to those that are."""
         self._blocks.grow(first, end)
-        self._review()
-
-    def set_backed(self, ids: I32, *, backed: bool) -> None:
-        """Add memory behind some known blocks, or take it away from blocks that are not pinned."""
-        if not backed:
-            assert self._blocks.is_within_limit, "memory goes when what lies beyond the limit has moved"
-            for row in self._blocks.holders(ids, self._table.running.view):
-                self._transitions.preempt(row)
-        self._blocks.set_usable(ids, usable=backed)
         self._review()
 
     def limit(self, num_blocks: int | None) -> None:
