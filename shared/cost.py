@@ -68,8 +68,8 @@ class CostModel:
 
     @property
     def token_s(self) -> float:
-        """What one more token adds to a step that computing bounds, attention aside."""
-        return self.b1_s
+        """What one more token adds to a large step, attention aside: a fit of one branch has it in the first."""
+        return max(self.b0_s, self.b1_s)
 
     def chunk_s(self, prefix: int, num_tokens: int) -> float:
         """Return the work of a chunk: what it adds to such a step, α·(p·c + (c² + c)/2) + β·c.

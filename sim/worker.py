@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.worker.build import EngineMaker, ModelFacts, build_worker, make_reporter
@@ -176,7 +176,7 @@ class SimWorker:
                 params.vocab_size,
                 params.eos_token_ids,
                 params.max_model_len,
-                cost=CostEstimate(replace(params.cost, d_s=0)),
+                cost=CostEstimate(params.cost),
             ),
             self.reporter,
             self._fail,

@@ -71,10 +71,12 @@ def test_with_several_lanes_every_answer_keeps_the_contract(
     assert same(output, LookaheadScheduler().schedule(view)), "the same again"
 
 
-def test_without_anything_to_balance_by_several_lanes_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs to know what prefill costs"):
-        make_scheduler("lookahead").schedule(replace(in_lanes(make_view(waiting=[parked(3)]), 2), cost=None))
-    make_scheduler("lookahead").schedule(in_lanes(make_view(waiting=[parked(3)]), 2))
+@pytest.mark.parametrize("cost", [None, CostModel(0.1, 0, 0, 0, 0, 0)])
+def test_where_nothing_says_what_a_token_costs_pieces_have_equal_numbers(cost: CostModel | None) -> None:
+    view = in_lanes(make_view(running=[decoding(5)] * 3, waiting=[parked(16), parked(40)]), 2)
+    output = LookaheadScheduler().schedule(replace(view, cost=cost))
+    assert output.reason == "mixed"
+    assert same(output, LookaheadScheduler().schedule(replace(view, cost=per_token(1.0))))
 
 
 def test_decodes_are_split_evenly_while_nothing_is_queued() -> None:

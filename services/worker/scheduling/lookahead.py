@@ -14,6 +14,8 @@ in `chunked`. Of a prompt that waits the whole work counts, as if none of it was
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from services.worker.scheduling.blocks_math import num_known
@@ -22,6 +24,9 @@ from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import I32, SchedulerOutput, SchedulerView
 from shared.cost import CostModel
+
+BY_TOKENS: Final = CostModel(g0_s=0, b0_s=0, g1_s=0, b1_s=1, d_s=0, a_s=0)
+"""A step costs its tokens."""
 
 
 class LookaheadScheduler:
@@ -35,17 +40,14 @@ class LookaheadScheduler:
     def schedule(self, view: SchedulerView) -> SchedulerOutput:
         """Choose the next step. Of `view.cost` only proportions matter: that of the whole model will do for its stages.
 
-        Raises:
-            ValueError: there are several lanes, and nothing to balance them by.
+        Where it is unknown, pieces have as many tokens as each other.
         """
         num_lanes = view.limits.num_lanes
         if num_lanes == 1:
             return self._single.schedule(view)
-        if view.cost is None or not view.cost.token_s:
-            raise ValueError(f"lookahead over {num_lanes} lanes needs to know what prefill costs")
         if self._shares.num_lanes != num_lanes:
             self._shares = Shares(num_lanes)
-        output = self._next(view, view.cost)
+        output = self._next(view, view.cost if view.cost is not None and view.cost.token_s > 0 else BY_TOKENS)
         if view.num_in_flight or output.rows.size:
             return output
         return self._single.schedule(view)  # only memory can be in the way, so lanes do not matter

@@ -1,0 +1,155 @@
+"""Workers differ in where their cost model comes from, and in nothing else: all who price anything see one object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import pytest
+
+from services.worker.build import build_worker, make_reporter
+from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.cost.estimate import CostEstimate
+from services.worker.engine.engine import Engine
+from services.worker.engine.viewing import view_of
+from services.worker.load import check_start, load_executor
+from services.worker.scheduling.making_room import Running
+from services.worker.serving.reporter import Reporter
+from shared.cost import CostModel, Profile, profile_toml
+from shared.ids import Incarnation
+from shared.transport.memory_bus import MemoryBroker
+from sim.worker import SimWorker, SimWorkerParams
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+from tests.support.engine_views import host_view
+from tests.support.group_room import elastic_facts
+
+COST = CostModel(g0_s=0.003, b0_s=1e-5, g1_s=0.002, b1_s=3e-5, d_s=4e-7, a_s=5e-9, era_s=0.0007)
+"""Seven numbers of which none is another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A worker that serves."""
+
+    root: object
+    """From which everything of it can be reached."""
+    cost: CostModel
+    engine: Engine
+    reporter: Reporter
+
+
+@asynccontextmanager
+async def simulated(system: str, _folder: Path) -> AsyncIterator[Built]:
+    params = SimWorkerParams("w0", COST, 64, system=system, elastic=elastic_facts() if system == "kunserve" else None)
+    worker = SimWorker(params, MemoryBroker().connect("w0"))
+    await worker.start()
+    yield Built(worker, COST, worker.service.engine, worker.reporter)
+    await worker.stop()
+
+
+@asynccontextmanager
+async def live(system: str, folder: Path, kind: ExecutorKind) -> AsyncIterator[Built]:
+    profile = folder / "seven.toml"
+    profile.write_text(profile_toml(Profile("seven", "m", "g", 1, COST, None, "a test", 0.0)), encoding="utf-8")
+    settings = WorkerSettings(
+        instance_id="w0",
+        model=stored_checkpoint(CheckpointShape())[0],
+        system=system,
+        executor=kind,
+        profile=str(profile),
+        memory=2**25,
+        host_memory=2**18,
+        page_bytes=2**16,
+        stage_port=0,
+    )
+    loaded = await load_executor(settings, check_start(settings), lambda _done, _what: None)
+    if kind is ExecutorKind.TORCH:
+        loaded.model.cost.now = COST  # as if its own steps had said so
+    bus, failures = MemoryBroker().connect("w0"), list[BaseException]()
+    reporter = make_reporter(settings, bus, Incarnation(0))
+    worker = build_worker(
+        settings,
+        bus,
+        loaded.executor,
+        loaded.model,
+        reporter,
+        lambda _, error: failures.append(error),
+        device=loaded.device,
+    )
+    await worker.start()
+    cost = loaded.model.cost.now
+    assert cost is not None
+    yield Built((worker, loaded), cost, worker.engine, reporter)
+    await worker.stop()
+    assert not failures
+
+
+WORKERS = {
+    "simulated": simulated,
+    "modelled": lambda system, folder: live(system, folder, ExecutorKind.MODELLED),
+    "torch": lambda system, folder: live(system, folder, ExecutorKind.TORCH),
+}
+
+
+def reached(root: object) -> Iterator[object]:
+    """Yield everything of ours that can be reached from an object: by attributes, containers, closures and methods."""
+    seen, left = set[int](), [root]
+    while left:
+        found = left.pop()
+        if id(found) in seen or isinstance(found, type):
+            continue
+        seen.add(id(found))
+        yield found
+        left += _parts(found)
+
+
+def _parts(found: Any) -> list[object]:
+    if isinstance(found, dict):
+        return [*found.keys(), *found.values()]
+    if isinstance(found, (list, tuple, set, frozenset)) or type(found).__name__ == "deque":
+        return list(found)
+    if isinstance(found, MethodType):
+        return [found.__self__, found.__func__]
+    if isinstance(found, FunctionType):
+        return list(found.__closure__ or ())
+    if isinstance(found, CellType):
+        return [found.cell_contents]
+    if not type(found).__module__.startswith(("services.", "sim.", "shared.")):
+        return [*getattr(found, "args", ()), found.func] if type(found).__name__ == "partial" else []
+    slots = [name for kind in type(found).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*vars(found).values()] if hasattr(found, "__dict__") else [getattr(found, name, None) for name in slots]
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("system", ["kunserve", "swap", "fcfs-chunked"])
+async def test_all_who_price_anything_see_one_model(worker: str, system: str, tmp_path: Path) -> None:
+    """Scheduler and swap price by the view, the exchange by its device, the report by the reporter."""
+    async with WORKERS[worker](system, tmp_path) as built:
+        assert astuple(built.cost) == pytest.approx(astuple(COST), rel=1e-12)
+        models = [found for found in reached(built.root) if isinstance(found, CostModel)]
+        estimates = [found for found in reached(built.root) if isinstance(found, CostEstimate)]
+        assert [id(model) for model in models] == [id(built.cost)], "nobody has another one"
+        assert len(estimates) == 1
+        assert estimates[0].now is built.cost
+        view = view_of(built.engine, 0.0)
+        assert view.cost is built.cost
+        assert vars(Running(replace(view, host=host_view())))["_leaving"]._cost is built.cost
+        report = built.reporter.make_report(asyncio.get_running_loop().time())
+        assert report.token_s == built.cost.token_s
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+async def test_a_model_that_is_fitted_anew_is_everybodys(worker: str, tmp_path: Path) -> None:
+    async with WORKERS[worker]("kunserve", tmp_path) as built:
+        (estimate,) = (found for found in reached(built.root) if isinstance(found, CostEstimate))
+        estimate.now = newer = replace(COST, b1_s=7e-5)
+        assert view_of(built.engine, 0.0).cost is newer
+        assert built.reporter.make_report(asyncio.get_running_loop().time()).token_s == newer.token_s
+        estimate.now = None
+        assert view_of(built.engine, 0.0).cost is None
+        assert built.reporter.make_report(asyncio.get_running_loop().time()).token_s == 0
