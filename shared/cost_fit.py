@@ -24,9 +24,11 @@ F64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 
 MIN_STEPS = 40
-"""Fewer steps are not fitted."""
+"""Fewer do not say how good a fit is."""
 HUBER = 1.345
 """Errors beyond this many scales count linearly (95 % efficiency if all errors are normal)."""
+_MIN_BRANCHED = 24
+"""In fewer steps a second branch describes noise."""
 _MAX_ROUNDS = 30
 _MAX_STARTS = 12
 _ONE_BRANCH_LEEWAY = 1.02
@@ -106,8 +108,10 @@ def fit_held_out(steps: StepColumns, groups: NDArray[np.intp], rng: np.random.Ge
 
 
 def fit_cost(steps: StepColumns) -> CostModel:
-    """Return the coefficients that predict the steps best."""
+    """Return the coefficients that predict the steps best; those of one branch if there are only a few."""
     one, one_loss = _fit_from(steps, np.ones(len(steps), dtype=np.bool_), can_change=False)
+    if len(steps) < _MIN_BRANCHED:
+        return one
     best, best_loss = one, one_loss
     for threshold in _thresholds(steps.num_tokens):
         cost, loss = _fit_from(steps, steps.num_tokens <= threshold, can_change=True)
@@ -161,8 +165,8 @@ def _solve(steps: StepColumns, is_first: Bool, weight: F64) -> CostModel:
 def non_negative(matrix: F64, target: F64) -> F64:
     """Return the x >= 0 that minimises |matrix · x − target|², exactly; for at most some ten columns.
 
-    The optimum is the plain least squares on those columns where it is positive, so every set of columns is tried.
-    Columns of zeros get 0.
+    The optimum is the plain least squares on those columns where it is positive, so sets of columns are tried: first
+    all of them, and if that gives no negative number, it is the optimum. Columns of zeros get 0.
     """
     size = np.linalg.norm(matrix, axis=0)
     usable = np.flatnonzero(size > 0)
@@ -170,7 +174,7 @@ def non_negative(matrix: F64, target: F64) -> F64:
     gram, projected = scaled.T @ scaled, scaled.T @ target
     best = np.zeros(matrix.shape[1])
     best_gain = 0.0
-    for count in range(1, usable.size + 1):
+    for count in range(usable.size, 0, -1):
         for chosen in combinations(range(usable.size), count):
             index = list(chosen)
             solution = np.linalg.lstsq(gram[np.ix_(index, index)], projected[index], rcond=1e-12)[0]
@@ -179,4 +183,6 @@ def non_negative(matrix: F64, target: F64) -> F64:
                 best_gain = gain
                 best = np.zeros(matrix.shape[1])
                 best[usable[index]] = solution / size[usable[index]]
+        if count == usable.size and best_gain > 0:
+            return best
     return best

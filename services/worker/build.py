@@ -10,6 +10,7 @@ from services.worker.config import WorkerSettings
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import Executor, HostMemory, KvCapacity, overlaps
 from services.worker.cost.estimate import CostEstimate
+from services.worker.cost.fitting import CostFitting
 from services.worker.engine.config import EngineConfig
 from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
@@ -56,6 +57,8 @@ class ModelFacts:
     """Seconds that the largest step took while the worker was loaded; 0 if none was tried."""
     cost: CostEstimate = field(default_factory=CostEstimate)
     """Of a step of the whole model; the only one: whoever prices anything reads it there."""
+    fitting: CostFitting | None = None
+    """What keeps it up to date; None: it does not change."""
     kernels: str = "modelled"
 
 
@@ -111,6 +114,7 @@ def build_worker(  # noqa: PLR0913  one argument per part that is joined here
         emitter=Emitter(WorkerId(settings.instance_id), Subjects(settings.cluster), bus),
         reporter=reporter,
         tasks=TaskOwner(on_failure),
+        fitting=model.fitting,
     )
     steps = StepLog(parts.worker_id, settings.step_log_size, parts.now)
     roles = _Roles()
@@ -152,6 +156,7 @@ class _Parts:
     emitter: Emitter
     reporter: Reporter
     tasks: TaskOwner
+    fitting: CostFitting | None
     gate: StepGate = field(default_factory=StepGate)
 
 
@@ -169,6 +174,9 @@ def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _
     def on_step(batch: Batch, output: BatchOutput) -> None:
         if settings.step_log_size:
             steps.note(batch, output)
+        is_whole = parts.engine.limits.num_lanes == 1  # a group's steps say what several devices took
+        if parts.fitting is not None and is_whole and parts.fitting.note(batch, output):
+            parts.tasks.start(parts.fitting.fit(), name="cost fitting")
         parts.reporter.look(is_short=count_queued_for_memory(parts.engine) > 0)
 
     return StepLoop(

@@ -16,11 +16,12 @@ from services.worker.build import ModelFacts
 from services.worker.config import Dtype, ExecutorKind, LoadFrom, WorkerSettings
 from services.worker.contract.executor import Executor, HostMemory
 from services.worker.cost.estimate import CostEstimate
+from services.worker.cost.fitting import CostFitting
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.roles.device import GroupDevice
-from shared.cost import CostModel, load_profile
+from shared.cost import load_profile
 from shared.errors import StartupError
 from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
 
@@ -118,18 +119,18 @@ async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
         loop.call_soon_threadsafe(progress, ratio, text)
 
     if find_system(settings.system).forms_groups:
-        return await _in_pages(settings, await _off_the_loop(lambda: _load_elastic(settings, report)))
-    runner = await _off_the_loop(lambda: _load_runner(settings, report))
+        return await _in_pages(settings, *await _off_the_loop(lambda: _load_elastic(settings, report)))
+    runner, fitting = await _off_the_loop(lambda: _load_runner(settings, report))
     from services.worker.executor.thread import ThreadExecutor
 
-    return Loaded(ThreadExecutor(runner, loop), _facts(settings, runner.info))
+    return Loaded(ThreadExecutor(runner, loop), _facts(runner.info, fitting))
 
 
-async def _in_pages(settings: WorkerSettings, model: ElasticModel) -> Loaded:
+async def _in_pages(settings: WorkerSettings, model: ElasticModel, fitting: CostFitting) -> Loaded:
     from services.worker.peers.connect import StageListener
     from services.worker.roles.torch_device import TorchGroupDevice
 
-    limit_s, facts = settings.stage_limit_s, _facts(settings, model.info)
+    limit_s, facts = settings.stage_limit_s, _facts(model.info, fitting)
     try:
         listener = await StageListener.open(
             settings.stage_host, settings.stage_port, advertise=settings.stage_advertise, wait_s=limit_s
@@ -173,16 +174,28 @@ async def _off_the_loop(load: Callable[[], R]) -> R:
     return await done
 
 
-def _load_runner(settings: WorkerSettings, report: Progress) -> ModelRunner:
+def _load_runner(settings: WorkerSettings, report: Progress) -> tuple[ModelRunner, CostFitting]:
     from services.worker.executor.runner import load_runner
 
-    return load_runner(_runner_settings(settings, None), report)
+    runner = load_runner(_runner_settings(settings, None), report)
+    return runner, _tried(settings, runner)
 
 
-def _load_elastic(settings: WorkerSettings, report: Progress) -> ElasticModel:
+def _load_elastic(settings: WorkerSettings, report: Progress) -> tuple[ElasticModel, CostFitting]:
     from services.worker.executor.elastic_model import load_elastic_model
 
-    return load_elastic_model(_runner_settings(settings, settings.page_bytes), report)
+    model = load_elastic_model(_runner_settings(settings, settings.page_bytes), report)
+    runner = model.open()
+    fitting = _tried(settings, runner)
+    runner.close()
+    return model, fitting
+
+
+def _tried(settings: WorkerSettings, runner: ModelRunner) -> CostFitting:
+    """Return what fits the cost of a step, which begins with a few that are tried now."""
+    from services.worker.executor.dry_steps import try_steps
+
+    return CostFitting(try_steps(runner, settings.max_batch_rows))
 
 
 def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> RunnerSettings:
@@ -209,7 +222,7 @@ def _runner_settings(settings: WorkerSettings, page_bytes: int | None) -> Runner
     )
 
 
-def _facts(settings: WorkerSettings, info: ModelInfo) -> ModelFacts:
+def _facts(info: ModelInfo, fitting: CostFitting) -> ModelFacts:
     return ModelFacts(
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
@@ -218,6 +231,7 @@ def _facts(settings: WorkerSettings, info: ModelInfo) -> ModelFacts:
         kv_bytes=info.kv_bytes,
         reserve_bytes=info.reserve_bytes,
         dry_step_s=info.dry_step_s,
-        cost=CostEstimate(CostModel(0, 0, 0, b1_s=info.dry_step_s / settings.max_batch_tokens, d_s=0, a_s=0)),
+        cost=fitting.estimate,
+        fitting=fitting,
         kernels=info.kernels,
     )

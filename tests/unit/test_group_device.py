@@ -521,7 +521,8 @@ async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(mo
         loaded = await load_executor(chosen, check_start(chosen), lambda done, _what: told.append(done))
         texts = await texts_of(loaded.executor)
         await loaded.executor.close()
-        assert loaded.model.cost.token_s > 0, "measured while it was loaded"
+        assert loaded.model.fitting is not None
+        assert loaded.model.fitting.sample.steps, "measured while it was loaded"
         return loaded.device, texts
 
     limits = {"exchange_memory": "3KiB", "exchange_limit_s": 7}

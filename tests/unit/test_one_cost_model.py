@@ -10,22 +10,30 @@ from pathlib import Path
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from services.worker.build import build_worker, make_reporter
+from services.worker.build import ModelFacts, build_worker, make_reporter
 from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.cost.estimate import CostEstimate
+from services.worker.cost.fitting import FIRST_STEPS, CostFitting
 from services.worker.engine.engine import Engine
 from services.worker.engine.viewing import view_of
 from services.worker.load import check_start, load_executor
+from services.worker.modelled.executor import ModelledExecutor
+from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
+from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.scheduling.making_room import Running
 from services.worker.serving.reporter import Reporter
 from shared.cost import CostModel, Profile, profile_toml
 from shared.ids import Incarnation
+from shared.layers import even_split
 from shared.transport.memory_bus import MemoryBroker
+from sim.devices.modelled_pipeline import PipelineParams, modelled_stages
 from sim.worker import SimWorker, SimWorkerParams
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.engine_views import host_view
+from tests.support.fake_dispatcher import FakeDispatcher, Stream
 from tests.support.group_room import elastic_facts
 
 COST = CostModel(g0_s=0.003, b0_s=1e-5, g1_s=0.002, b1_s=3e-5, d_s=4e-7, a_s=5e-9, era_s=0.0007)
@@ -52,11 +60,10 @@ async def simulated(system: str, _folder: Path) -> AsyncIterator[Built]:
     await worker.stop()
 
 
-@asynccontextmanager
-async def live(system: str, folder: Path, kind: ExecutorKind) -> AsyncIterator[Built]:
+def settings_of(system: str, folder: Path, kind: ExecutorKind) -> WorkerSettings:
     profile = folder / "seven.toml"
     profile.write_text(profile_toml(Profile("seven", "m", "g", 1, COST, None, "a test", 0.0)), encoding="utf-8")
-    settings = WorkerSettings(
+    return WorkerSettings(
         instance_id="w0",
         model=stored_checkpoint(CheckpointShape())[0],
         system=system,
@@ -67,6 +74,11 @@ async def live(system: str, folder: Path, kind: ExecutorKind) -> AsyncIterator[B
         page_bytes=2**16,
         stage_port=0,
     )
+
+
+@asynccontextmanager
+async def live(system: str, folder: Path, kind: ExecutorKind) -> AsyncIterator[Built]:
+    settings = settings_of(system, folder, kind)
     loaded = await load_executor(settings, check_start(settings), lambda _done, _what: None)
     if kind is ExecutorKind.TORCH:
         loaded.model.cost.now = COST  # as if its own steps had said so
@@ -153,3 +165,41 @@ async def test_a_model_that_is_fitted_anew_is_everybodys(worker: str, tmp_path: 
         estimate.now = None
         assert view_of(built.engine, 0.0).cost is None
         assert built.reporter.make_report(asyncio.get_running_loop().time()).token_s == 0
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+async def test_a_worker_learns_from_its_own_steps_but_not_from_a_groups(num_stages: int, tmp_path: Path) -> None:
+    """A group's steps say what its devices take together, with what goes between them."""
+    fast = CostModel(*(value / 10 for value in astuple(COST)))
+    settings = settings_of("kunserve", tmp_path, ExecutorKind.MODELLED)
+    kv, draw = 64, TokenDraw.of_vocabulary(384, (2,))
+    stages = modelled_stages(PipelineParams(fast, 4, even_split(4, num_stages), kv, 16, draw))
+    whole = ModelledExecutor(fast, ShadowKv(kv, 16, draw))
+    executor = whole if num_stages == 1 else PipelineExecutor(stages, asyncio.get_running_loop().time)
+    fitting = CostFitting([])
+    model = ModelFacts(384, (2,), 512, cost=fitting.estimate, fitting=fitting)
+    broker, failures = MemoryBroker(), list[BaseException]()
+    bus = broker.connect("w0")
+    reporter = make_reporter(settings, bus, Incarnation(0))
+    worker = build_worker(settings, bus, executor, model, reporter, lambda _, error: failures.append(error))
+    dispatcher = FakeDispatcher(broker.connect("d0"))
+    await dispatcher.start()
+    await worker.start()
+    random = np.random.default_rng(1)
+    for _ in range(12):
+        prompts = random.integers(1, 60, random.integers(1, 6))
+        streams = [await dispatcher.submit("w0", dispatcher.make([9] * int(n), 16, seed=int(n))) for n in prompts]
+        async with asyncio.timeout(20):
+            await asyncio.gather(*(stream.ended.wait() for stream in streams if isinstance(stream, Stream)))
+    async with asyncio.timeout(20):
+        while num_stages == 1 and fitting.estimate.now is None:
+            await asyncio.sleep(0.01)
+    assert worker.engine.totals.num_steps >= FIRST_STEPS
+    await worker.stop()
+    assert not failures
+    if num_stages > 1:
+        assert fitting.estimate.now is None
+        return
+    assert fitting.estimate.now is not None
+    for shape in ((2, 60, 0), (5, 200, 0), (30, 0, 465)):
+        assert fitting.estimate.now.step_s(*shape) == pytest.approx(fast.step_s(*shape), rel=0.05)

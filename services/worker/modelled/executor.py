@@ -13,10 +13,9 @@ from asyncio import Future
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
+from services.worker.cost.steps import shape_of
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.modelled.shadow_kv import ShadowKv
 from shared.cost import CostModel, StageCost
@@ -26,16 +25,8 @@ FailureInjector = Callable[[Batch], str | None]
 
 
 def step_s(cost: CostModel | StageCost, batch: Batch) -> float:
-    """Return how long a batch takes: rows of one token count as decodes, all others as prefill chunks."""
-    num_rows = batch.rows.size
-    if batch.tokens.size == num_rows:
-        return cost.step_s(num_rows, int(np.add.reduce(batch.start)) + num_rows, 0)
-    start, num_tokens = batch.start.astype(np.int64), batch.num_tokens.astype(np.int64)
-    chunk = num_tokens > 1
-    kv_decode_tokens = int((start[~chunk] + 1).sum())
-    prefix, size = start[chunk], num_tokens[chunk]
-    prefill_pairs = int((prefix * size + (size * size + size) // 2).sum())
-    return cost.step_s(int(num_tokens.sum()), kv_decode_tokens, prefill_pairs)
+    """Return how long a batch takes."""
+    return cost.step_s(*shape_of(batch.start, batch.num_tokens))
 
 
 class ModelledExecutor:

@@ -1,0 +1,65 @@
+"""Keeps a worker's cost model up to date with the steps that it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from services.worker.contract.arrays import I32
+from services.worker.contract.batch import Batch, BatchOutput
+from services.worker.cost.estimate import CostEstimate
+from services.worker.cost.steps import MeasuredStep, StepSample, shape_of
+from shared.cost import CostModel
+
+FIRST_STEPS: Final = 128
+"""Steps after which the model is fitted again; twice as many each time, up to `MOST_STEPS`."""
+MOST_STEPS: Final = 2048
+"""A fit takes a thread some ten milliseconds, so it is seldom; and it says little that the one before did not."""
+
+
+class CostFitting:
+    """The writer of a worker's estimate. Lives on the event loop, but for the arithmetic, which has a thread.
+
+    When it fits depends on the number of steps and on nothing else. Where steps do not say enough, what was known
+    stays.
+
+    Args:
+        tried: steps that were run before the first request.
+    """
+
+    def __init__(self, tried: Iterable[MeasuredStep]) -> None:
+        self.sample = StepSample()
+        """What the newest fit is made from, and the next one; its own thread's while it fits."""
+        for step in tried:
+            self.sample.add(step)
+        self.estimate = CostEstimate(self.sample.fit())
+        """Of the worker."""
+        self._noted: deque[tuple[I32, I32, float]] = deque(maxlen=MOST_STEPS)
+        self._num_due = FIRST_STEPS
+        self._is_fitting = False
+
+    def note(self, batch: Batch, output: BatchOutput) -> bool:
+        """Remember a step of the whole model that succeeded; return whether the caller is to `fit` now."""
+        if output.duration_s > 0:
+            self._noted.append((batch.start, batch.num_tokens, output.duration_s))
+        if len(self._noted) < self._num_due or self._is_fitting:
+            return False
+        self._is_fitting = True
+        return True
+
+    async def fit(self) -> None:
+        """Take in the steps that were noted, and fit the model to all that is known."""
+        noted, self._noted = self._noted, deque(maxlen=MOST_STEPS)
+        self._num_due = min(2 * self._num_due, MOST_STEPS)
+
+        def fitted() -> CostModel | None:
+            for start, num_tokens, duration_s in noted:
+                self.sample.add(MeasuredStep(shape_of(start, num_tokens), duration_s))
+            return self.sample.fit()
+
+        found = await asyncio.to_thread(fitted)
+        self._is_fitting = False
+        if found is not None:
+            self.estimate.now = found
