@@ -18,7 +18,7 @@ from shared.transport.nats_roles import Role
 DISPATCHER = "dispatcher"
 MONITOR = "monitor"
 PLANNER = "planner"
-CODE_ROOT = Path(__file__).parents[1]
+CODE_ROOT = Path(__file__).parents[2]
 """Where the services' packages lie: beside this one."""
 
 
