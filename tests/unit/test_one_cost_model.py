@@ -18,7 +18,6 @@ from services.worker.config import ExecutorKind, WorkerSettings
 from services.worker.cost.estimate import CostEstimate
 from services.worker.cost.fitting import FIRST_STEPS, CostFitting
 from services.worker.engine.engine import Engine
-from services.worker.engine.viewing import view_of
 from services.worker.load import check_start, load_executor
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
@@ -148,7 +147,7 @@ async def test_all_who_price_anything_see_one_model(worker: str, system: str, tm
         assert [id(model) for model in models] == [id(built.cost)], "nobody has another one"
         assert len(estimates) == 1
         assert estimates[0].now is built.cost
-        view = view_of(built.engine, 0.0)
+        view = built.engine._viewing.view(0.0, built.engine.limits)
         assert view.cost is built.cost
         assert vars(Running(replace(view, host=host_view())))["_leaving"]._cost is built.cost
         report = built.reporter.make_report(asyncio.get_running_loop().time())
@@ -160,10 +159,10 @@ async def test_a_model_that_is_fitted_anew_is_everybodys(worker: str, tmp_path: 
     async with WORKERS[worker]("kunserve", tmp_path) as built:
         (estimate,) = (found for found in reached(built.root) if isinstance(found, CostEstimate))
         estimate.now = newer = replace(COST, b1_s=7e-5)
-        assert view_of(built.engine, 0.0).cost is newer
+        assert built.engine._viewing.view(0.0, built.engine.limits).cost is newer
         assert built.reporter.make_report(asyncio.get_running_loop().time()).token_s == newer.token_s
         estimate.now = None
-        assert view_of(built.engine, 0.0).cost is None
+        assert built.engine._viewing.view(0.0, built.engine.limits).cost is None
         assert built.reporter.make_report(asyncio.get_running_loop().time()).token_s == 0
 
 
