@@ -10,11 +10,16 @@ from shared.layers import LayerRange
 from shared.messages.plan import (
     AbortPlan,
     CommitPlan,
+    FormGroup,
+    LoadBeside,
     PlanAnswer,
-    PlannedGroup,
     PlannedStage,
+    PlannedWorker,
     PlanState,
     PreparePlan,
+    RestoreInstance,
+    Step,
+    UnloadBeside,
 )
 from shared.messages.report import WorkerReport
 from shared.subjects import Subjects
@@ -25,9 +30,9 @@ SUBJECTS = Subjects()
 ANSWER_LIMIT_S = 30.0
 
 
-def group_of(reports: Sequence[WorkerReport], ranges: Sequence[LayerRange]) -> PlannedGroup:
+def group_of(reports: Sequence[WorkerReport], ranges: Sequence[LayerRange]) -> FormGroup:
     """Return the group that these workers form, in this order."""
-    return PlannedGroup(
+    return FormGroup(
         stages=tuple(
             PlannedStage(
                 worker_id=report.worker_id,
@@ -41,23 +46,23 @@ def group_of(reports: Sequence[WorkerReport], ranges: Sequence[LayerRange]) -> P
     )
 
 
-def beside(reports: Sequence[WorkerReport], num_blocks: int, resident: LayerRange | None) -> PlannedGroup:
-    """Return the group that these workers are, in this order, with other parameters beside those they compute with.
-
-    Args:
-        reports: of its stages.
-        num_blocks: that it has then.
-        resident: None: nothing is beside.
-    """
-    group = group_of(reports, [LayerRange(*report.layers) for report in reports])
-    layers = None if resident is None else (resident.first, resident.end)
-    stages = tuple(stage.model_copy(update={"resident": layers}) for stage in group.stages)
-    return PlannedGroup(stages=stages, num_blocks=num_blocks)
+def load_beside(reports: Sequence[WorkerReport], num_blocks: int) -> LoadBeside:
+    """Return that the group that these workers are, in this order, loads what it lacks; it has so many blocks then."""
+    return LoadBeside(stages=tuple(map(_now, reports)), num_blocks=num_blocks)
 
 
-def alone(report: WorkerReport) -> PlannedGroup:
-    """Return the group of a worker that is whole again."""
-    return group_of([report], [LayerRange(0, report.num_layers)])
+def unload_beside(reports: Sequence[WorkerReport], num_blocks: int) -> UnloadBeside:
+    """Return that it gives that back; it has so many blocks then."""
+    return UnloadBeside(stages=tuple(map(_now, reports)), num_blocks=num_blocks)
+
+
+def alone(report: WorkerReport) -> RestoreInstance:
+    """Return that a worker is whole again."""
+    return RestoreInstance(worker=_now(report))
+
+
+def _now(report: WorkerReport) -> PlannedWorker:
+    return PlannedWorker(worker_id=report.worker_id, incarnation=report.incarnation, held=report.layers)
 
 
 class PlanDriver:
@@ -95,18 +100,18 @@ class PlanDriver:
         except BusError:
             return None
 
-    async def prepare(self, *groups: PlannedGroup) -> tuple[int, dict[str, PlanAnswer | None]]:
+    async def prepare(self, *steps: Step) -> tuple[int, dict[str, PlanAnswer | None]]:
         """Begin a plan: return its id and what each worker says."""
         self.epoch += 1
         plan_id = self.epoch
-        asked = [(stage.worker_id, group) for group in groups for stage in group.stages]
+        asked = [(worker.worker_id, step) for step in steps for worker in step.workers]
         answers = await asyncio.gather(
             *(
                 self.ask(
                     worker_id,
-                    PreparePlan(epoch=self.epoch, plan_id=plan_id, group=group, limit_s=self.limit_s),
+                    PreparePlan(epoch=self.epoch, plan_id=plan_id, step=step, limit_s=self.limit_s),
                 )
-                for worker_id, group in asked
+                for worker_id, step in asked
             )
         )
         return plan_id, {worker_id: answer for (worker_id, _), answer in zip(asked, answers, strict=True)}
@@ -117,9 +122,9 @@ class PlanDriver:
         answers = await asyncio.gather(*(self.ask(w, kind(epoch=self.epoch, plan_id=plan_id)) for w in workers))
         return dict(zip(workers, answers, strict=True))
 
-    async def carry_out(self, *groups: PlannedGroup) -> dict[str, PlanAnswer | None]:
+    async def carry_out(self, *steps: Step) -> dict[str, PlanAnswer | None]:
         """Prepare; commit if all are prepared, else abort. Return the last answers."""
-        plan_id, answers = await self.prepare(*groups)
+        plan_id, answers = await self.prepare(*steps)
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
         return await self.finish(plan_id, list(answers), commit=good)
 
@@ -127,20 +132,22 @@ class PlanDriver:
         """Form a group of these workers by their newest reports."""
         return await self.carry_out(group_of([self.reports[w] for w in workers], ranges))
 
-    async def reside(
-        self, workers: Sequence[str], num_blocks: int, resident: LayerRange | None
-    ) -> dict[str, PlanAnswer | None]:
-        """Have parameters beside a group of these workers, in its order, or no more.
+    async def load(self, workers: Sequence[str], num_blocks: int) -> dict[str, PlanAnswer | None]:
+        """Have a group of these workers, in its order, load what it lacks beside serving."""
+        return await self._in_turns(load_beside([self.reports[w] for w in workers], num_blocks))
 
-        The leader, who uses the blocks, makes do with fewer before the others do, and has more after them.
-        """
-        group = beside([self.reports[w] for w in workers], num_blocks, resident)
-        plan_id, answers = await self.prepare(group)
+    async def unload(self, workers: Sequence[str], num_blocks: int) -> dict[str, PlanAnswer | None]:
+        """Have it give that back."""
+        return await self._in_turns(unload_beside([self.reports[w] for w in workers], num_blocks))
+
+    async def _in_turns(self, step: Step) -> dict[str, PlanAnswer | None]:
+        plan_id, answers = await self.prepare(step)
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
-        turns = [workers[:1], workers[1:]] if resident is not None else [workers[1:], workers[:1]]
-        first = await self.finish(plan_id, turns[0], commit=good)
-        good &= all(answer is not None and answer.state is PlanState.DONE for answer in first.values())
-        return first | await self.finish(plan_id, turns[1], commit=good)
+        said: dict[str, PlanAnswer | None] = {}
+        for turn in step.turns:
+            said |= await self.finish(plan_id, [worker.worker_id for worker in turn], commit=good)
+            good &= all(answer is not None and answer.state is PlanState.DONE for answer in said.values())
+        return said
 
     async def restore(self, workers: Sequence[str]) -> dict[str, PlanAnswer | None]:
         """Make these workers whole again by their newest reports."""

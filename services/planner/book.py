@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 
 from shared.errors import StartupError
-from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase, WantedInstances
+from shared.messages.plan import PLAN_KEY, Plan, PlanPhase, Step, WantedInstances
 from shared.transport.bus import BusError, KeyValue, WrongRevisionError
 from shared.wire import WireError, decode_json, encode_json
 
@@ -40,6 +40,11 @@ class PlanBook:
         """The last plan that this planner wrote."""
         self._lock = asyncio.Lock()
         self._is_certain = True
+
+    @property
+    def epoch(self) -> int:
+        """The newest one that this planner holds, or held; 0: none yet."""
+        return 0 if self.plan is None else self.plan.epoch
 
     async def claim(self, reason: str) -> Plan:
         """Take the next epoch, with the plan that is not done yet, or else one that changes nothing.
@@ -82,8 +87,8 @@ class PlanBook:
         """
         return await self._next(lambda last: last.model_copy(update={"epoch": last.epoch + 1, "wanted": wanted}))
 
-    async def begin(self, lever: str, reason: str, groups: tuple[PlannedGroup, ...]) -> Plan:
-        """Write under the next epoch that these groups are being prepared; that epoch names the plan.
+    async def begin(self, lever: str, reason: str, steps: tuple[Step, ...]) -> Plan:
+        """Write under the next epoch that these steps are being prepared; that epoch names the plan.
 
         Raises:
             SupersededError, BusError: as `write`.
@@ -98,7 +103,7 @@ class PlanBook:
                 reason=reason,
                 plan_id=epoch,
                 phase=phase,
-                groups=groups,
+                steps=steps,
                 wanted=last.wanted,
             )
 

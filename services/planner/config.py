@@ -7,15 +7,19 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from services.planner.execution import ExecutionParams
-from services.planner.policy.levers.ladder import LadderParams
+from services.planner.policy.decisions import DeciderParams
+from services.planner.policy.levers.drop_lever import DropLever
+from services.planner.policy.levers.ladder import LadderParams, Lever
+from services.planner.policy.levers.pipeline_lever import PipelineLever
 from services.planner.policy.observe import ObserveParams, linear_profile
 from services.planner.policy.pacing import PacingParams, RestoreBy
 from services.planner.policy.plans.drop import DropStrategy
 from services.planner.policy.plans.drop_facts import DropParams, KvFate
 from services.planner.policy.scale_signal import ScaleParams
+from shared.errors import StartupError
 from shared.process.config import ServiceSettings
 from shared.process.config_sources import split_values
-from shared.systems import DEFAULT_SYSTEM
+from shared.systems import DEFAULT_SYSTEM, UnknownSystemError, find_system
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
 
@@ -117,10 +121,6 @@ class PlannerSettings(ServiceSettings):
         self.observation()
         return self
 
-    def ladder(self) -> LadderParams:
-        """Return the parameters of the ladder."""
-        return LadderParams(self.max_view_age_s, self.pressure_ratio)
-
     def execution(self) -> ExecutionParams:
         """Return the limits of carrying a plan out."""
         return ExecutionParams(
@@ -147,10 +147,6 @@ class PlannerSettings(ServiceSettings):
             load_stall_s=self.load_stall_s,
         )
 
-    def scaling(self) -> ScaleParams:
-        """Return when more instances are asked for."""
-        return ScaleParams(self.max_instances, self.scale_wait_s, self.scale_window_s, self.scale_hold_s)
-
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.
 
@@ -167,3 +163,30 @@ class PlannerSettings(ServiceSettings):
         Workers that say how fast their links are exchange the KV of running requests; others give it up.
         """
         return DropParams(max_group_size=self.max_group_size, hold_s=self.drop_hold_s, kv=KvFate.BY_LINK)
+
+    def deciding(self) -> DeciderParams:
+        """Return the parameters of all that is decided."""
+        return DeciderParams(
+            ladder=LadderParams(self.max_view_age_s, self.pressure_ratio),
+            observation=self.observation(),
+            pacing=self.pacing(),
+            drop=self.drop(),
+            scaling=ScaleParams(self.max_instances, self.scale_wait_s, self.scale_window_s, self.scale_hold_s),
+            settle_limit_s=self.settle_limit_s,
+        )
+
+    def levers(self) -> tuple[Lever, ...]:
+        """Return the ladder of the system.
+
+        Raises:
+            StartupError: there is no such system.
+        """
+        try:
+            system = find_system(self.system)
+        except UnknownSystemError as error:
+            raise StartupError(str(error), "Choose one with --system") from None
+        if system.num_stages > 1:
+            return (PipelineLever(system.num_stages, self.drop()),)
+        if not system.drops:
+            return ()
+        return (DropLever(self.drop(), self.drop_strategy, wait_s=self.drop_wait_s),)

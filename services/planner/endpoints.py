@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from services.planner.config import PlannerSettings
-from services.planner.execution import Outcome
 from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import NO_LEVER, Decision
 from services.planner.policy.plans.chosen import plan_chosen
 from services.planner.policy.plans.drop import plan_drop, tokens_short
 from services.planner.policy.plans.drop_facts import ClusterFacts
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.plans.intent import Intent, drop_intent, restore_intent
+from services.planner.policy.plans.intent import Intent, Outcome, intent_of
 from services.planner.policy.restoring.residence import beside_groups
 from services.planner.policy.restoring.restore import RestoreRefusal, plan_restore
 from services.planner.policy.scale_signal import ScaleWish
@@ -140,7 +139,7 @@ class PlannerEndpoints:
             beside = beside_groups(facts, plan.instance_ids)
             if beside:
                 raise RefusedError(f"the group of {beside[0]} loads parameters beside serving; restore it first")
-            return drop_intent(plan, facts, view)
+            return intent_of(plan, facts, view)
 
         return await self._carry_out(message, "drop", "workers", find)
 
@@ -154,7 +153,7 @@ class PlannerEndpoints:
                 raise RefusedError(str(error)) from None
             if isinstance(plan, RestoreRefusal):
                 raise RefusedError(plan.reason)
-            return restore_intent(plan, facts, view)
+            return intent_of(plan, facts, view)
 
         return await self._carry_out(message, "restore", "groups", find)
 
@@ -206,7 +205,7 @@ def _read_names(data: bytes, key: str) -> tuple[str, ...]:
 
 
 def _answer(outcome: Outcome) -> bytes:
-    groups = [[stage.worker_id for stage in group.stages] for group in outcome.groups]
+    groups = [[worker.worker_id for worker in step.workers] for step in outcome.steps]
     answer = {
         "done": outcome.is_done,
         "reason": outcome.reason,

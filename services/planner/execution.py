@@ -10,9 +10,10 @@ what may have been said: PREPARING is abandoned, COMMITTING is driven on. What a
 questions may be asked again. A worker that fails, or is lost, needs no repair from here: it, and the members of its
 group, become whole instances by themselves.
 
-Of a residence plan (`shared.messages.plan`) the workers of a group are told one after the other, so that the leader
-never uses a block that another stage lacks. Where the first did not do it, the others are told to go on as before,
-although the plan is committed.
+A step says in which turns its workers are told (`shared.messages.plan`). Where those of one turn did not do it, the
+others are told to go on as before, although the plan is committed.
+
+Each question goes under the newest epoch that this planner holds: errands, and other plans, may be under way beside.
 
 No decision is taken here. Source: the project's own design (KunServe says nothing of failures on the way).
 """
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.planner.book import PlanBook, SupersededError
-from services.planner.policy.plans.intent import Intent, names_of, stages_of
+from services.planner.policy.plans.intent import Intent, Outcome, names_of
 from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 from shared.messages.plan import (
@@ -34,11 +35,12 @@ from shared.messages.plan import (
     CommitPlan,
     Plan,
     PlanAnswer,
-    PlannedGroup,
-    PlannedStage,
+    PlannedWorker,
     PlanPhase,
     PlanState,
     PreparePlan,
+    RestoreInstance,
+    Step,
 )
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
@@ -78,22 +80,6 @@ class ExecutionParams:
             raise ValueError("prepared_limit_s must exceed prepare_limit_s: who is prepared waits for the others")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a plan."""
-
-    is_done: bool
-    """Every worker has carried it out."""
-    reason: str
-    plan_id: int = 0
-    latency_s: float = 0.0
-    """From the publication of the plan, or since it was taken up, to the last worker's answer."""
-    lever: str = ""
-    groups: tuple[PlannedGroup, ...] = ()
-    done: tuple[WorkerId, ...] = ()
-    """Workers that said so, in the plan's order."""
-
-
 class PlanExecution:
     """Carries out one plan at a time.
 
@@ -112,7 +98,7 @@ class PlanExecution:
         subjects: Subjects,
         book: PlanBook,
         params: ExecutionParams,
-        find_loss: Callable[[PlannedStage], str | None],
+        find_loss: Callable[[PlannedWorker], str | None],
         announce: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self._bus = bus
@@ -130,17 +116,17 @@ class PlanExecution:
             BusError: what the plan key holds is unknown; `take_up` after a claim.
         """
         began_s = _now_s()
-        plan = await self._book.begin(intent.lever, intent.reason, intent.groups)
+        plan = await self._book.begin(intent.lever, intent.reason, intent.steps)
         await self._announce("plan_preparing", f"plan {plan.plan_id}: {names_of(plan)}: {plan.reason}")
         trouble = await self._prepare(plan)
         late_s = _now_s() - began_s
-        move_s = max((self._move_s(group) for group in plan.groups), default=0.0)
+        move_s = max(map(self._move_s, plan.steps), default=0.0)
         if trouble is None and late_s >= self._params.prepared_limit_s + move_s:
             trouble = f"it took {late_s:.1f} s until all were prepared, who was first has given up"
         if trouble is not None:
             return await self._abort(plan, trouble, began_s)
         plan = await self._book.advance(PlanPhase.COMMITTING, plan.reason)
-        count = len(stages_of(plan))
+        count = len(plan.workers)
         await self._announce(
             "plan_committed", f"plan {plan.plan_id}: {count} workers are prepared after {late_s:.3f} s"
         )
@@ -161,43 +147,43 @@ class PlanExecution:
     async def _prepare(self, plan: Plan) -> str | None:
         """Return None once every worker is prepared, or the first trouble.
 
-        The leader of a group that loads beside moves KV first: it may take its time, and the others wait for it. So do
-        all members of a group that dissolves.
+        Who moves KV first may take its time, and the other workers of the step wait for it.
         """
         asks = []
-        for group in plan.groups:
-            move_s = self._move_s(group)
+        for step in plan.steps:
+            movers, move_s = step.movers, self._move_s(step)
             message = PreparePlan(
                 epoch=plan.epoch,
                 plan_id=plan.plan_id,
-                group=group,
+                step=step,
                 token=self._params.make_token(),
                 limit_s=self._params.prepared_limit_s,
             )
             patient = message.model_copy(update={"limit_s": message.limit_s + move_s})
             answer_s = self._params.prepare_limit_s
-            asks.append(self._prepare_one(plan, group.stages[0], message, max(answer_s, move_s)))
-            asks += [self._prepare_one(plan, stage, patient, answer_s) for stage in group.stages[1:]]
+            for worker in step.workers:
+                moves = worker in movers
+                question, limit_s = (message, max(answer_s, move_s)) if moves else (patient, answer_s)
+                asks.append(self._prepare_one(plan, worker, question, limit_s))
         troubles = await _together(asks, is_enough=lambda trouble: trouble is not None)
         return next((trouble for trouble in troubles if trouble is not None), None)
 
-    def _move_s(self, group: PlannedGroup) -> float:
-        """Return how long KV of a group may move before its workers are prepared."""
-        is_moving = group.loads_beside or len(group.stages) == 1
-        return self._params.move_limit_s if is_moving else 0.0
+    def _move_s(self, step: Step) -> float:
+        """Return how long KV may move before the workers of a step are prepared."""
+        return self._params.move_limit_s if step.movers else 0.0
 
-    async def _prepare_one(self, plan: Plan, stage: PlannedStage, message: PreparePlan, limit_s: float) -> str | None:
+    async def _prepare_one(self, plan: Plan, worker: PlannedWorker, message: PreparePlan, limit_s: float) -> str | None:
         try:
-            answer = await self._ask(plan, stage, message, limit_s)
+            answer = await self._ask(plan, worker, message, limit_s)
         except (BusError, WireError) as error:
-            return f"{stage.worker_id}: {error}"
+            return f"{worker.worker_id}: {error}"
         if answer.state is PlanState.PREPARED:
             return None
-        return f"{stage.worker_id}: {answer.state}{_because(answer.reason)}"
+        return f"{worker.worker_id}: {answer.state}{_because(answer.reason)}"
 
     async def _abort(self, plan: Plan, trouble: str, began_s: float) -> Outcome:
         """Tell every worker, and close the plan."""
-        await self._abort_all(plan, stages_of(plan))
+        await self._abort_all(plan, plan.workers)
         reason = f"plan {plan.plan_id} abandoned: {trouble}"
         await self._book.advance(PlanPhase.DONE, reason)
         await self._announce("plan_aborted", f"{reason} ({plan.reason})")
@@ -207,19 +193,18 @@ class PlanExecution:
             plan_id=plan.plan_id,
             latency_s=_now_s() - began_s,
             lever=plan.lever,
-            groups=plan.groups,
+            steps=plan.steps,
         )
 
     async def _commit(self, plan: Plan, began_s: float) -> Outcome:
-        stages = stages_of(plan)
-        by_group = await _together([self._commit_group(plan, group) for group in plan.groups])
-        answers = [answer for group in by_group for answer in group or ()]
+        by_step = await _together([self._commit_step(plan, step) for step in plan.steps])
+        answers = {name: answer for answered in by_step for name, answer in (answered or {}).items()}
         latency_s = _now_s() - began_s
-        pairs = list(zip(stages, answers, strict=True))
-        done = tuple(stage.worker_id for stage, answer in pairs if _state(answer) is PlanState.DONE)
-        troubles = [f"{stage.worker_id}: {_trouble(answer)}" for stage, answer in pairs if stage.worker_id not in done]
-        what = f"plan {plan.plan_id}: carried out by {len(done)} of {len(stages)} workers in {latency_s:.3f} s"
-        rooms = _rooms(plan, {stage.worker_id: answer for stage, answer in pairs})
+        names = [worker.worker_id for worker in plan.workers]
+        done = tuple(name for name in names if _state(answers[name]) is PlanState.DONE)
+        troubles = [f"{name}: {_trouble(answers[name])}" for name in names if name not in done]
+        what = f"plan {plan.plan_id}: carried out by {len(done)} of {len(names)} workers in {latency_s:.3f} s"
+        rooms = _rooms(plan, answers)
         reason = "; ".join([what, *troubles[:MAX_REASONS], *rooms[:MAX_REASONS]])
         await self._book.advance(PlanPhase.DONE, f"{reason}: {plan.reason}")
         await self._announce("plan_failed" if troubles else "plan_done", f"{reason}: {plan.reason}")
@@ -229,44 +214,42 @@ class PlanExecution:
             plan_id=plan.plan_id,
             latency_s=latency_s,
             lever=plan.lever,
-            groups=plan.groups,
+            steps=plan.steps,
             done=done,
         )
 
-    async def _commit_group(self, plan: Plan, group: PlannedGroup) -> list[_Answer]:
-        """Return what each worker of a group says at the end, by stage."""
-        if not group.is_residence:
-            return await self._commit_all(plan, group.stages)
-        leader, members = group.stages[:1], group.stages[1:]
-        first, then = (leader, members) if group.loads_beside else (members, leader)
-        answers = await self._commit_all(plan, first)
-        are_done = all(_state(answer) is PlanState.DONE for answer in answers)
-        rest = await (self._commit_all if are_done else self._abort_all)(plan, then)
-        return [*answers, *rest] if group.loads_beside else [*rest, *answers]
+    async def _commit_step(self, plan: Plan, step: Step) -> dict[WorkerId, _Answer]:
+        """Return what each worker of a step says at the end."""
+        answers: dict[WorkerId, _Answer] = {}
+        for workers in step.turns:
+            are_done = all(_state(answer) is PlanState.DONE for answer in answers.values())
+            said = await (self._commit_all if are_done else self._abort_all)(plan, workers)
+            answers |= {worker.worker_id: answer for worker, answer in zip(workers, said, strict=True)}
+        return answers
 
-    async def _commit_all(self, plan: Plan, stages: Sequence[PlannedStage]) -> list[_Answer]:
+    async def _commit_all(self, plan: Plan, workers: Sequence[PlannedWorker]) -> list[_Answer]:
         message = CommitPlan(epoch=plan.epoch, plan_id=plan.plan_id)
         limit_s = self._params.commit_limit_s
-        return await _together([self._finish(plan, stage, message, limit_s) for stage in stages])
+        return await _together([self._finish(plan, worker, message, limit_s) for worker in workers])
 
-    async def _abort_all(self, plan: Plan, stages: Sequence[PlannedStage]) -> list[_Answer]:
+    async def _abort_all(self, plan: Plan, workers: Sequence[PlannedWorker]) -> list[_Answer]:
         """Tell these, as long as one may still be prepared."""
         message = AbortPlan(epoch=plan.epoch, plan_id=plan.plan_id)
         limit_s = self._params.prepared_limit_s
-        return await _together([self._finish(plan, stage, message, limit_s) for stage in stages])
+        return await _together([self._finish(plan, worker, message, limit_s) for worker in workers])
 
     async def _finish(
-        self, plan: Plan, stage: PlannedStage, message: CommitPlan | AbortPlan, limit_s: float
+        self, plan: Plan, worker: PlannedWorker, message: CommitPlan | AbortPlan, limit_s: float
     ) -> PlanAnswer | str:
         """Ask until the worker has answered for good; return why it never will, if it is lost, or the time is over."""
         until_s = _now_s() + limit_s
         last = "no answer"
         while (left_s := until_s - _now_s()) > 0:
-            loss = self._find_loss(stage)
+            loss = self._find_loss(worker)
             if loss is not None:
                 return loss
             try:
-                answer = await self._ask(plan, stage, message, min(self._params.ask_limit_s, left_s))
+                answer = await self._ask(plan, worker, message, min(self._params.ask_limit_s, left_s))
             except (BusError, WireError) as error:
                 last = str(error)
             else:
@@ -276,7 +259,7 @@ class PlanExecution:
             await asyncio.sleep(self._params.retry_s)
         return f"{last}, for {limit_s:g} s"
 
-    async def _ask(self, plan: Plan, stage: PlannedStage, message: ControlMessage, timeout_s: float) -> PlanAnswer:
+    async def _ask(self, plan: Plan, worker: PlannedWorker, message: ControlMessage, timeout_s: float) -> PlanAnswer:
         """Return the worker's answer.
 
         Raises:
@@ -284,11 +267,12 @@ class PlanExecution:
             BusError: no answer.
             WireError: the answer is none, or to another question.
         """
-        subject = self._subjects.plan(stage.worker_id)
-        answer = decode_json(await self._bus.request(subject, encode_json(message), timeout_s=timeout_s), PlanAnswer)
-        if answer.newest_epoch > plan.epoch:
-            raise SupersededError(plan.epoch)
-        if (answer.worker_id, answer.plan_id) != (stage.worker_id, plan.plan_id):
+        subject = self._subjects.plan(worker.worker_id)
+        data = encode_json(message.model_copy(update={"epoch": self._book.epoch}))
+        answer = decode_json(await self._bus.request(subject, data, timeout_s=timeout_s), PlanAnswer)
+        if answer.newest_epoch > self._book.epoch:
+            raise SupersededError(self._book.epoch)
+        if (answer.worker_id, answer.plan_id) != (worker.worker_id, plan.plan_id):
             raise WireError(f"the answer is {answer.worker_id}'s, about plan {answer.plan_id}")
         return answer
 
@@ -320,12 +304,14 @@ def _rooms(plan: Plan, answers: Mapping[WorkerId, _Answer]) -> list[str]:
     Nothing of a group that did not come about, or whose workers do not say.
     """
     said = []
-    for group in plan.groups:
-        found = [answers[stage.worker_id] for stage in group.stages]
+    for step in plan.steps:
+        if isinstance(step, RestoreInstance) or not step.num_blocks:
+            continue
+        found = [answers[worker.worker_id] for worker in step.workers]
         room = min((each.num_blocks if isinstance(each, PlanAnswer) else 0 for each in found), default=0)
-        if group.num_blocks and room and all(_state(each) is PlanState.DONE for each in found):
-            names = "+".join(stage.worker_id for stage in group.stages)
-            claimed = "as claimed" if room == group.num_blocks else f"{group.num_blocks} were claimed"
+        if room and all(_state(each) is PlanState.DONE for each in found):
+            names = "+".join(worker.worker_id for worker in step.workers)
+            claimed = "as claimed" if room == step.num_blocks else f"{step.num_blocks} were claimed"
             said.append(f"{names} have {room} KV blocks, {claimed}")
     return said
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from services.planner.execution import Outcome
+from services.planner.policy.plans.intent import Outcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.messages.report import ClusterView, Liveness
 from shared.process.metrics import Metrics

@@ -10,21 +10,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter
 
 from services.planner.policy.overflow import Overflow, find_overflow, plan_moves
 from services.planner.policy.rebalance import Move
 from shared.ids import WorkerId
-from shared.messages.base import ControlMessage
+from shared.messages.errand import Errand, ErrandRefused
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
 from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError
-from shared.wire import WireError, decode_json, encode_json
+from shared.wire import WireError, decode_union_json, encode_json
 
 _log = get_logger()
 M = TypeVar("M", QueueList, QueueMoved)
+_LISTED: TypeAdapter[QueueList | ErrandRefused] = TypeAdapter(
+    Annotated[QueueList | ErrandRefused, Field(discriminator="kind")]
+)
+_MOVED: TypeAdapter[QueueMoved | ErrandRefused] = TypeAdapter(
+    Annotated[QueueMoved | ErrandRefused, Field(discriminator="kind")]
+)
 
 
 class Rebalancer:
@@ -84,8 +92,8 @@ class Rebalancer:
 
     async def _ask(self, overflow: Overflow, epoch: int) -> dict[WorkerId, Sequence[QueuedPart]]:
         async def ask(worker_id: WorkerId) -> tuple[WorkerId, Sequence[QueuedPart]] | None:
-            answer = await self._request(worker_id, ListQueued(epoch=epoch), QueueList)
-            return None if answer is None or answer.newest_epoch > epoch else (worker_id, answer.requests)
+            answer = await self._request(worker_id, ListQueued(epoch=epoch), _LISTED)
+            return None if answer is None else (worker_id, answer.requests)
 
         answers = await asyncio.gather(*(ask(report.worker_id) for report in overflow.short))
         return dict(answer for answer in answers if answer is not None)
@@ -99,17 +107,21 @@ class Rebalancer:
             by_source.setdefault(source, []).append(part)
         answers = await asyncio.gather(
             *(
-                self._request(source, MoveQueued(epoch=epoch, moves=tuple(parts)), QueueMoved)
+                self._request(source, MoveQueued(epoch=epoch, moves=tuple(parts)), _MOVED)
                 for source, parts in by_source.items()
             )
         )
         return sum(answer.num_moved for answer in answers if answer is not None)
 
-    async def _request(self, worker_id: WorkerId, message: ControlMessage, kind: type[M]) -> M | None:
+    async def _request(self, worker_id: WorkerId, errand: Errand, answers: TypeAdapter[M | ErrandRefused]) -> M | None:
         subject = self._subjects.plan(worker_id)
         try:
-            data = await self._bus.request(subject, encode_json(message), timeout_s=self._limit_s)
-            return decode_json(data, kind)
+            data = await self._bus.request(subject, encode_json(errand), timeout_s=self._limit_s)
+            answer = decode_union_json(data, answers)
         except (BusError, WireError) as error:
             _log.warning("queue_not_known", worker=worker_id, error=str(error))
             return None
+        if isinstance(answer, ErrandRefused):
+            _log.warning("queue_not_known", worker=worker_id, error=answer.reason)
+            return None
+        return answer

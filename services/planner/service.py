@@ -15,19 +15,19 @@ from typing import Any
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
 from services.planner.endpoints import PlannerEndpoints
-from services.planner.execution import Outcome, PlanExecution
+from services.planner.execution import PlanExecution
 from services.planner.metrics import PlannerMetrics
-from services.planner.policy.decisions import Decider, levers_of
+from services.planner.policy.decisions import Decider
 from services.planner.policy.levers.ladder import Decision, Lever
 from services.planner.policy.observe import find_loss
-from services.planner.policy.plans.intent import Intent
+from services.planner.policy.plans.intent import Intent, Outcome
 from services.planner.policy.scale_signal import ScaleWish
 from services.planner.rebalancing import Rebalancer
 from shared.cluster_views import ViewFeed
 from shared.host import process_facts
 from shared.ids import WorkerId
 from shared.messages.event import Event
-from shared.messages.plan import PLAN_KEY, PlannedStage, PlanPhase, WantedInstances
+from shared.messages.plan import PLAN_KEY, PlannedWorker, PlanPhase, WantedInstances
 from shared.messages.report import ClusterView
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -72,9 +72,9 @@ class Planner:
             self._execution_params = replace(self._execution_params, make_token=make_token)
         self._settings = settings
         self._bus = bus
-        self._levers = levers_of(settings) if levers is None else tuple(levers)
+        self._levers = settings.levers() if levers is None else tuple(levers)
         self._subjects = Subjects(settings.cluster)
-        self._decider = Decider(settings, self._levers)
+        self._decider = Decider(settings.deciding(), self._levers)
         self._metrics = PlannerMetrics()
         self._tasks = TaskOwner(on_failure)
         self._open: list[Subscription] = []
@@ -99,8 +99,7 @@ class Planner:
     @property
     def epoch(self) -> int:
         """The newest epoch that this planner holds or held; 0 before `start`."""
-        plan = self._book.plan if self._book is not None else None
-        return plan.epoch if plan is not None else 0
+        return 0 if self._book is None else self._book.epoch
 
     @property
     def lever_names(self) -> list[str]:
@@ -266,7 +265,7 @@ class Planner:
     async def _adopt(self, book: PlanBook, decision: Decision) -> None:
         """Write down which lever is pulled, if it has nothing for workers to do; tell people either way."""
         assert book.plan is not None, "claimed"
-        if self._carrying is None and decision.lever != book.plan.lever and not book.plan.groups:
+        if self._carrying is None and decision.lever != book.plan.lever and not book.plan.steps:
             await book.write(decision.lever, decision.reason)
         name = "plan_refused" if self._levers and decision.is_in_need else f"plan_{decision.lever}"
         await self.announce(name, f"{decision.situation}: {decision.reason}")
@@ -318,9 +317,9 @@ class Planner:
         self.superseded = True
         await self.announce("planner_superseded", f"{error}; this one decides nothing more")
 
-    def _find_loss(self, stage: PlannedStage) -> str | None:
+    def _find_loss(self, worker: PlannedWorker) -> str | None:
         view = self.fresh_view
-        return None if view is None else find_loss(view, stage.worker_id, stage.incarnation)
+        return None if view is None else find_loss(view, worker.worker_id, worker.incarnation)
 
     def _view_age_s(self) -> float | None:
         if self._view is None or self._view_at_s is None:

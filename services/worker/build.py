@@ -16,10 +16,11 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.gate import StepGate
 from services.worker.engine.loop import StepLoop
 from services.worker.engine.stats import count_queued_for_memory
-from services.worker.roles.agent import PlanAgent
+from services.worker.roles.agent import OrderAgent
 from services.worker.roles.device import GroupDevice
-from services.worker.roles.role_changes import RoleChanges
+from services.worker.roles.errands import make_errands
 from services.worker.roles.role_executor import RoleExecutor
+from services.worker.roles.role_keeper import RoleKeeper, StepMachine
 from services.worker.scheduling.registry import make_scheduler
 from services.worker.scheduling.view import Scheduler
 from services.worker.serving.admin import Admin
@@ -161,13 +162,13 @@ class _Parts:
 
 
 class _Roles:
-    """The step loop's way to the plan agent, which is made after it; without one a lost executor ends the worker."""
+    """The step loop's way to the agent, which is made after it; without one a lost executor ends the worker."""
 
     def __init__(self) -> None:
-        self.agent: PlanAgent | None = None
+        self.agent: OrderAgent | None = None
 
     def on_lost(self, cause: str) -> bool:
-        return self.agent is not None and self.agent.changes.on_lost(cause)
+        return self.agent is not None and self.agent.keeper.on_lost(cause)
 
 
 def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _Roles) -> StepLoop:
@@ -204,29 +205,16 @@ def _leases(settings: WorkerSettings, parts: _Parts, loop: StepLoop) -> Leases:
     )
 
 
-def _agent(parts: _Parts, device: GroupDevice, loop: StepLoop, intake: Intake) -> PlanAgent:
-    changes = RoleChanges(
-        worker_id=parts.worker_id,
+def _agent(parts: _Parts, device: GroupDevice, loop: StepLoop, intake: Intake) -> OrderAgent:
+    keeper = RoleKeeper(
         device=device,
-        engine=parts.engine,
-        loop=loop,
-        gate=parts.gate,
-        executor=parts.executor,
+        machine=StepMachine(parts.engine, loop, parts.gate, parts.executor),
         intake=intake,
         reporter=parts.reporter,
         now=parts.now,
         tasks=parts.tasks,
     )
-    return PlanAgent(
-        worker_id=parts.worker_id,
-        changes=changes,
-        engine=parts.engine,
-        loop=loop,
-        gate=parts.gate,
-        reporter=parts.reporter,
-        now=parts.now,
-        tasks=parts.tasks,
-    )
+    return OrderAgent(keeper, make_errands(keeper))
 
 
 def _num_blocks(settings: WorkerSettings, capacity: KvCapacity) -> int:

@@ -2,30 +2,38 @@
 
     planner                                   workers that the plan names
        │ bucket: Plan, phase preparing            │
-       ├── PreparePlan ──────────────────────────►│ checks it against what it holds, stops between two steps
+       ├── PreparePlan, with a step ─────────────►│ checks it against what it holds, stops between two steps of its own
        │◄──────────────────────────── prepared ───┤
        │ bucket: Plan, phase committing           │   from here on it is carried out
        ├── CommitPlan ───────────────────────────►│ changes its memory and its role
        │◄──────────────────────────────── done ───┤
        │ bucket: Plan, phase done                 │
 
+A plan is made of *steps*, a union on `kind`. A worker is in one step of a plan, and in one plan at a time; plans of
+other workers may be under way meanwhile.
+
+    form      workers become the stages of one group; each drops layers
+    load      the members of a group that stands make room for all parameters, and load them while they serve
+    unload    they give that room back to KV
+    restore   a stage of a group is a whole instance again; the members of a group that dissolves do it together
+
 A worker that was prepared and hears nothing for `limit_s` goes on as it was. One whose group does not come about, or
 breaks, loads what it lacks and is a whole instance again by itself: no group outlives one of its members.
 
-A *residence plan* (`PlannedGroup.is_residence`) changes the memory of a group that stands, and not who computes what:
-its members make room for parameters beside those that they compute with, or give that room back to KV. The leader may
-use only blocks that every stage has, so it goes first where blocks go, and last where blocks come:
+The leader of a group may use only blocks that every stage has, so it goes first where blocks go, and last where blocks
+come. A step says so by its `turns`: once all of one turn are done the next ones are told, else AbortPlan to them:
 
-    load     CommitPlan to the leader; once it is done, to the members; else AbortPlan to them
-    unload   CommitPlan to the members; once all are done, to the leader; else AbortPlan to it
+    load     CommitPlan to the leader; once it is done, to the members
+    unload   CommitPlan to the members; once all are done, to the leader
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
@@ -34,56 +42,124 @@ PLAN_KEY: Final = "plan"
 """Key of the newest plan in `Subjects.plan_bucket`."""
 MAX_STAGES = 64
 """Of one group."""
-MAX_GROUPS = 4096
+MAX_STEPS = 4096
 """Of one plan."""
 _Layers = tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]]
 
 
-class PlannedStage(MessagePart):
-    """One worker's part of a plan."""
+class PlannedWorker(MessagePart):
+    """A worker as it was when the plan was made; one that has changed meanwhile refuses."""
 
     worker_id: WorkerId
     incarnation: Incarnation = NOBODY
     """Of the process that the plan was made for; another one refuses it."""
+    held: _Layers
+    """Layers that it held: first, and one past the last."""
+
+
+class PlannedStage(PlannedWorker):
+    """One worker's place in a group that forms."""
+
     address: str = ""
     """Where it is reached by the other stages (`WorkerReport.stage_address`)."""
-    held: _Layers
-    """Layers that it held when the plan was made: first, and one past the last."""
     layers: _Layers
-    """Layers that it holds and computes afterwards: a part of those held, or all layers where it stands alone."""
-    resident: _Layers | None = None
-    """Layers whose parameters it has afterwards, or loads beside serving: `layers` and more. None: just `layers`."""
-
-    @model_validator(mode="after")
-    def _check_resident(self) -> Self:
-        if self.resident is None:
-            return self
-        if not self.resident[0] <= self.layers[0] < self.layers[1] <= self.resident[1]:
-            raise ValueError("the layers that are resident do not contain those that are computed")
-        return self
+    """Layers that it holds and computes afterwards: a part of those held."""
 
 
-class PlannedGroup(MessagePart):
-    """Workers that serve one copy of the model together; of one worker: a whole instance again."""
+class PlanStep(MessagePart, ABC):
+    """What some workers of a plan change together."""
 
-    stages: Annotated[tuple[PlannedStage, ...], Field(min_length=1, max_length=MAX_STAGES)]
+    @property
+    @abstractmethod
+    def workers(self) -> tuple[PlannedWorker, ...]:
+        """All that take part; of a group the first one leads."""
+
+    @property
+    def turns(self) -> tuple[tuple[PlannedWorker, ...], ...]:
+        """Who is told to carry it out at the same time, and who only after them."""
+        return (self.workers,)
+
+    @property
+    def movers(self) -> tuple[PlannedWorker, ...]:
+        """Who moves KV while it serves, before it is prepared; the others wait for them."""
+        return ()
+
+
+class FormGroup(PlanStep):
+    """These workers serve one copy of the model together."""
+
+    kind: Literal["form"] = "form"
+    stages: Annotated[tuple[PlannedStage, ...], Field(min_length=2, max_length=MAX_STAGES)]
     """In the order of the pipeline; the first one leads."""
     num_blocks: Annotated[int, Field(ge=0)] = 0
-    """KV blocks that every stage will have, as the plan claims; 0: it claims nothing. Of a residence plan it is above
-    0, and the leader uses no others."""
+    """KV blocks that every stage will have, as the plan claims; 0: it claims nothing."""
 
     @property
-    def is_residence(self) -> bool:
-        """Whether it changes memory only: every stage computes what it computed before.
+    def workers(self) -> tuple[PlannedWorker, ...]:
+        """See `PlanStep`."""
+        return self.stages
 
-        Only a group that stands has such stages: where one forms, somebody drops layers.
-        """
-        return len(self.stages) > 1 and all(stage.held == stage.layers for stage in self.stages)
+
+class _BesideStep(PlanStep):
+    """The members of a group that stands change what they have beside the layers that they compute with."""
+
+    stages: Annotated[tuple[PlannedWorker, ...], Field(min_length=2, max_length=MAX_STAGES)]
+    """All of them, in the order of the pipeline."""
+    num_blocks: Annotated[int, Field(ge=1)]
+    """KV blocks that every stage has afterwards; the leader uses no others."""
 
     @property
-    def loads_beside(self) -> bool:
-        """Whether it is a residence plan by which parameters come, and KV blocks go."""
-        return self.is_residence and any(stage.resident is not None for stage in self.stages)
+    def workers(self) -> tuple[PlannedWorker, ...]:
+        """See `PlanStep`."""
+        return self.stages
+
+
+class LoadBeside(_BesideStep):
+    """All parameters that a group's members lack are loaded beside serving, in memory that KV gives up."""
+
+    kind: Literal["load"] = "load"
+
+    @property
+    def turns(self) -> tuple[tuple[PlannedWorker, ...], ...]:
+        """The leader first: blocks go."""
+        return self.stages[:1], self.stages[1:]
+
+    @property
+    def movers(self) -> tuple[PlannedWorker, ...]:
+        """The leader, whose sequences make do with fewer blocks."""
+        return self.stages[:1]
+
+
+class UnloadBeside(_BesideStep):
+    """The memory of parameters that a group's members do not compute with goes back to KV."""
+
+    kind: Literal["unload"] = "unload"
+
+    @property
+    def turns(self) -> tuple[tuple[PlannedWorker, ...], ...]:
+        """The leader last: blocks come."""
+        return self.stages[1:], self.stages[:1]
+
+
+class RestoreInstance(PlanStep):
+    """A stage of a group is a whole instance again."""
+
+    kind: Literal["restore"] = "restore"
+    worker: PlannedWorker
+
+    @property
+    def workers(self) -> tuple[PlannedWorker, ...]:
+        """See `PlanStep`."""
+        return (self.worker,)
+
+    @property
+    def movers(self) -> tuple[PlannedWorker, ...]:
+        """It itself: KV goes ahead to where it will be."""
+        return self.workers
+
+
+Step = FormGroup | LoadBeside | UnloadBeside | RestoreInstance
+_AnyStep = Annotated[Step, Field(discriminator="kind")]
 
 
 class PlanPhase(StrEnum):
@@ -120,10 +196,15 @@ class Plan(ControlMessage):
     plan_id: Annotated[int, Field(ge=0)] = 0
     """Names what is carried out: the epoch under which it was written first; 0: nothing."""
     phase: PlanPhase = PlanPhase.DONE
-    groups: Annotated[tuple[PlannedGroup, ...], Field(max_length=MAX_GROUPS)] = ()
-    """Groups that come about; nothing changes for workers that are not named."""
+    steps: Annotated[tuple[_AnyStep, ...], Field(max_length=MAX_STEPS)] = ()
+    """No worker is in two of them; nothing changes for workers that are not named."""
     wanted: WantedInstances | None = None
     """None: there are instances enough, or nobody asks for more."""
+
+    @property
+    def workers(self) -> tuple[PlannedWorker, ...]:
+        """Every worker that takes part, step by step."""
+        return tuple(worker for step in self.steps for worker in step.workers)
 
 
 class PreparePlan(ControlMessage):
@@ -132,8 +213,8 @@ class PreparePlan(ControlMessage):
     kind: Literal["prepare_plan"] = "prepare_plan"
     epoch: Annotated[int, Field(ge=1)]
     plan_id: Annotated[int, Field(ge=1)]
-    group: PlannedGroup
-    """The one that the worker belongs to."""
+    step: _AnyStep
+    """The one that the worker takes part in."""
     token: Annotated[str, Field(max_length=128)] = ""
     """What the stages of the group show each other when they connect."""
     limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0

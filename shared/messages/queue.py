@@ -1,4 +1,4 @@
-"""Requests that wait at one worker and find room at another: the planner asks, the worker lets them go. JSON.
+"""Requests that wait at one worker and find room at another: the planner asks, the worker lets them go. Errands, JSON.
 
     planner                                   worker, whose memory is full
        ├── ListQueued ───────────────────────────►│
@@ -17,17 +17,17 @@ from pydantic import Field
 
 from shared.ids import RequestId, WorkerId
 from shared.messages.base import ControlMessage, MessagePart
+from shared.messages.errand import Errand
 from shared.types import RequestClass
 
 MAX_LISTED: Final = 512
 """Requests of one answer."""
 
 
-class ListQueued(ControlMessage):
+class ListQueued(Errand):
     """Who waits?"""
 
     kind: Literal["list_queued"] = "list_queued"
-    epoch: Annotated[int, Field(ge=1)]
     limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = MAX_LISTED
 
 
@@ -48,7 +48,6 @@ class QueueList(ControlMessage):
 
     kind: Literal["queue_list"] = "queue_list"
     worker_id: WorkerId
-    newest_epoch: int
     requests: Annotated[tuple[QueuedPart, ...], Field(max_length=MAX_LISTED)] = ()
 
 
@@ -60,11 +59,10 @@ class QueueMove(MessagePart):
     target: WorkerId
 
 
-class MoveQueued(ControlMessage):
+class MoveQueued(Errand):
     """Let these go, as far as they still wait."""
 
     kind: Literal["move_queued"] = "move_queued"
-    epoch: Annotated[int, Field(ge=1)]
     moves: Annotated[tuple[QueueMove, ...], Field(max_length=MAX_LISTED)]
 
 
@@ -73,5 +71,4 @@ class QueueMoved(ControlMessage):
 
     kind: Literal["queue_moved"] = "queue_moved"
     worker_id: WorkerId
-    newest_epoch: int
     num_moved: int = 0

@@ -12,11 +12,11 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.merging import Merger
 from services.planner.policy.restoring.residence import ahead_blocks
 from shared.layers import LayerRange, even_split
-from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlanState
+from shared.messages.plan import AbortPlan, CommitPlan, FormGroup, LoadBeside, PlanAnswer, PlanState, Step, UnloadBeside
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.transport.memory_bus import MemoryBroker
 from sim.faults.kinds import CHANGE_KINDS, Fault, FaultKind
-from sim.plan_driver import PlanDriver, alone, beside, group_of
+from sim.plan_driver import PlanDriver, alone, group_of, load_beside, unload_beside
 
 ATTEMPTS = 12
 PAUSE_S = 1.0
@@ -82,11 +82,11 @@ class Conductor:
 
     async def _change(self, fault: Fault) -> None:
         self._driver.limit_s = fault.duration_s
-        groups = self._choose(fault.target)
-        if groups:
-            await self._finish(groups, fault.kind)
+        steps = self._choose(fault.target)
+        if steps:
+            await self._finish(steps, fault.kind)
 
-    def _choose(self, name: str) -> list[PlannedGroup]:
+    def _choose(self, name: str) -> list[Step]:
         """A worker that is alone forms a group with others that are; of two groups of two one of four is made.
 
         Every other group loads parameters beside, with memory for KV ahead or without, gives them up again, or is
@@ -111,21 +111,21 @@ class Conductor:
         residence = _residence(own, is_ahead=bool(self._num_turns % 2)) if self._num_turns % 3 else None
         return [alone(member) for member in own] if residence is None else [residence]
 
-    async def _finish(self, groups: list[PlannedGroup], kind: FaultKind) -> None:
-        if not _is_merge(groups):
-            await self._carry_out(groups, kind)
+    async def _finish(self, steps: list[Step], kind: FaultKind) -> None:
+        if not _is_merge(steps):
+            await self._carry_out(steps, kind)
             return
         self._num_merges += 1
         try:
-            self.answers[f"merge {await self._carry_out(groups, kind)}"] += 1
+            self.answers[f"merge {await self._carry_out(steps, kind)}"] += 1
         finally:
             self._num_merges -= 1
 
-    async def _carry_out(self, groups: list[PlannedGroup], kind: FaultKind) -> str:
+    async def _carry_out(self, steps: list[Step], kind: FaultKind) -> str:
         """Return in a word how far the change came."""
-        plan_id, answers = await self._driver.prepare(*groups)
-        workers = _in_turn(groups)
-        what = _what(groups)
+        plan_id, answers = await self._driver.prepare(*steps)
+        workers = _in_turn(steps)
+        what = _what(steps)
         self._note("prepare", [answer.state if answer is not None else None for answer in answers.values()])
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
         self._say(f"plan     {plan_id} of {', '.join(workers)}: {'prepared' if good else 'not prepared'}")
@@ -174,7 +174,7 @@ class Conductor:
         self.answers.update(f"{word} {'silent' if state is None else state.value}" for state in states)
 
 
-def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> PlannedGroup | None:
+def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> LoadBeside | UnloadBeside | None:
     """Return the group with all parameters beside, or without if they are; None: not all of its stages are known.
 
     Args:
@@ -195,31 +195,30 @@ def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> PlannedGroup |
     )
     if is_ahead and not is_beside:
         num_blocks = ahead_blocks(rule, facts.instances)
-    return beside(stages, num_blocks, None if is_beside else whole) if num_blocks else None
+    if not num_blocks:
+        return None
+    return unload_beside(stages, num_blocks) if is_beside else load_beside(stages, num_blocks)
 
 
-def _what(groups: Sequence[PlannedGroup]) -> str:
+def _what(steps: Sequence[Step]) -> str:
     """Return in a word what a plan is."""
-    if not groups[0].is_residence:
-        return "change"
-    return "load" if groups[0].loads_beside else "unload"
+    return steps[0].kind if isinstance(steps[0], LoadBeside | UnloadBeside) else "change"
 
 
-def _in_turn(groups: Sequence[PlannedGroup]) -> list[str]:
-    """Return whom to tell first: the leader is the last one to have more room."""
-    workers = [stage.worker_id for group in groups for stage in group.stages]
-    return [*workers[1:], workers[0]] if _what(groups) == "unload" else list(workers)
+def _in_turn(steps: Sequence[Step]) -> list[str]:
+    """Return whom to tell first."""
+    return [worker.worker_id for step in steps for turn in step.turns for worker in turn]
 
 
-def _is_merge(groups: Sequence[PlannedGroup]) -> bool:
+def _is_merge(steps: Sequence[Step]) -> bool:
     """Return whether a group forms of workers that are in groups already."""
     return any(
-        len(group.stages) > 1 and any(stage.held != (0, group.stages[-1].layers[1]) for stage in group.stages)
-        for group in groups
+        isinstance(step, FormGroup) and any(stage.held != (0, step.stages[-1].layers[1]) for stage in step.stages)
+        for step in steps
     )
 
 
-def _merge_pairs(own: Sequence[WorkerReport], known: Sequence[WorkerReport]) -> PlannedGroup | None:
+def _merge_pairs(own: Sequence[WorkerReport], known: Sequence[WorkerReport]) -> FormGroup | None:
     """Return the group of four that a group of two forms with another one, if there is one; ranges are halved."""
     first = _pair(own)
     others = dict.fromkeys(other.group for other in known if other.num_stages == 2 and other.group != own[0].group)

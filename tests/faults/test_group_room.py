@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
+from shared.messages.plan import FormGroup
 from shared.transport.nats_bus import NatsBus
 from tests.support.fault_cluster import MODEL_NAME, Cluster, Shape, http_session, running, until_async
 from tests.support.fault_streams import COMPLETIONS
@@ -70,8 +71,8 @@ async def stream(cluster: Cluster, lengths: Sequence[int], num_output: int) -> O
 
 async def stream_at_once(cluster: Cluster, bus: NatsBus, lengths: Sequence[int], num_output: int) -> Order:
     """As `stream`, but the group computes only when it has got all prompts: its last stage stands still until then."""
-    (group,) = (await plan_now(cluster, bus)).groups
-    leader, last = group.stages[0].worker_id, group.stages[-1].worker_id
+    (step,) = (await plan_now(cluster, bus)).steps
+    leader, last = step.workers[0].worker_id, step.workers[-1].worker_id
 
     async def is_placed() -> bool:
         return len((await cluster.dump(bus, leader))["sequences"]) == len(lengths)
@@ -98,7 +99,8 @@ def counts_at_first_end(order: Order) -> dict[int, int]:
 
 async def leader_of(cluster: Cluster, bus: NatsBus) -> tuple[int, dict[str, Any]]:
     """Return what the plan claims, and the report of the group's leader once it shows the group and nothing runs."""
-    (group,) = (await plan_now(cluster, bus)).groups
+    (group,) = (await plan_now(cluster, bus)).steps
+    assert isinstance(group, FormGroup)
     found: dict[str, Any] = {}
 
     async def is_shown() -> bool:

@@ -119,8 +119,8 @@ async def test_a_worker_that_dies_while_kv_travels_changes_no_text(victim: str, 
             met = tap.hold(HALF_BYTES)
             asking = asyncio.ensure_future(change(cluster, bus, "drop"))
             is_struck = await struck(met, asking)
-            (group,) = (await plan_now(cluster, bus)).groups
-            dying, other = [group.stages[index].worker_id for index in ((0, 1) if victim == "leader" else (1, 0))]
+            (step,) = (await plan_now(cluster, bus)).steps
+            dying, other = [step.workers[index].worker_id for index in ((0, 1) if victim == "leader" else (1, 0))]
             cluster.kill(dying)
             tap.go_on()
             await asking  # done or not: the group may have stood already
@@ -191,7 +191,7 @@ async def test_a_group_whose_kv_has_no_room_elsewhere_stays_what_it_is_or_comput
         await change_until_done(cluster, bus, "drop")
         asked = crowd(room)
         async with reading(cluster, asked) as crowded:
-            leader = (await plan_now(cluster, bus)).groups[0].stages[0].worker_id
+            leader = (await plan_now(cluster, bus)).steps[0].workers[0].worker_id
 
             async def is_full() -> bool:
                 return bool((await reports_of(cluster))[leader]["num_used_blocks"] > room)
@@ -232,5 +232,5 @@ async def restore_all_the_same(bus: NatsBus, plan: Plan) -> None:
     await driver.start()
     await until(lambda: len(driver.reports) == 2, "both have reported")
     driver.epoch = plan.plan_id
-    names = [stage.worker_id for group in plan.groups for stage in group.stages]
+    names = [worker.worker_id for worker in plan.workers]
     assert states(await driver.restore(names)) == ["done", "done"]

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from cli.status import run_status
-from shared.layers import LayerRange
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import WorkerReport
 from shared.transport.nats_bus import NatsBus
@@ -218,11 +217,10 @@ async def copy_and_dissolve(
     await change_until_done(cluster, bus, "drop")
     plan = await plan_now(cluster, bus)
     driver.epoch = plan.plan_id
-    names = [stage.worker_id for stage in plan.groups[0].stages]
-    whole = LayerRange(0, driver.reports[names[0]].num_layers)
+    names = [worker.worker_id for worker in plan.steps[0].workers]
     await until(lambda: all(driver.reports[name].num_stages == 2 for name in names), "reports show the group")
     await until_async(lambda: _decode_or_end(cluster, bus, names[0], num_answers), "who was released is there")
-    assert states(await driver.reside(names, num_blocks, whole)) == ["done"] * 2
+    assert states(await driver.load(names, num_blocks)) == ["done"] * 2
     assert states(await driver.restore(names)) == ["done"] * 2
     return names[0], int(role_changes(cluster, names[0])[-1]["num_decodes"])
 

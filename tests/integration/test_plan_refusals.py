@@ -280,7 +280,7 @@ async def test_a_plan_for_what_is_not_there_is_refused_by_the_worker_with_an_eve
         known = driver.reports["w0"]
         other = known.model_copy(update={"worker_id": WorkerId("w1")})
         group = group_of([believed(known), other], [LayerRange(*each) for each in ranges])
-        answer = await driver.ask("w0", PreparePlan(epoch=11, plan_id=11, group=group))
+        answer = await driver.ask("w0", PreparePlan(epoch=11, plan_id=11, step=group))
         assert answer is not None
         assert answer.state is PlanState.REFUSED
         assert words in answer.reason

@@ -12,7 +12,7 @@ import pytest
 
 from shared.cost import load_profile
 from shared.messages.event import Event
-from shared.messages.plan import PLAN_KEY, Plan, PlannedGroup, PlanPhase
+from shared.messages.plan import PLAN_KEY, FormGroup, Plan, PlanPhase
 from shared.subjects import Subjects
 from shared.transport.bus import KvEntry, Message
 from shared.wire import decode_json
@@ -83,7 +83,7 @@ async def by_hand(cluster: SimCluster, verb: str) -> dict[str, Any]:
     return answer
 
 
-def measured(cluster: SimCluster, group: PlannedGroup) -> int:
+def measured(cluster: SimCluster, group: FormGroup) -> int:
     """Return the blocks of the stage that has the least."""
     found = []
     for stage in group.stages:
@@ -106,7 +106,8 @@ def test_the_room_that_a_plan_claims_is_the_room_that_requests_get(seed: int) ->
                 assert "nothing would be gained" in answer["reason"] or "cannot be cut" in answer["reason"], answer
                 assert answer["reason"] in seen.reasons("plan_refused")[-1]
                 return 0, 0
-            (group,) = seen.plans[-1].groups
+            (group,) = seen.plans[-1].steps
+            assert isinstance(group, FormGroup)
             leader = next(w for w in cluster.workers if w.params.worker_id == group.stages[0].worker_id)
             assert sum(before) < group.num_blocks == measured(cluster, group)
             assert group.num_blocks == leader.service.engine.capacity_blocks
@@ -138,8 +139,9 @@ def test_plans_by_need_have_the_room_that_they_claim() -> None:
             while not seen.reasons("plan_done"):
                 await asyncio.sleep(0.01)
             assert "as claimed" in seen.reasons("plan_done")[0]
-            drop = next(plan for plan in seen.plans if plan.phase is PlanPhase.DONE and plan.groups)
-            for group in drop.groups:
+            drop = next(plan for plan in seen.plans if plan.phase is PlanPhase.DONE and plan.steps)
+            for group in drop.steps:
+                assert isinstance(group, FormGroup)
                 leader = next(w for w in cluster.workers if w.params.worker_id == group.stages[0].worker_id)
                 assert group.num_blocks == measured(cluster, group) == leader.service.engine.capacity_blocks
             for answer, request in zip(await asyncio.gather(*asked), asked, strict=True):

@@ -11,11 +11,13 @@ import pytest
 from services.dispatcher.session.leases import Loss
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
+from services.worker.roles.role import Leading
+from services.worker.roles.steps.restore import Restore
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.types import QoeTarget
 from sim.devices.channel import ModelledLink
-from sim.plan_driver import group_of, states
+from sim.plan_driver import alone, group_of, states
 from sim.requests import SimRequest
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
 
@@ -244,7 +246,7 @@ def test_the_end_of_an_earlier_pipeline_that_is_heard_late_breaks_no_later_one()
         for worker in room.cluster.workers:
             agent = worker.service.agent
             assert agent is not None
-            agent.changes._on_end(1, "a connection of the first group is lost")
+            agent.keeper.pipeline_ended(1, "a connection of the first group is lost")
         await asyncio.sleep(1.0)
         assert [room.role(index) for index in range(2)] == roles == [("w0", 0, (0, 4)), ("w0", 1, (4, 8))]
 
@@ -261,8 +263,10 @@ def test_the_oldest_sequences_are_shared_out_first_when_a_group_dissolves() -> N
             await asyncio.sleep(0.02)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
-        assert agent.changes._place_now is not None
-        shares = agent.changes._way_apart.take_shares(agent.changes._place_now).final()
+        group = agent.keeper.state
+        assert isinstance(group, Leading)
+        restore = Restore(alone(room.driver.reports["w0"]), agent.keeper)
+        shares = restore.new_shares(group.place, 0, 0.0).final()
         names = [[request_id for request_id, _ in keys] for keys in shares]
         assert names == [["r9", "r7", "r5"], ["r8", "r6", "r4"]]
         await room.check()

@@ -53,7 +53,7 @@ async def form(room: Room, names: tuple[WorkerId, ...] = BOTH) -> int:
     assert states(await room.driver.drop(names, layers)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
     count = most_ahead(room, names)
-    assert states(await room.driver.reside(names, count, WHOLE)) == ["done"] * len(names)
+    assert states(await room.driver.load(names, count)) == ["done"] * len(names)
     await asyncio.sleep(0.6)
     return count
 
@@ -76,7 +76,7 @@ def test_readers_go_on_while_kv_moves_and_little_is_left_when_the_group_dissolve
             groups = [worker.groups for worker in room.cluster.workers]
             beside = min(each.blocks_beside(WHOLE) for each in groups if each is not None)
             count = most_ahead(room) if is_ahead else beside
-            assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+            assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
             await asyncio.sleep(0.6)
             room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 12)))
             engine = room.cluster.workers[0].service.engine
@@ -116,7 +116,7 @@ def test_a_group_that_uses_more_than_one_of_its_workers_has_alone_stands_still_h
             alone_blocks = min(each.whole_blocks for each in groups if each is not None)
             count = most_ahead(room, names) if is_ahead else beside
             assert count > 2 * alone_blocks
-            assert states(await room.driver.reside(names, count, WHOLE)) == ["done"] * 4
+            assert states(await room.driver.load(names, count)) == ["done"] * 4
             await asyncio.sleep(0.6)
             room.ask(*(replace(each, num_output=100) for each in draw_requests(1, 20)))
             engine = room.cluster.workers[0].service.engine

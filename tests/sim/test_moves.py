@@ -86,7 +86,7 @@ async def load_beside(room: Room, *, is_ahead: bool) -> int:
     await asyncio.sleep(0.6)
     groups = [worker.groups for worker in room.cluster.workers if worker.groups is not None]
     count = min(each.whole_blocks if is_ahead else each.blocks_beside(WHOLE) for each in groups)
-    assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+    assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
     return count
 
 
@@ -183,7 +183,7 @@ def test_a_load_that_a_burst_ends_says_so() -> None:
         await watch.start()
         count = await load_beside(room, is_ahead=False)
         await asyncio.sleep(0.3)
-        assert states(await room.driver.reside(BOTH, count, None)) == ["done"] * 2
+        assert states(await room.driver.unload(BOTH, count)) == ["done"] * 2
         ends = await watch.until_over(MoveKind.PARAMETER_LOAD, 2)
         assert all(end.reason.endswith("ended by the next change") for end in ends)
         assert not any(end.reason.startswith("0 B") for end in ends), "some of it had come"

@@ -13,7 +13,17 @@ from services.worker.engine.stats import take_stats
 from shared.ids import Incarnation
 from shared.layers import LayerRange, even_split
 from shared.messages.event import Event
-from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlannedGroup, PlannedStage, PlanState, PreparePlan
+from shared.messages.plan import (
+    AbortPlan,
+    CommitPlan,
+    FormGroup,
+    PlanAnswer,
+    PlannedStage,
+    PlanState,
+    PreparePlan,
+    RestoreInstance,
+    Step,
+)
 from shared.transport.bus import Message
 from shared.wire import decode_json
 from sim.devices.channel import ModelledLink
@@ -25,22 +35,22 @@ NAMES = ("w0", "w1")
 HALVES = even_split(NUM_LAYERS, 2)
 
 
-def pair(driver: PlanDriver) -> PlannedGroup:
+def pair(driver: PlanDriver) -> FormGroup:
     """The group of both, as they are now."""
     return group_of([driver.reports[name] for name in NAMES], HALVES)
 
 
-def changed(group: PlannedGroup, index: int, **fields: object) -> PlannedGroup:
+def changed(group: FormGroup, index: int, **fields: object) -> FormGroup:
     """A group with another stage at an index."""
     stage = PlannedStage.model_validate(group.stages[index].model_dump() | fields)
-    return PlannedGroup(stages=(*group.stages[:index], stage, *group.stages[index + 1 :]))
+    return FormGroup(stages=(*group.stages[:index], stage, *group.stages[index + 1 :]))
 
 
-async def prepare(room: Room, group: PlannedGroup, worker_id: str = "w0") -> PlanAnswer:
+async def prepare(room: Room, step: Step, worker_id: str = "w0") -> PlanAnswer:
     """The answer of one worker to the next plan."""
     driver = room.driver
     driver.epoch += 1
-    answer = await driver.ask(worker_id, PreparePlan(epoch=driver.epoch, plan_id=driver.epoch, group=group, limit_s=5))
+    answer = await driver.ask(worker_id, PreparePlan(epoch=driver.epoch, plan_id=driver.epoch, step=step, limit_s=5))
     assert answer is not None
     return answer
 
@@ -58,10 +68,10 @@ async def refusals(room: Room) -> list[tuple[str, str]]:
     return told
 
 
-async def check_refused(room: Room, group: PlannedGroup, reason: str) -> None:
+async def check_refused(room: Room, step: Step, reason: str) -> None:
     """Check that w0 refuses a plan for a reason, and stays what it is."""
     before, told = (room.role(0), room.num_blocks(0)), await refusals(room)
-    answer = await prepare(room, group)
+    answer = await prepare(room, step)
     assert answer.state is PlanState.REFUSED
     assert re.search(reason, answer.reason), answer.reason
     assert (room.role(0), room.num_blocks(0)) == before
@@ -82,7 +92,7 @@ def test_whoever_speaks_under_an_older_epoch_is_refused_and_moves_nothing(
         assert states(prepared) == ["prepared"] * 2
         late: PreparePlan | CommitPlan | AbortPlan
         if question is PreparePlan:
-            late = PreparePlan(epoch=2, plan_id=9, group=pair(driver), limit_s=5)
+            late = PreparePlan(epoch=2, plan_id=9, step=pair(driver), limit_s=5)
         else:
             late = CommitPlan(epoch=2, plan_id=3) if question is CommitPlan else AbortPlan(epoch=2, plan_id=3)
         for name in NAMES:
@@ -102,12 +112,12 @@ def test_whoever_speaks_under_an_older_epoch_is_refused_and_moves_nothing(
         (lambda group: changed(group, 0, incarnation=Incarnation(77)), "made for another process"),
         (lambda group: changed(group, 0, held=(0, 6)), r"made for layers \[?0.*6.*, held are .*8"),
         (lambda group: changed(group, 1, layers=(5, 8)), "do not begin where those before them end, at 4"),
-        (lambda group: PlannedGroup(stages=(group.stages[1], group.stages[1])), "names this worker 0 times"),
-        (lambda group: PlannedGroup(stages=(group.stages[0], group.stages[0])), "names this worker 2 times"),
-        (lambda group: PlannedGroup(stages=(changed(group, 0, layers=(0, 8)).stages[0],)), "a whole instance already"),
+        (lambda group: FormGroup(stages=(group.stages[1], group.stages[1])), "names this worker 0 times"),
+        (lambda group: FormGroup(stages=(group.stages[0], group.stages[0])), "names this worker 2 times"),
+        (lambda group: RestoreInstance(worker=group.stages[0]), "a whole instance already"),
     ],
 )
-def test_a_worker_that_is_alone_refuses(change: Callable[[PlannedGroup], PlannedGroup], reason: str) -> None:
+def test_a_worker_that_is_alone_refuses(change: Callable[[FormGroup], Step], reason: str) -> None:
     async def main(room: Room) -> None:
         await check_refused(room, change(pair(room.driver)), reason)
 
@@ -157,7 +167,7 @@ def test_what_is_abandoned_before_it_is_prepared_is_not_prepared_any_more() -> N
             answer = await driver.ask("w0", AbortPlan(epoch=5, plan_id=5))
             assert answer is not None
             assert answer.state is PlanState.ABORTED
-        answer = await driver.ask("w0", PreparePlan(epoch=5, plan_id=5, group=pair(driver), limit_s=5))
+        answer = await driver.ask("w0", PreparePlan(epoch=5, plan_id=5, step=pair(driver), limit_s=5))
         assert answer is not None
         assert answer.state is PlanState.ABORTED
         driver.epoch = 5
@@ -172,14 +182,14 @@ def test_a_plan_that_is_over_is_told_of_and_not_begun_again() -> None:
         group = pair(driver)
         assert states(await driver.drop(NAMES, HALVES)) == ["done"] * 2
         roles = [room.role(index) for index in range(2)]
-        again = PreparePlan(epoch=1, plan_id=1, group=group, limit_s=5)
+        again = PreparePlan(epoch=1, plan_id=1, step=group, limit_s=5)
         answers = [await driver.ask("w0", question) for question in (again, CommitPlan(epoch=1, plan_id=1))]
         assert [answer.state for answer in answers if answer is not None] == [PlanState.DONE] * 2
         await asyncio.sleep(1.0)
         restored = [driver.reports[name] for name in NAMES]
         driver.epoch = 6
         assert states(await driver.carry_out(*map(alone, restored))) == ["done"] * 2
-        older = PreparePlan(epoch=7, plan_id=6, group=group, limit_s=5)
+        older = PreparePlan(epoch=7, plan_id=6, step=group, limit_s=5)
         answers = [await driver.ask("w0", question) for question in (older, CommitPlan(epoch=7, plan_id=3))]
         assert [answer.state for answer in answers if answer is not None] == [PlanState.REFUSED] * 2
         assert roles != [room.role(index) for index in range(2)] == [("", 0, (0, NUM_LAYERS))] * 2

@@ -68,7 +68,7 @@ def test_only_who_has_not_begun_is_moved_and_never_twice() -> None:
         await asyncio.sleep(0.4)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
-        engine = agent.changes._engine
+        engine = agent.keeper.machine.engine
         listed = {part.request_id for part in (await asked(room, ListQueued(epoch=99), QueueList)).requests}
         waiting = {str(engine.table.sequence(row).key[0]) for row in engine.table.waiting.view.tolist()}
         assert listed

@@ -9,11 +9,12 @@ import pytest
 
 from services.worker.blocks import compaction
 from services.worker.engine.stats import take_stats
+from services.worker.roles.role import InGroup
 from shared.layers import LayerRange, even_split
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
 from sim.cluster import ClusterParams
 from sim.devices.modelled_device import ModelledGroupDevice
-from sim.plan_driver import beside, states
+from sim.plan_driver import load_beside, states, unload_beside
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
 
 WHOLE = LayerRange(0, NUM_LAYERS)
@@ -52,7 +53,7 @@ def test_parameters_come_beside_serving_and_a_restore_then_has_nothing_to_load()
         assert sum(before) <= count + 1 < grouped, "without what the drop gave, rounded to pages"
         await asyncio.sleep(1.0)
         room.ask(*draw_requests(1, 4))
-        assert states(await room.driver.reside(BOTH, count, WHOLE)) == ["done"] * 2
+        assert states(await room.driver.load(BOTH, count)) == ["done"] * 2
         assert usable(room) == count
         assert room.role(0) == ("w0", 0, (0, 4)), "computes what it did"
         await asyncio.sleep(LOAD_S / 2)
@@ -85,13 +86,13 @@ def test_texts_are_the_same_whenever_parameters_come_and_go(seed: int) -> None:
             for _ in range(int(rng.integers(1, 4))):
                 room.ask(next(more), next(more))
                 await asyncio.sleep(float(rng.exponential(0.3)))
-                found = states(await room.driver.reside(BOTH, count, WHOLE))
+                found = states(await room.driver.load(BOTH, count))
                 assert found in (["done"] * 2, ["refused", "aborted"]), "what is held may not fit"
                 if found == ["done"] * 2:
                     done += 1
                     await asyncio.sleep(float(rng.exponential(LOAD_S)))
                     if rng.random() < 0.6:
-                        assert states(await room.driver.reside(BOTH, grouped, None)) == ["done"] * 2
+                        assert states(await room.driver.unload(BOTH, grouped)) == ["done"] * 2
                         assert usable(room) == grouped
                 await asyncio.sleep(0.6)
             assert states(await room.driver.restore(BOTH)) == ["done"] * 2
@@ -117,7 +118,7 @@ def test_sequences_leave_the_blocks_that_go_while_they_run() -> None:
             await asyncio.sleep(0.01)
         assert (blocks.refcount[count:] > 0).any(), "some lie beyond"
         counted = (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions)
-        answers = await room.driver.reside(BOTH, count, WHOLE)
+        answers = await room.driver.load(BOTH, count)
         assert states(answers) == ["done"] * 2, answers
         assert not (blocks.refcount[count:] > 0).any()
         assert (engine.totals.num_recomputed_tokens, engine.totals.num_preemptions) == counted
@@ -140,9 +141,9 @@ def test_a_commit_that_comes_before_the_blocks_are_left_takes_no_memory(monkeypa
             await asyncio.sleep(0.01)
         assert (engine.blocks.refcount[count:] > 0).any(), "some lie beyond"
         driver.epoch += 1
-        group = beside([driver.reports[name] for name in BOTH], count, WHOLE)
+        step = load_beside([driver.reports[name] for name in BOTH], count)
         epoch = plan_id = driver.epoch
-        asked = PreparePlan(epoch=epoch, plan_id=plan_id, group=group)
+        asked = PreparePlan(epoch=epoch, plan_id=plan_id, step=step)
         preparing = asyncio.ensure_future(driver.ask("w0", asked))
         await asyncio.sleep(0.001)
         answer = await driver.ask("w0", CommitPlan(epoch=epoch, plan_id=plan_id))
@@ -159,25 +160,21 @@ def test_a_worker_says_why_it_does_not_load_beside() -> None:
         await asyncio.sleep(0.6)
         reports = room.driver.reports
         whole = [reports["w0"], reports["w1"]]
-        wrong = beside(whole, 100, WHOLE)  # they are no group
+        wrong = load_beside(whole, 100)  # they are no group
         _, answers = await room.driver.prepare(wrong)
         assert states(answers) == ["refused"] * 2
         assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
         await asyncio.sleep(0.6)
         stages, count = [reports["w0"], reports["w1"]], beside_blocks(room)
-        other = beside([stages[0], stages[1].model_copy(update={"worker_id": "w9"})], count, None)
-        answer = await room.driver.ask("w0", PreparePlan(epoch=9, plan_id=9, group=other))
+        other = unload_beside([stages[0], stages[1].model_copy(update={"worker_id": "w9"})], count)
+        answer = await room.driver.ask("w0", PreparePlan(epoch=9, plan_id=9, step=other))
         assert answer is not None
         assert "a group that stands" in answer.reason
         room.driver.epoch = 9
-        for group, part in (
-            (beside(stages, count + 1, WHOLE), f"the memory holds {count} KV blocks, not {count + 1}"),
-            (beside(stages, 0, WHOLE), "does not say how many"),
-        ):
-            plan_id, answers = await room.driver.prepare(group)
-            assert states(answers) == ["refused"] * 2
-            assert all(answer is not None and part in answer.reason for answer in answers.values()), answers
-            await room.driver.finish(plan_id, BOTH, commit=False)
+        _, answers = await room.driver.prepare(load_beside(stages, count + 1))
+        assert states(answers) == ["refused"] * 2
+        part = f"the memory holds {count} KV blocks, not {count + 1}"
+        assert all(answer is not None and part in answer.reason for answer in answers.values()), answers
         assert usable(room) > count
 
     in_room(main, slow_params())
@@ -189,7 +186,7 @@ def test_a_plan_that_is_abandoned_gives_the_blocks_back() -> None:
         await asyncio.sleep(0.6)
         grouped, count = usable(room), beside_blocks(room)
         reports = [room.driver.reports[name] for name in BOTH]
-        plan_id, answers = await room.driver.prepare(beside(reports, count, WHOLE))
+        plan_id, answers = await room.driver.prepare(load_beside(reports, count))
         assert states(answers) == ["prepared"] * 2
         assert usable(room) == count
         assert states(await room.driver.finish(plan_id, BOTH, commit=False)) == ["aborted"] * 2
@@ -209,7 +206,7 @@ def test_survivors_of_a_group_load_only_what_has_not_come_yet(lost: int) -> None
         room.ask(*draw_requests(5, 4))
         await asyncio.sleep(0.6)
         count = beside_blocks(room)
-        answers = await room.driver.reside(BOTH, count, WHOLE)
+        answers = await room.driver.load(BOTH, count)
         assert states(answers) == ["done"] * 2, answers
         await asyncio.sleep(LOAD_S * 0.2)
         began_s = loop.time()
@@ -230,7 +227,7 @@ async def wait_until_broken(room: Room) -> None:
     agent = room.cluster.workers[0].service.agent
     assert agent is not None
     asyncio.ensure_future(room.driver.restore(["w1"]))  # noqa: RUF006  it ends long before the test does
-    while not agent.changes.is_mending:
+    while isinstance(agent.keeper.state, InGroup):
         await asyncio.sleep(0.001)
 
 
@@ -242,7 +239,7 @@ def test_nothing_is_loaded_beside_a_group_that_is_over() -> None:
         await wait_until_broken(room)
         await asyncio.sleep(LOAD_S / 2)
         assert room.driver.reports["w0"].group == "w0", "says what it was"
-        asked = PreparePlan(epoch=room.driver.epoch, plan_id=9, group=beside(stages, count, WHOLE))
+        asked = PreparePlan(epoch=room.driver.epoch, plan_id=9, step=load_beside(stages, count))
         answer = await room.driver.ask("w0", asked)
         assert answer is not None
         assert answer.state is PlanState.REFUSED
@@ -269,10 +266,10 @@ def test_a_group_that_ends_while_blocks_are_left_loads_nothing(monkeypatch: pyte
             await asyncio.sleep(0.01)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
-        asked = PreparePlan(epoch=9, plan_id=9, group=beside(stages, count, WHOLE))
+        asked = PreparePlan(epoch=9, plan_id=9, step=load_beside(stages, count))
         preparing = asyncio.ensure_future(room.driver.ask("w0", asked))
         await asyncio.sleep(0.001)
-        agent.changes._on_end(agent.role.plan_id, "the connection was cut")
+        agent.keeper.pipeline_ended(agent.role.plan_id, "the connection was cut")
         answer = await preparing
         assert answer is not None
         assert answer.state is PlanState.REFUSED
@@ -291,7 +288,7 @@ def test_a_worker_that_is_to_be_whole_may_have_become_so_by_itself() -> None:
         await asyncio.sleep(0.6)
         agent = room.cluster.workers[0].service.agent
         assert agent is not None
-        agent.changes._on_end(agent.role.plan_id, "the connection was cut")
+        agent.keeper.pipeline_ended(agent.role.plan_id, "the connection was cut")
         answers = await room.driver.restore(["w0"])
         assert states(answers) == ["done"]
         assert room.role(0) == ("", 0, (0, NUM_LAYERS))

@@ -83,11 +83,11 @@ def test_kv_is_attended_elsewhere_and_a_restore_is_given_up_and_no_text_changes(
         grouped = min(device_of(room, i).num_blocks(HALVES[i]) for i in range(2))
         beside = min(device_of(room, i).blocks_beside(WHOLE) for i in range(2))
         ahead = min(device_of(room, i).whole_blocks for i in range(2))
-        assert states(await room.driver.reside(BOTH, ahead if rng.random() < 0.5 else beside, WHOLE)) == ["done"] * 2
+        assert states(await room.driver.load(BOTH, ahead if rng.random() < 0.5 else beside)) == ["done"] * 2
         await asyncio.sleep(float(rng.uniform(0, 0.9 * LOAD_S)))
         assert device_of(room, 0).loaded_ratio < 1, "the restore is under way"
         room.ask(*draw(rng, names, int(rng.integers(4, 12))))  # the burst
-        assert states(await room.driver.reside(BOTH, grouped, None)) == ["done"] * 2
+        assert states(await room.driver.unload(BOTH, grouped)) == ["done"] * 2
         assert (room.num_blocks(0), device_of(room, 0).resident) == (grouped, HALVES[0])
         await decoding(room, 2)
 

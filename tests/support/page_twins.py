@@ -19,6 +19,7 @@ from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.layout import Kind, MemoryFacts
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.spans import Spans
+from services.worker.roles.role import Changing, Leading, group_of
 from shared.layers import check_tiling
 from shared.messages.report import ElasticFacts
 from sim.devices.modelled_device import ModelledGroupDevice
@@ -142,7 +143,9 @@ class PageWatch:
             if node is None or node.worker is None or node.worker.service.agent is None:
                 continue
             agent = node.worker.service.agent
-            if agent.changes._pipeline == plan_id and agent.role.is_leader:
+            state = agent.keeper.state
+            group = None if isinstance(state, Changing) else group_of(state)
+            if isinstance(group, Leading) and group.place.plan_id == plan_id:
                 self._look_at_leader(node.worker, [stage.kv.num_blocks for stage in parts])
 
     def _look_at_leader(self, leader: SimWorker, rooms: Sequence[int]) -> None:
@@ -150,14 +153,14 @@ class PageWatch:
         engine, agent, device = leader.service.engine, leader.service.agent, leader.groups
         assert agent is not None
         assert device is not None
-        place = device._place
+        keeper, place = agent.keeper, device._place
         stages = [] if place is None else [self._seen[stage.worker_id].device for stage in place.stages]
         backed = min((stage.blocks_beside(stage.resident) for stage in stages if stage._place), default=min(rooms))
         blocks = engine.blocks
         beyond = (blocks.refcount[backed:] > 0) | (blocks.pins[backed:] > 0)
         assert not beyond.any(), f"{leader.params.worker_id} uses blocks without memory"
         assert engine.capacity_blocks <= backed <= min(rooms), f"{leader.params.worker_id} believes in more room"
-        is_changing = agent._turn is not None or not agent.changes.is_settled
+        is_changing = agent._turn is not None or keeper.arriving.is_under_way or keeper.limit._kept is not None
         assert engine.capacity_blocks == backed or is_changing, f"{leader.params.worker_id} has other room"
         self.done["serves with less"] += backed < min(rooms)
         self.done["led"] += 1

@@ -24,13 +24,17 @@ from shared.messages.event import Event
 from shared.messages.plan import (
     PLAN_KEY,
     CommitPlan,
+    FormGroup,
+    LoadBeside,
     Plan,
     PlanAnswer,
     PlanMessage,
-    PlannedGroup,
     PlanPhase,
     PlanState,
     PreparePlan,
+    RestoreInstance,
+    Step,
+    UnloadBeside,
 )
 from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
 from shared.subjects import Subjects
@@ -75,7 +79,7 @@ class Heard:
 @dataclass
 class _Prepared:
     plan_id: int
-    group: PlannedGroup
+    step: Step
     until_s: float
     token: str
 
@@ -266,35 +270,36 @@ class PlanWorker:
         return await self._commit(prepared), ""
 
     async def _prepare(self, question: PreparePlan) -> tuple[PlanState, str]:
-        why_not = self.refuses or self._why_not(question.group) or ("it is changing" if self._changing else "")
+        why_not = self.refuses or self._why_not(question.step) or ("it is changing" if self._changing else "")
         if why_not:
             self.concluded[question.plan_id] = PlanState.REFUSED
             return PlanState.REFUSED, why_not
         self._drop_prepared()
-        self.prepared = _Prepared(question.plan_id, question.group, _now_s() + question.limit_s, question.token)
-        if question.group.loads_beside and self.group[0] == self.worker_id:
-            self.limit = question.group.num_blocks
+        self.prepared = _Prepared(question.plan_id, question.step, _now_s() + question.limit_s, question.token)
+        if isinstance(question.step, LoadBeside) and self.group[0] == self.worker_id:
+            self.limit = question.step.num_blocks
         await asyncio.sleep(self.stop_s)
         if question.plan_id in self.concluded:
             return self.concluded[question.plan_id], "aborted meanwhile"
         return PlanState.PREPARED, ""
 
-    def _why_not(self, group: PlannedGroup) -> str:
-        stage = next(stage for stage in group.stages if stage.worker_id == self.worker_id)
-        if stage.incarnation != self.incarnation:
+    def _why_not(self, step: Step) -> str:
+        own = next(worker for worker in step.workers if worker.worker_id == self.worker_id)
+        if own.incarnation != self.incarnation:
             return "it is another process"
-        if stage.held != (self.layers.first, self.layers.end):
+        if own.held != (self.layers.first, self.layers.end):
             return f"it holds {self.layers}"
-        return self._why_not_resident(group) if group.is_residence else ""
+        return self._why_not_resident(step) if isinstance(step, LoadBeside | UnloadBeside) else ""
 
-    def _why_not_resident(self, group: PlannedGroup) -> str:
-        if tuple(stage.worker_id for stage in group.stages) != self.group:
+    def _why_not_resident(self, step: LoadBeside | UnloadBeside) -> str:
+        if tuple(worker.worker_id for worker in step.stages) != self.group:
             return f"its group is {self.group}"
-        if not self.loads_beside or not group.num_blocks:
+        if not self.loads_beside:
             return "it cannot load beside serving"
         leads = self.group[0] == self.worker_id
         used = sum(self.cluster.workers[name].load.used for name in self.group)
-        return "its requests hold more" if leads and group.loads_beside and used > group.num_blocks else ""
+        loads = isinstance(step, LoadBeside)
+        return "its requests hold more" if leads and loads and used > step.num_blocks else ""
 
     def _give_up(self) -> None:
         if self.prepared is not None and _now_s() >= self.prepared.until_s:
@@ -304,19 +309,20 @@ class PlanWorker:
     def _drop_prepared(self) -> None:
         """Go on as before: a leader that had made room for a load, and is not to load, uses all blocks again."""
         prepared, self.prepared = self.prepared, None
-        if prepared is not None and prepared.group.loads_beside and self.resident is None:
+        if prepared is not None and isinstance(prepared.step, LoadBeside) and self.resident is None:
             self.limit = None
 
     async def _commit(self, prepared: _Prepared) -> PlanState:
         change: asyncio.Future[PlanState] = asyncio.get_running_loop().create_future()
         self._changing[prepared.plan_id] = change
-        if prepared.group.is_residence:
+        step = prepared.step
+        if isinstance(step, LoadBeside | UnloadBeside):
             await asyncio.sleep(self.change_s)
-            state = self._reside(prepared)
+            state = self._reside(step, prepared.plan_id)
         else:
-            self.cluster.broken(self.worker_id, but=prepared.group)
+            self.cluster.broken(self.worker_id, but=step)
             await asyncio.sleep(self.change_s)
-            state = await self._meet(prepared)
+            state = await self._meet(step, prepared)
         if state is not PlanState.DONE:
             self.become_whole()
         self.concluded[prepared.plan_id] = state
@@ -325,29 +331,27 @@ class PlanWorker:
         await self.report()
         return state
 
-    def _reside(self, prepared: _Prepared) -> PlanState:
+    def _reside(self, step: LoadBeside | UnloadBeside, plan_id: int) -> PlanState:
         """Make room for parameters beside, and begin to load them, or give it back."""
-        group = prepared.group
-        members = [self.cluster.workers[stage.worker_id] for stage in group.stages]
+        members = [self.cluster.workers[worker.worker_id] for worker in step.stages]
         if self.breaks or any(member.group != self.group or not member.is_alive for member in members):
             self.cluster.broken(self.worker_id)
             return PlanState.FAILED
-        stage = next(stage for stage in group.stages if stage.worker_id == self.worker_id)
-        self.resident = None if stage.resident is None else LayerRange(*stage.resident)
-        self.limit = group.num_blocks if group.loads_beside and self.group[0] == self.worker_id else None
-        num_ahead = CapacityRule(self.model).blocks_ahead(self.layers, NUM_PAGES, group.num_blocks)
-        is_ahead = group.loads_beside and num_ahead > 0
-        self.ahead = group.num_blocks if is_ahead else None
-        self.began_s, self.plan_id = _now_s(), prepared.plan_id
+        loads = isinstance(step, LoadBeside)
+        self.resident = MODEL.all_layers if loads else None
+        self.limit = step.num_blocks if loads and self.group[0] == self.worker_id else None
+        num_ahead = CapacityRule(self.model).blocks_ahead(self.layers, NUM_PAGES, step.num_blocks)
+        self.ahead = step.num_blocks if loads and num_ahead > 0 else None
+        self.began_s, self.plan_id = _now_s(), plan_id
         return PlanState.DONE
 
-    async def _meet(self, prepared: _Prepared) -> PlanState:
-        stages = prepared.group.stages
-        names = tuple(stage.worker_id for stage in stages)
-        stage = stages[names.index(self.worker_id)]
-        if len(stages) > 1 and not await self.cluster.meet(self, prepared.plan_id, names, prepared.token):
-            return PlanState.FAILED
-        self.layers = LayerRange(*stage.layers)
+    async def _meet(self, step: FormGroup | RestoreInstance, prepared: _Prepared) -> PlanState:
+        layers, names = MODEL.all_layers, tuple(worker.worker_id for worker in step.workers)
+        if isinstance(step, FormGroup):
+            layers = LayerRange(*step.stages[names.index(self.worker_id)].layers)
+            if not await self.cluster.meet(self, prepared.plan_id, names, prepared.token):
+                return PlanState.FAILED
+        self.layers = layers
         self.resident = self.limit = self.ahead = None
         self.group = names if len(names) > 1 else ()
         self.plan_id = prepared.plan_id
@@ -449,9 +453,9 @@ class PlanCluster:
             if not names or name in names:
                 worker.load = Load(used)
 
-    def broken(self, worker_id: WorkerId, but: PlannedGroup | None = None) -> None:
+    def broken(self, worker_id: WorkerId, but: Step | None = None) -> None:
         """End the groups of this worker: each member becomes whole, but those that change their role with it."""
-        changing = [] if but is None else [stage.worker_id for stage in but.stages]
+        changing = [] if but is None else [worker.worker_id for worker in but.workers]
         names = self.workers[worker_id].group
         for name in names:
             if name not in changing and not self.workers[name]._changing:
@@ -511,26 +515,22 @@ class PlanCluster:
         epochs = [plan.epoch for plan in self.plans]
         assert all(later > earlier for earlier, later in pairwise(epochs)), epochs
         for plan in self.plans:
-            for group in plan.groups:
+            for step in plan.steps:
                 reached = 0
-                for stage in group.stages:
-                    if len(group.stages) > 1:
-                        assert stage.held[0] <= stage.layers[0] < stage.layers[1] <= stage.held[1], (
-                            "it would have to load"
-                        )
+                for stage in step.stages if isinstance(step, FormGroup) else ():
+                    assert stage.held[0] <= stage.layers[0] < stage.layers[1] <= stage.held[1], "it would have to load"
                     assert stage.layers[0] == reached, "layers are missing"
                     reached = stage.layers[1]
-                assert reached == MODEL.num_layers
-                assert group.num_blocks or not group.is_residence, "nobody knows which blocks the leader may use"
+                assert reached == MODEL.num_layers or not isinstance(step, FormGroup)
 
     def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
         heard = [each for each in self.heard if each.plan_id == plan_id]
-        named = {s.worker_id for p in self.plans if p.plan_id == plan_id for g in p.groups for s in g.stages}
+        named = {worker.worker_id for p in self.plans if p.plan_id == plan_id for worker in p.workers}
         assert {each.worker_id for each in heard} <= named, "somebody else was asked"
         commits = [each for each in heard if each.kind == "commit_plan"]
         aborts = [each for each in heard if each.kind == "abort_plan"]
-        groups = next(p.groups for p in self.plans if p.plan_id == plan_id)
-        in_turn = {stage.worker_id for group in groups if group.is_residence for stage in group.stages}
+        steps = next(p.steps for p in self.plans if p.plan_id == plan_id)
+        in_turn = {worker.worker_id for step in steps if len(step.turns) > 1 for worker in step.workers}
         both = commits and [each for each in aborts if each.worker_id not in in_turn]
         assert not both, f"plan {plan_id} was both committed and aborted"
         if commits:
@@ -544,7 +544,7 @@ class PlanCluster:
             silent = {name for name in named - told if self.workers[name].is_alive}
             assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"
         tokens = {each.worker_id: each.token for each in heard if each.kind == "prepare_plan"}
-        of_group = [{tokens[s.worker_id] for s in g.stages if s.worker_id in tokens} for g in groups]
+        of_group = [{tokens[w.worker_id] for w in step.workers if w.worker_id in tokens} for step in steps]
         assert all(len(each) <= 1 for each in of_group), "one group, one secret"
 
     def _check_groups(self) -> None:

@@ -30,6 +30,8 @@ from services.worker.memory import model_memory
 from services.worker.memory.elastic import ElasticMemory
 from services.worker.memory.layout import Kind
 from services.worker.memory.posix import PosixMemory
+from services.worker.roles.agent import OrderAgent
+from services.worker.roles.role import Broken, Changing
 from services.worker.roles.torch_device import TorchGroupDevice
 from services.worker.serving.service import WorkerService
 from shared.ids import Incarnation
@@ -248,7 +250,7 @@ class TorchCluster:
         for worker in self.workers.values():
             agent = worker.service.agent
             assert agent is not None
-            if agent.role.num_stages > 1 and not agent.is_changing:
+            if agent.role.num_stages > 1 and not is_changing(agent):
                 groups.setdefault(agent.role.plan_id, []).append(worker)
         for members in groups.values():
             roles = [member.service.agent.role for member in members]  # type: ignore[union-attr]
@@ -276,7 +278,7 @@ class TorchCluster:
         role = agent.role
         if report is None or report.phase is not WorkerPhase.READY:
             return False
-        if agent.is_changing:
+        if is_changing(agent):
             return False
         if role.num_stages > 1 and self._num_members(role.group) < role.num_stages:
             return False  # somebody has left, and this worker has not heard of it yet
@@ -287,6 +289,11 @@ class TorchCluster:
             role.plan_id,
             worker.service._reporter.incarnation,
         )
+
+
+def is_changing(agent: OrderAgent) -> bool:
+    """Whether a plan has its turn, or a group that is over is being left."""
+    return agent._turn is not None or isinstance(agent.keeper.state, Broken | Changing)
 
 
 def check_pages(memory: ElasticMemory) -> None:

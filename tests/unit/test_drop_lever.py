@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from services.planner.config import PlannerSettings
-from services.planner.policy.decisions import levers_of
 from services.planner.policy.levers.drop_lever import DropLever, num_without_room
 from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
@@ -48,17 +47,17 @@ def test_the_ladder_pulls_the_lever_and_gets_its_plan() -> None:
     snapshot = make_snapshot(busy(0), busy(1), calm(2))
     decision = decide(LadderParams(), (LEVER,), snapshot)
     assert decision.lever == "drop"
-    assert isinstance(decision.plan, DropPlan)
-    assert decision.plan.required_tokens == 64
+    assert isinstance(decision.order, DropPlan)
+    assert decision.order.required_tokens == 64
     offer = LEVER.offer(snapshot)
     assert isinstance(offer, Offer)
-    assert (offer.plan, offer.cost_s) == (decision.plan, decision.plan.price.total_s)
-    assert decision.plan.reason in decision.reason
+    assert (offer.order, offer.cost_s) == (decision.order, decision.order.price.total_s)
+    assert decision.order.reason in decision.reason
 
 
 def test_the_ladder_says_why_the_lever_is_not_pulled() -> None:
     decision = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1)))
-    assert (decision.lever, decision.plan) == ("none", None)
+    assert (decision.lever, decision.order) == ("none", None)
     assert decision.reason.endswith(
         "none of drop can help now; drop: room for 64 tokens is required; a layer would be left without a second copy"
     )
@@ -75,9 +74,9 @@ def test_one_throttled_instance_is_reason_enough_however_much_the_others_have_fr
     snapshot = make_snapshot(busy(0), make_instance(1), make_instance(2))
     decision = decide(LadderParams(), (LEVER,), snapshot)
     assert (decision.lever, decision.situation) == ("drop", Situation.PRESSURE)
-    assert decision.plan is not None
-    assert decision.plan.required_tokens == 32
-    assert "w00000" in [stage.instance_id for group in decision.plan.groups for stage in group.stages]
+    assert isinstance(decision.order, DropPlan)
+    assert decision.order.required_tokens == 32
+    assert "w00000" in [stage.instance_id for group in decision.order.groups for stage in group.stages]
 
 
 def test_nothing_is_offered_while_groups_may_not_change() -> None:
@@ -109,7 +108,7 @@ def test_requests_that_will_queue_count_as_those_that_do() -> None:
 def test_another_plan_is_another_decision_newer_figures_are_not() -> None:
     first = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1), calm(2)))
     same = decide(LadderParams(), (LEVER,), make_snapshot(busy(0), busy(1, 20), calm(2)))
-    assert same.plan != first.plan
+    assert same.order != first.order
     assert not same.differs_from(first)
     more = decide(LadderParams(), (LEVER,), make_snapshot(busy(0, throttled=False), busy(1), busy(2)))
     assert more.differs_from(first)
@@ -122,12 +121,12 @@ def test_the_strategy_is_the_one_of_the_settings() -> None:
     required = tokens_short(snapshot.facts)
     plans = []
     for strategy in DropStrategy:
-        (lever,) = levers_of(PlannerSettings(instance_id="planner", system="kunserve", drop_strategy=strategy))
+        (lever,) = PlannerSettings(instance_id="planner", system="kunserve", drop_strategy=strategy).levers()
         assert isinstance(lever, DropLever)
         offer = replace(lever, params=LEVER.params, wait_s=None).offer(snapshot)
         assert isinstance(offer, Offer)
-        assert offer.plan == plan_drop(snapshot.facts, LEVER.params, required, strategy)
-        plans.append(offer.plan)
+        assert offer.order == plan_drop(snapshot.facts, LEVER.params, required, strategy)
+        plans.append(offer.order)
     assert any(plan != plans[0] for plan in plans)
 
 

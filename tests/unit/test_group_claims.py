@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.messages.plan import PlanPhase
+from shared.messages.plan import FormGroup, PlanPhase
 from tests.support.capacity_fill import fill
 from tests.support.live_groups import SHAPES
 from tests.support.runners import MIB
@@ -37,7 +37,8 @@ async def test_the_room_that_a_plan_claims_is_the_room_that_requests_get(
         await cluster.planner.start()
         before = {worker_id: worker.num_blocks for worker_id, worker in cluster.workers.items()}
         answer = await by_hand(cluster, "drop")
-        (group,) = next(plan for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING).groups
+        (group,) = next(plan for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING).steps
+        assert isinstance(group, FormGroup)
         members = [cluster.workers[stage.worker_id] for stage in group.stages]
         assert [stage.layers for stage in group.stages] == [(w.layers.first, w.layers.end) for w in members]
         assert sum(before.values()) < group.num_blocks == min(member.memory.num_blocks for member in members)

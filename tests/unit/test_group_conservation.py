@@ -18,7 +18,7 @@ import pytest
 from services.dispatcher.session import placing, recovery
 from services.worker.engine.stats import take_stats
 from shared.layers import LayerRange
-from shared.messages.plan import CommitPlan, PlannedGroup, PlanState
+from shared.messages.plan import CommitPlan, FormGroup, PlanState
 from shared.messages.report import WorkerReport
 from shared.types import FinishReason
 from sim.plan_driver import group_of, states
@@ -117,14 +117,14 @@ class Life:
             (report for report in self.reports() if report.group == leader.worker_id), key=lambda report: report.stage
         )
 
-    def new_group(self) -> PlannedGroup | None:
+    def new_group(self) -> FormGroup | None:
         """Return a group of workers that are whole, or of a smaller group and others: each keeps a part of its own.
 
         It is not a group that stands: a plan for that changes what lies beside, see `reside`.
         """
         return self.group_among(self.whole() + (self.grouped() if self.rng.random() < 0.5 else []))
 
-    def group_among(self, pool: list[WorkerReport]) -> PlannedGroup | None:
+    def group_among(self, pool: list[WorkerReport]) -> FormGroup | None:
         """Return a group of two or three of them, or None if none is found."""
         for _ in range(20):
             chosen = [pool[i] for i in self.rng.permutation(len(pool))[: int(self.rng.integers(2, 4))]]
@@ -163,7 +163,7 @@ class Life:
             await self.cluster.settle()
             self.note_layers()
 
-    async def carry_out(self, group: PlannedGroup) -> None:
+    async def carry_out(self, group: FormGroup) -> None:
         reports = dict(self.driver.reports.items())
         answers = await self.driver.carry_out(group)
         assert set(states(answers)) == {"done"}, answers
@@ -193,7 +193,7 @@ class Life:
             await self.cluster.settle()
         return self.grouped()
 
-    async def some_new_group(self) -> PlannedGroup | None:
+    async def some_new_group(self) -> FormGroup | None:
         """Return a group that can be formed; where there is none, one that stands is dissolved before."""
         group = self.new_group()
         if group is None and self.grouped():
@@ -226,7 +226,8 @@ class Life:
         least = min(rooms.values())
         if resident is not None:
             rooms = {each.worker_id: beside_of(each, least, rooms[each.worker_id]) for each in members}
-        answers = await self.driver.reside(list(rooms), least, resident)
+        change = self.driver.unload if resident is None else self.driver.load
+        answers = await change(list(rooms), least)
         assert set(states(answers)) == {"done"}, answers
         for name, room in rooms.items():
             worker = self.cluster.workers[name]
@@ -241,7 +242,7 @@ class Life:
         faulty = self.cluster.workers[name].faulty
         faulty.fail_after(int(self.rng.integers(0, 8)))
         room = min(claimed(each, LayerRange(*each.layers), resident) for each in members)
-        answers = await self.driver.reside([each.worker_id for each in members], room, resident)
+        answers = await self.driver.load([each.worker_id for each in members], room)
         if faulty.has_failed:
             said = answers[name]
             assert said is not None

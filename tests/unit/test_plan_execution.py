@@ -9,10 +9,18 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.planner.book import PlanBook
-from services.planner.execution import ExecutionParams, Outcome, PlanExecution
-from services.planner.policy.plans.intent import DROP, LOAD, Intent
+from services.planner.execution import ExecutionParams, PlanExecution
+from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, Intent, Outcome
 from shared.ids import Incarnation, WorkerId
-from shared.messages.plan import PlanAnswer, PlannedGroup, PlannedStage, PlanState
+from shared.messages.plan import (
+    FormGroup,
+    LoadBeside,
+    PlanAnswer,
+    PlannedStage,
+    PlannedWorker,
+    PlanState,
+    RestoreInstance,
+)
 from shared.subjects import Subjects
 from shared.transport.bus import Endpoint, Message, ServiceInfo
 from shared.transport.memory_bus import MemoryBroker
@@ -68,7 +76,7 @@ def carried_out(second: Sequence[Said], announce_s: float = 0.0) -> tuple[Outcom
             for name, layers in zip(NAMES, ranges, strict=True)
         ]
         begun_s = asyncio.get_running_loop().time()
-        outcome = await execution.carry_out(Intent(DROP, "by heart", (PlannedGroup(stages=tuple(stages)),)))
+        outcome = await execution.carry_out(Intent(DROP, "by heart", (FormGroup(stages=tuple(stages)),)))
         return outcome, asked[NAMES[1]], asyncio.get_running_loop().time() - begun_s
 
     return run(main())
@@ -79,6 +87,38 @@ def test_a_plan_is_done_when_all_have_said_so() -> None:
     assert outcome.is_done
     assert (outcome.plan_id, outcome.done, num_asked) == (PLAN_ID, NAMES, 2)
     assert took_s < 0.1
+
+
+def test_each_question_goes_under_the_newest_epoch_that_the_planner_holds() -> None:
+    """An errand under a newer epoch comes between prepare and commit: whoever did it hears the commit all the same."""
+    heard: list[int] = []
+
+    async def main() -> Outcome:
+        broker = MemoryBroker()
+        bus = broker.connect("planner")
+        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
+
+        async def answer(message: Message) -> bytes:
+            question = json.loads(message.data)
+            heard.append(question["epoch"])
+            if question["kind"] == "prepare_plan":
+                return encode_json(says(PREPARED)(NAMES[0]))
+            epoch = (await book.want(None)).epoch if len(heard) == 2 else book.epoch
+            return encode_json(says(PREPARED if len(heard) == 2 else DONE, epoch=epoch)(NAMES[0]))
+
+        info = ServiceInfo("sluice-worker", "1.0.0", "does errands", {}, NAMES[0])
+        await broker.connect(NAMES[0]).serve(info, [Endpoint("plan", SUBJECTS.plan(NAMES[0]), answer)])
+        await book.claim("test")
+
+        async def announce(_name: str, _reason: str) -> None:
+            return None
+
+        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
+        step = RestoreInstance(worker=PlannedWorker(worker_id=NAMES[0], held=(0, 4)))
+        return await execution.carry_out(Intent(RESTORE, "by heart", (step,)))
+
+    assert run(main()).is_done
+    assert heard == [PLAN_ID, PLAN_ID + 1, PLAN_ID + 2]
 
 
 def test_who_is_still_prepared_when_told_to_commit_is_asked_again() -> None:
@@ -148,10 +188,9 @@ def test_a_leader_that_moves_kv_before_a_load_has_time_and_the_others_wait_for_i
 
         execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
         stages = tuple(
-            PlannedStage(worker_id=name, held=layers, layers=layers, resident=(0, 8))
-            for name, layers in zip(NAMES, ((0, 4), (4, 8)), strict=True)
+            PlannedWorker(worker_id=name, held=layers) for name, layers in zip(NAMES, ((0, 4), (4, 8)), strict=True)
         )
-        outcome = await execution.carry_out(Intent(LOAD, "by heart", (PlannedGroup(stages=stages, num_blocks=9),)))
+        outcome = await execution.carry_out(Intent(LOAD, "by heart", (LoadBeside(stages=stages, num_blocks=9),)))
         await asyncio.sleep(1.0)
         return outcome
 

@@ -1,60 +1,56 @@
-"""What makes a plan one that changes memory only, and what a stage cannot be told."""
+"""What the steps of a plan say of their workers: who is told when, who moves KV before, and what cannot be said."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from services.planner.policy.plans.drop import plan_drop
-from services.planner.policy.plans.drop_facts import DropParams
-from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
-from shared.messages.plan import PlannedGroup, PlannedStage
-from tests.support.drop_builders import random_facts
+from shared.messages.plan import (
+    FormGroup,
+    LoadBeside,
+    Plan,
+    PlannedStage,
+    PlannedWorker,
+    RestoreInstance,
+    Step,
+    UnloadBeside,
+)
 
-Range = tuple[int, int]
-
-
-def stage(name: str, held: Range, layers: Range, resident: Range | None = None) -> PlannedStage:
-    return PlannedStage(worker_id=WorkerId(name), held=held, layers=layers, resident=resident)
-
-
-@pytest.mark.parametrize("resident", [(0, 4), (1, 4), (0, 3), (1, 3)])
-def test_what_is_resident_contains_what_is_computed(resident: Range) -> None:
-    assert stage("w0", (0, 4), (1, 3), resident).resident == resident
-
-
-@pytest.mark.parametrize("resident", [(2, 4), (0, 2), (3, 9), (0, 1)])
-def test_what_is_computed_cannot_be_missing(resident: Range) -> None:
-    with pytest.raises(ValidationError, match="do not contain those that are computed"):
-        stage("w0", (0, 4), (1, 3), resident)
+NAMES = tuple(WorkerId(name) for name in ("a", "b", "c"))
+MEMBERS = tuple(PlannedWorker(worker_id=name, held=(i, i + 1)) for i, name in enumerate(NAMES))
+STAGES = tuple(PlannedStage(worker_id=name, held=(0, 3), layers=(i, i + 1)) for i, name in enumerate(NAMES))
+FORM, RESTORE = FormGroup(stages=STAGES), RestoreInstance(worker=MEMBERS[1])
+LOAD, UNLOAD = LoadBeside(stages=MEMBERS, num_blocks=7), UnloadBeside(stages=MEMBERS, num_blocks=7)
 
 
 @pytest.mark.parametrize(
-    ("stages", "is_residence", "loads"),
-    [
-        ((stage("a", (0, 2), (0, 2), (0, 4)), stage("b", (2, 4), (2, 4), (0, 4))), True, True),
-        ((stage("a", (0, 2), (0, 2)), stage("b", (2, 4), (2, 4))), True, False),
-        ((stage("a", (0, 4), (0, 2)), stage("b", (0, 4), (2, 4))), False, False),
-        ((stage("a", (0, 4), (0, 2), (0, 4)), stage("b", (0, 4), (2, 4), (0, 4))), False, False),
-        ((stage("a", (0, 2), (0, 2)), stage("b", (1, 4), (2, 4))), False, False),
-        ((stage("a", (0, 2), (0, 4)),), False, False),
-        ((stage("a", (0, 4), (0, 4)),), False, False),
-    ],
-    ids=["load", "unload", "drop", "drop and keep", "half a drop", "restore", "whole already"],
+    ("step", "turns", "movers"),
+    [(FORM, ["abc"], ""), (LOAD, ["a", "bc"], "a"), (UNLOAD, ["bc", "a"], ""), (RESTORE, ["b"], "b")],
+    ids=lambda value: getattr(value, "kind", ""),
 )
-def test_a_plan_by_which_all_compute_what_they_did_changes_memory_only(
-    stages: tuple[PlannedStage, ...], is_residence: bool, loads: bool
+def test_the_leader_goes_first_where_blocks_go_and_last_where_they_come(
+    step: Step, turns: list[str], movers: str
 ) -> None:
-    group = PlannedGroup(stages=stages, num_blocks=7)
-    assert (group.is_residence, group.loads_beside) == (is_residence, loads)
+    assert ["".join(worker.worker_id for worker in turn) for turn in step.turns] == turns
+    assert "".join(worker.worker_id for worker in step.movers) == movers
+    told = [worker for turn in step.turns for worker in turn]
+    assert sorted(told, key=lambda worker: worker.worker_id) == list(step.workers), "everybody, and once"
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_in_every_group_that_forms_somebody_drops_layers(seed: int) -> None:
-    """So no drop is taken for a residence plan."""
-    rng = np.random.default_rng(seed)
-    plan = plan_drop(random_facts(rng, num_drops=3), DropParams(), int(rng.integers(1, 500)))
-    for group in plan.groups if isinstance(plan, DropPlan) else ():
-        assert any(part.held != part.layers for part in group.stages)
+def test_a_plan_is_of_all_workers_of_its_steps() -> None:
+    plan = Plan(epoch=1, steps=(UNLOAD, RESTORE))
+    assert [worker.worker_id for worker in plan.workers] == ["a", "b", "c", "b"]
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan, "each step is of its kind again"
+
+
+@pytest.mark.parametrize("kind", [LoadBeside, UnloadBeside])
+def test_what_lies_beside_changes_in_a_group_whose_blocks_are_said(kind: type[LoadBeside | UnloadBeside]) -> None:
+    for fields in ({"num_blocks": 0}, {"stages": MEMBERS[:1]}):
+        with pytest.raises(ValidationError):
+            kind.model_validate({"stages": MEMBERS, "num_blocks": 7} | fields)
+
+
+def test_one_worker_is_no_group() -> None:
+    with pytest.raises(ValidationError):
+        FormGroup(stages=STAGES[:1])

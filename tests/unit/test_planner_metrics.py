@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.planner.execution import Outcome
 from services.planner.metrics import MAX_GAP_S, PlannerMetrics
+from services.planner.policy.plans.intent import Outcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.errors import StartupError
 from shared.ids import WorkerId

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.planner.config import PlannerSettings
-from services.planner.execution import Outcome
-from services.planner.policy.decisions import Decider, levers_of
-from services.planner.policy.levers.ladder import Situation, WorkerLoad
+from services.planner.policy.decisions import Decider
+from services.planner.policy.levers.ladder import ClusterSnapshot, Offer, Situation, WorkerLoad
 from services.planner.policy.observe import ObserveParams, find_loss, linear_profile, observe
 from services.planner.policy.pacing import Backoff, Cooldown, PacingParams, RestoreWatch
 from services.planner.policy.plans.chosen import plan_chosen
-from services.planner.policy.plans.drop_facts import DropParams, InstanceFacts
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal
-from services.planner.policy.plans.intent import RESTORE, drop_intent, restore_intent, stages_of
-from services.planner.policy.restoring.restore import RestorePlan, plan_restore
+from services.planner.policy.plans.intent import RESTORE, Order, Outcome, intent_of
+from services.planner.policy.restoring.residence import plan_unload
+from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
-from shared.messages.plan import PlannedGroup, PlannedStage
+from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
 from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, random_facts
 
@@ -356,12 +357,14 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
     assert seen.snapshot.facts is not None
     plan = plan_chosen(seen.snapshot.facts, DropParams(), [WorkerId("w0"), WorkerId("w1")])
     assert isinstance(plan, DropPlan)
-    intent = drop_intent(plan, seen.snapshot.facts, view(*statuses))
-    assert [(s.worker_id, s.incarnation, s.address, s.held, s.layers) for s in stages_of(intent)] == [
+    intent = intent_of(plan, seen.snapshot.facts, view(*statuses))
+    (group,) = intent.steps
+    assert isinstance(group, FormGroup)
+    assert [(s.worker_id, s.incarnation, s.address, s.held, s.layers) for s in group.stages] == [
         ("w0", 50, "a:0", (0, 8), (0, 4)),
         ("w1", 51, "a:1", (0, 8), (4, 8)),
     ]
-    assert intent.groups[0].num_blocks == plan.groups[0].after_tokens // 16 == 7
+    assert group.num_blocks == plan.groups[0].after_tokens // 16 == 7
 
     common: dict[str, Any] = {"group": "w0", "num_stages": 2}
     grouped = view(status("w0", layers=(0, 4), **common), status("w1", layers=(4, 8), stage=1, **common))
@@ -369,9 +372,8 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
     assert facts is not None
     restore = plan_restore(facts)
     assert isinstance(restore, RestorePlan)
-    back = restore_intent(restore, facts, grouped)
-    assert [len(group.stages) for group in back.groups] == [1, 1]
-    assert [(s.held, s.layers) for s in stages_of(back)] == [((0, 4), (0, 8)), ((4, 8), (0, 8))]
+    back = intent_of(restore, facts, grouped)
+    assert [(step.kind, step.workers[0].held) for step in back.steps] == [("restore", (0, 4)), ("restore", (4, 8))]
 
 
 # --- the decider -----------------------------------------------------------------------------------------------------
@@ -388,7 +390,7 @@ def pair_of(leader: str, member: str, num_pages: int = 64) -> list[WorkerStatus]
 
 def decider(**fields: Any) -> Decider:
     settings = PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **fields})
-    return Decider(settings, levers_of(settings))
+    return Decider(settings.deciding(), settings.levers())
 
 
 def test_a_group_that_cannot_be_restored_keeps_no_other_from_it() -> None:
@@ -398,10 +400,42 @@ def test_a_group_that_cannot_be_restored_keeps_no_other_from_it() -> None:
     verdict = decides.decide(seen, 0.1, 10.0)
     assert verdict.refusals == ("a0: a whole copy leaves an instance no room for KV",)
     assert verdict.intent is not None
-    assert [stage.worker_id for stage in stages_of(verdict.intent)] == ["b0", "b1"]
+    assert [worker.worker_id for step in verdict.intent.steps for worker in step.workers] == ["b0", "b1"]
     only = view(*pair_of("a0", "a1", 17))
     told = [decides.decide(only, 0.1, 10.0 + tick * 0.5).refusals for tick in range(1, 61)]
     assert sum(map(len, told)) == 2, "once in 10 s"
+
+
+@dataclass(frozen=True)
+class Tidying:
+    """A standing lever that offers what is no drop: by which groups load, or become whole."""
+
+    plan: Callable[[ClusterFacts], Order | RestoreRefusal]
+    name: str = "tidy"
+    is_standing: bool = True
+
+    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
+        """Return it at a price of half a second."""
+        assert snapshot.facts is not None
+        order = self.plan(snapshot.facts)
+        return None if isinstance(order, RestoreRefusal) else Offer(0.5, order.reason, order)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kinds"),
+    [
+        (lambda facts: plan_unload(facts, ["a0"], "as a lever sees fit"), ["unload"]),
+        (plan_restore, ["restore", "restore"]),
+    ],
+)
+def test_a_lever_may_offer_any_order(plan: Callable[[ClusterFacts], Order | RestoreRefusal], kinds: list[str]) -> None:
+    decides = Decider(PlannerSettings(instance_id="p", system="kunserve").deciding(), (Tidying(plan),))
+    seen = view(*pair_of("a0", "a1"))
+    verdict = decides.decide(seen, 0.1, 0.0)
+    assert verdict.intent is not None
+    assert [step.kind for step in verdict.intent.steps] == kinds
+    assert (verdict.intent.lever, verdict.intent.reason) == ("tidy", verdict.decision.reason)
+    assert not decides.decide(seen, 0.1, 0.5).decision.differs_from(verdict.decision)
 
 
 def test_nothing_is_restored_while_nobody_sees_the_cluster() -> None:
@@ -426,9 +460,9 @@ def test_a_restore_that_failed_is_tried_again_after_the_pause_and_no_sooner() ->
 
 def test_nothing_is_decided_until_reports_show_the_last_plan_or_had_time_enough() -> None:
     decides = decider(settle_limit_s=5.0)
-    stage = PlannedStage(worker_id=WorkerId("w"), incarnation=Incarnation(3), held=(0, 8), layers=(0, 8))
+    worker = PlannedWorker(worker_id=WorkerId("w"), incarnation=Incarnation(3), held=(0, 8))
     outcome = Outcome(
-        is_done=True, reason="", plan_id=7, groups=(PlannedGroup(stages=(stage,)),), done=(WorkerId("w"),)
+        is_done=True, reason="", plan_id=7, steps=(RestoreInstance(worker=worker),), done=(WorkerId("w"),)
     )
     before, after = view(status("w", plan_id=6)), view(status("w", plan_id=7))
     for seen, is_settled in [

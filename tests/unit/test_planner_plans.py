@@ -15,7 +15,7 @@ from services.planner.book import PlanBook
 from services.planner.policy.levers.ladder import ClusterSnapshot, Offer
 from services.planner.service import build_planner
 from shared.ids import WorkerId
-from shared.messages.plan import Plan, PlanPhase
+from shared.messages.plan import FormGroup, Plan, PlanPhase
 from shared.transport.bus import BusError
 from shared.transport.memory_bus import Delivery
 from sim.faults.nodes import PlannerNode
@@ -77,7 +77,7 @@ def test_what_a_plan_claims_is_told_beside_what_the_workers_have(lacks: int) -> 
 
     cluster = in_cluster(burst, num_workers=2)
     (plan,) = [plan for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING]
-    assert [group.num_blocks for group in plan.groups] == [24]
+    assert [step.num_blocks for step in plan.steps if isinstance(step, FormGroup)] == [24]
     expected = "w0+w1 have 21 KV blocks, 24 were claimed" if lacks else "w0+w1 have 24 KV blocks, as claimed"
     assert expected in reasons(cluster, "plan_done")[0]
 

@@ -45,7 +45,7 @@ def pair(wanted: int, **fields: Any) -> ClusterFacts:
 def drop_of(facts: ClusterFacts) -> Decision:
     plan = plan_drop(facts, DropParams(), tokens_short(facts))
     assert isinstance(plan, DropPlan)
-    return Decision("drop", Situation.PRESSURE, plan.reason, plan)
+    return Decision("drop", Situation.PRESSURE, plan.reason, plan, plan.lacking_tokens)
 
 
 def wish_of(
@@ -54,7 +54,7 @@ def wish_of(
     """Return what is wanted at once with a plan, without one after the wait."""
     signal = ScaleSignal(params)
     signal.apply(facts, decision, 0.0, held_back)
-    if decision.plan is None:
+    if decision.order is None:
         signal.apply(facts, decision, 4.9, held_back)
         assert signal.wish is None, "it may end by itself"
         signal.apply(facts, decision, 5.0, held_back)
@@ -94,8 +94,8 @@ def test_no_more_are_asked_for_than_there_may_be(most: int, expected: int | None
 def test_a_drop_that_satisfies_asks_for_nothing() -> None:
     facts = make_facts([short(0, 8), make_instance(1, used_tokens=48, host_copy=LayerRange(0, 8))])
     decision = drop_of(facts)
-    assert decision.plan is not None
-    assert decision.plan.is_satisfied
+    assert isinstance(decision.order, DropPlan)
+    assert decision.order.is_satisfied
     assert wish_of(facts, decision) is None
 
 

@@ -18,7 +18,7 @@ from services.planner.service import Planner, build_planner
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.event import Event
-from shared.messages.plan import Plan, PlannedGroup, PlannedStage, PlanPhase, WantedInstances
+from shared.messages.plan import Plan, PlannedWorker, PlanPhase, RestoreInstance, WantedInstances
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, KeyValue, Message
@@ -210,7 +210,7 @@ def test_the_old_planner_cannot_write_after_the_new_one_claimed() -> None:
     in_room(fence)
 
 
-GROUP = PlannedGroup(stages=(PlannedStage(worker_id=WorkerId("w"), held=(0, 4), layers=(0, 4)),))
+STEP = RestoreInstance(worker=PlannedWorker(worker_id=WorkerId("w"), held=(0, 4)))
 
 
 @pytest.mark.parametrize("num_claims", [1, 3])
@@ -219,19 +219,19 @@ def test_whoever_claims_carries_on_what_is_not_done(phase: PlanPhase, num_claims
     async def takeover(room: Room) -> None:
         old = PlanBook(await room.plans())
         await old.claim("old")
-        begun = await old.begin("drop", "short", (GROUP,))
+        begun = await old.begin("drop", "short", (STEP,))
         assert (begun.plan_id, begun.epoch, begun.phase) == (2, 2, PlanPhase.PREPARING)
         last = begun if phase is PlanPhase.PREPARING else await old.advance(phase, "further")
         for number in range(1, num_claims + 1):
             plan = await PlanBook(await room.plans()).claim("new")
             assert plan.epoch == last.epoch + number
             if phase is PlanPhase.DONE:
-                assert (plan.plan_id, plan.groups, plan.reason) == (0, (), "new")
+                assert (plan.plan_id, plan.steps, plan.reason) == (0, (), "new")
             else:
                 assert plan == last.model_copy(update={"epoch": plan.epoch})
             assert await room.plan() == plan
         with pytest.raises(SupersededError):
-            await old.begin("drop", "too late", (GROUP,))
+            await old.begin("drop", "too late", (STEP,))
 
     in_room(takeover)
 
@@ -240,11 +240,11 @@ def test_what_was_begun_keeps_its_name_under_every_epoch() -> None:
     async def life(room: Room) -> None:
         book = PlanBook(await room.plans())
         await book.claim("start")
-        await book.begin("drop", "short", (GROUP,))
+        await book.begin("drop", "short", (STEP,))
         for epoch, phase in ((3, PlanPhase.COMMITTING), (4, PlanPhase.DONE)):
             plan = await book.advance(phase, "on")
             assert (plan.epoch, plan.plan_id, plan.phase, plan.lever) == (epoch, 2, phase, "drop")
-            assert plan.groups == (GROUP,)
+            assert plan.steps == (STEP,)
             assert await room.plan() == plan
         with pytest.raises(AssertionError, match="something was begun"):
             await book.advance(PlanPhase.DONE, "again")

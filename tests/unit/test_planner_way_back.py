@@ -13,7 +13,7 @@ import pytest
 
 from services.planner.config import PlannerSettings
 from shared.ids import WorkerId
-from shared.messages.plan import PlanPhase
+from shared.messages.plan import LoadBeside, PlanPhase
 from shared.transport.memory_bus import Delivery
 from sim.faults.nodes import PlannerNode
 from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
@@ -41,7 +41,7 @@ async def until(is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
 async def until_lever(cluster: PlanCluster, lever: str, phase: PlanPhase = PlanPhase.DONE) -> None:
     """Return when the plan key holds a plan of this lever in this phase."""
     async with asyncio.timeout(120.0):
-        while not (cluster.plan.lever == lever and cluster.plan.phase is phase and cluster.plan.groups):
+        while not (cluster.plan.lever == lever and cluster.plan.phase is phase and cluster.plan.steps):
             await cluster.next_plan()
 
 
@@ -92,7 +92,7 @@ def levers(cluster: PlanCluster) -> list[str]:
 
 def commits(cluster: PlanCluster, lever: str) -> list[str]:
     """Who was told to carry the last plan of this lever out, in order."""
-    plan_id = [plan.plan_id for plan in cluster.plans if plan.lever == lever and plan.groups][-1]
+    plan_id = [plan.plan_id for plan in cluster.plans if plan.lever == lever and plan.steps][-1]
     return [heard.worker_id for heard in cluster.heard if heard.plan_id == plan_id and heard.kind == "commit_plan"]
 
 
@@ -138,12 +138,10 @@ def test_workers_are_told_to_load_the_whole_model_beside_what_they_compute() -> 
         await group_of_two(cluster)
         await until_lever(cluster, "load")
 
-    (group,) = run_beside(calm).plan.groups
-    assert [(stage.held, stage.layers, stage.resident) for stage in group.stages] == [
-        ((0, 4), (0, 4), (0, 8)),
-        ((4, 8), (4, 8), (0, 8)),
-    ]
-    assert (group.num_blocks, group.is_residence, group.loads_beside) == (10, True, True)
+    (step,) = run_beside(calm).plan.steps
+    assert isinstance(step, LoadBeside)
+    assert [worker.held for worker in step.stages] == [(0, 4), (4, 8)]
+    assert step.num_blocks == 10
 
 
 def test_each_group_loads_in_a_plan_of_its_own() -> None:
@@ -161,7 +159,7 @@ def test_each_group_loads_in_a_plan_of_its_own() -> None:
 
     cluster = run_beside(calm, num_workers=4, planner=settings(max_group_size=2))
     cluster.check()
-    assert all(len(plan.groups) == 1 for plan in cluster.plans if plan.lever == "load")
+    assert all(len(plan.steps) == 1 for plan in cluster.plans if plan.lever == "load")
     assert levers(cluster).count("load") == 2
 
 
@@ -277,7 +275,7 @@ def test_a_drop_waits_for_a_group_that_refuses_to_give_back() -> None:
     cluster = run_beside(refuse, num_workers=4, planner=settings(batch_per_worker=0, drop_wait_s=3600, load_stall_s=60))
     cluster.check()
     assert levers(cluster) == ["drop", "drop", "load", "unload", "drop"]
-    assert all(plan.groups for plan in cluster.plans if plan.lever == "drop"), "a drop that waits is none"
+    assert all(plan.steps for plan in cluster.plans if plan.lever == "drop"), "a drop that waits is none"
     told = reasons(cluster, "plan_refused", "but w0 would not give back what is loaded beside serving")
     assert len(told) == 2, "once in each pause"
 
@@ -396,7 +394,7 @@ def test_who_comes_second_goes_on_as_before_if_the_first_has_not_done_it(lever: 
 
     cluster = run_beside(too_late)
     cluster.check()
-    plan_id = next(plan.plan_id for plan in cluster.plans if plan.lever == lever and plan.groups)
+    plan_id = next(plan.plan_id for plan in cluster.plans if plan.lever == lever and plan.steps)
     told = [(heard.worker_id, heard.kind) for heard in cluster.heard if heard.plan_id == plan_id]
     assert told[2:] == [(first, "commit_plan"), (second, "abort_plan")]
 

@@ -1,4 +1,4 @@
-"""What a plan asks of a worker whose part in the group stays the same, and the limit under which its leader serves."""
+"""Whose group a plan means that changes only what lies beside, and the limit under which its leader serves."""
 
 from __future__ import annotations
 
@@ -8,54 +8,40 @@ import pytest
 
 from services.worker.roles.block_limit import BlockLimit, BlocksNeededError
 from services.worker.roles.device import GroupPlace, StagePlace
-from services.worker.roles.residence import Residence, residence_in, why_not_resident
+from services.worker.roles.role import Member
+from services.worker.roles.steps.beside import is_group
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from shared.messages.plan import PlannedGroup, PlannedStage
+from shared.messages.plan import LoadBeside, PlannedWorker, UnloadBeside
 
 W0, W1, W2 = (WorkerId(name) for name in ("w0", "w1", "w2"))
-WHOLE = (0, 8)
-PLACE = GroupPlace(3, "", (StagePlace(W0, "", LayerRange(0, 5)), StagePlace(W1, "", LayerRange(5, 8))), 0)
+STAGES = (StagePlace(W0, "", LayerRange(0, 5)), StagePlace(W1, "", LayerRange(5, 8)))
+STANDS = Member(GroupPlace(3, "", STAGES, 1), 20, 3)
 
 
-def stage(worker_id: WorkerId, layers: tuple[int, int], resident: tuple[int, int] | None = None) -> PlannedStage:
-    return PlannedStage(worker_id=worker_id, held=layers, layers=layers, resident=resident)
-
-
-def group(*stages: PlannedStage, num_blocks: int = 9) -> PlannedGroup:
-    return PlannedGroup(stages=stages, num_blocks=num_blocks)
+def load(*members: tuple[WorkerId, tuple[int, int]]) -> LoadBeside:
+    stages = tuple(PlannedWorker(worker_id=name, held=layers) for name, layers in members)
+    return LoadBeside(stages=stages, num_blocks=9)
 
 
 def test_a_plan_for_the_group_that_stands_changes_memory_only() -> None:
-    loads = group(stage(W0, (0, 5), WHOLE), stage(W1, (5, 8), WHOLE))
-    assert residence_in(PLACE, loads, W1) == Residence(LayerRange(0, 8), 9)
-    unloads = group(stage(W0, (0, 5)), stage(W1, (5, 8)))
-    assert residence_in(PLACE, unloads, W1) == Residence(LayerRange(5, 8), 9)
+    asked = load((W0, (0, 5)), (W1, (5, 8)))
+    assert is_group(asked, STANDS)
+    assert is_group(UnloadBeside(stages=asked.stages, num_blocks=9), STANDS)
+    assert not is_group(asked, None), "it is alone"
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        group(stage(W0, (0, 8))),
-        group(stage(W0, (0, 5)), stage(W2, (5, 8))),
-        group(stage(W1, (0, 5)), stage(W0, (5, 8))),
-        group(stage(W0, (0, 4)), stage(W1, (4, 8))),
-        group(stage(W0, (0, 5)), stage(W1, (5, 7)), stage(W2, (7, 8))),
+        load((W0, (0, 5)), (W2, (5, 8))),
+        load((W1, (0, 5)), (W0, (5, 8))),
+        load((W0, (0, 4)), (W1, (4, 8))),
+        load((W0, (0, 5)), (W1, (5, 7)), (W2, (7, 8))),
     ],
 )
-def test_a_plan_for_another_group_is_none_of_that_kind(other: PlannedGroup) -> None:
-    assert residence_in(PLACE, other, W0) is None
-    assert residence_in(None, group(stage(W0, (0, 5)), stage(W1, (5, 8))), W0) is None, "it is alone"
-
-
-def test_a_worker_takes_what_fits_and_says_what_does_not() -> None:
-    asked = group(stage(W0, (0, 5), WHOLE), stage(W1, (5, 8), WHOLE))
-    whole = LayerRange(*WHOLE)
-    assert why_not_resident(Residence(whole, 9), asked, 8, 9) is None
-    assert "holds 8 KV blocks, not 9" in str(why_not_resident(Residence(whole, 9), asked, 8, 8))
-    assert "how many" in str(why_not_resident(Residence(whole, 0), asked, 8, 9))
-    part = group(stage(W0, (0, 5), WHOLE), stage(W1, (5, 8), (4, 8)))
-    assert "only the whole model" in str(why_not_resident(Residence(whole, 9), part, 8, 9)), "another stage's counts"
+def test_a_plan_for_another_group_is_none_of_that_kind(other: LoadBeside) -> None:
+    assert not is_group(other, STANDS)
 
 
 TOO_FEW = 2

@@ -14,24 +14,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from services.planner.config import PlannerSettings
-from services.planner.execution import Outcome
-from services.planner.policy.levers.drop_lever import DropLever
-from services.planner.policy.levers.ladder import NO_LEVER, ClusterSnapshot, Decision, Lever, Situation, decide
-from services.planner.policy.levers.pipeline_lever import PipelineLever
-from services.planner.policy.observe import Observation, can_work, observe
-from services.planner.policy.pacing import Backoff, Cooldown
-from services.planner.policy.plans.drop_facts import ClusterFacts
+from services.planner.policy.levers.ladder import (
+    NO_LEVER,
+    ClusterSnapshot,
+    Decision,
+    LadderParams,
+    Lever,
+    Situation,
+    decide,
+)
+from services.planner.policy.observe import Observation, ObserveParams, can_work, observe
+from services.planner.policy.pacing import Backoff, Cooldown, PacingParams
+from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.drop_plan import DropPlan
-from services.planner.policy.plans.intent import LOAD, RESTORE, UNLOAD, Intent, drop_intent
+from services.planner.policy.plans.intent import LOAD, RESTORE, UNLOAD, Intent, Order, Outcome, intent_of
 from services.planner.policy.restoring.residence import beside_groups
 from services.planner.policy.restoring.residence_watch import Due
 from services.planner.policy.restoring.way_back import WayBack
-from services.planner.policy.scale_signal import ScaleSignal, ScaleWish
-from shared.errors import StartupError
+from services.planner.policy.scale_signal import ScaleParams, ScaleSignal, ScaleWish
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView
-from shared.systems import UnknownSystemError, find_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +51,29 @@ class Verdict:
     """How many instances there should be; None: as many as there are."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeciderParams:
+    """Of all that is decided together."""
+
+    ladder: LadderParams
+    observation: ObserveParams
+    pacing: PacingParams
+    drop: DropParams
+    scaling: ScaleParams
+    settle_limit_s: float
+    """That reports may take to show what a plan has changed."""
+
+
 class Decider:
     """Decides, and learns from what becomes of it."""
 
-    def __init__(self, settings: PlannerSettings, levers: Sequence[Lever]) -> None:
-        self._ladder = settings.ladder()
+    def __init__(self, params: DeciderParams, levers: Sequence[Lever]) -> None:
+        self._params = params
         self._levers = tuple(levers)
-        self._params = settings.observation()
-        self._settle_limit_s = settings.settle_limit_s
-        self._backoff = Backoff(settings.pacing())
-        self._cooldown = Cooldown(settings.pacing())
-        self._way_back = WayBack(settings.pacing(), settings.drop())
-        self._scale = ScaleSignal(settings.scaling())
+        self._backoff = Backoff(params.pacing)
+        self._cooldown = Cooldown(params.pacing)
+        self._way_back = WayBack(params.pacing, params.drop)
+        self._scale = ScaleSignal(params.scaling)
         self._groups_stay = any(lever.is_standing for lever in self._levers)
         self._unsettled: Outcome | None = None
         self._settled_s = 0.0
@@ -71,7 +84,7 @@ class Decider:
 
     def observe(self, view: ClusterView, age_s: float) -> Observation:
         """Return what the policies know of a view."""
-        return observe(view, age_s, self._params)
+        return observe(view, age_s, self._params.observation)
 
     def decide(self, view: ClusterView | None, age_s: float | None, now_s: float) -> Verdict:
         """Return what is to be done.
@@ -82,12 +95,12 @@ class Decider:
             now_s: of a monotonic clock.
         """
         if view is None or age_s is None:
-            decision = decide(self._ladder, self._levers, ClusterSnapshot(view_age_s=None))
+            decision = decide(self._params.ladder, self._levers, ClusterSnapshot(view_age_s=None))
             self._scale.apply(None, decision, now_s)
             return Verdict(decision, wish=self._scale.wish)
         observation = self.observe(view, age_s)
         snapshot = replace(observation.snapshot, held_back=self._held_back(observation.snapshot, now_s))
-        decision = decide(self._ladder, self._levers, snapshot)
+        decision = decide(self._params.ladder, self._levers, snapshot)
         verdict = self._act(decision, snapshot.facts, view, now_s)
         self._scale.apply(snapshot.facts, decision, now_s, snapshot.held_back)
         return replace(verdict, left_out=observation.left_out, wish=self._scale.wish)
@@ -100,24 +113,22 @@ class Decider:
         due = Due() if self._groups_stay else self._way_back.look(facts, now_s)
         if due.unload:
             return Verdict(decision, self._way_back.unload(due, facts, view))
-        if decision.plan is not None:
-            return self._drop(decision, decision.plan, facts, view, now_s)
+        if decision.order is not None:
+            return self._pull(decision, decision.order, facts, view, now_s)
         if self._backoff.left_s(now_s) > 0:
             return Verdict(decision)
         return Verdict(decision, *self._way_back.advance(due, facts, view))
 
-    def _drop(
-        self, decision: Decision, plan: DropPlan, facts: ClusterFacts, view: ClusterView, now_s: float
-    ) -> Verdict:
-        """Return the drop; before, what groups that it needs have beside goes back to KV."""
-        beside = beside_groups(facts, plan.instance_ids)
+    def _pull(self, decision: Decision, order: Order, facts: ClusterFacts, view: ClusterView, now_s: float) -> Verdict:
+        """Return what the lever does; before a drop, what groups that it needs have beside goes back to KV."""
+        beside = beside_groups(facts, order.instance_ids) if isinstance(order, DropPlan) else ()
         if not beside:
-            intent = drop_intent(plan, facts, view)
+            intent = intent_of(order, facts, view)
             return Verdict(decision, replace(intent, lever=decision.lever, reason=decision.reason))
         unload = self._way_back.clear(beside, facts, view, now_s)
         if unload is None:
             reason = f"{decision.reason}; but {', '.join(beside)} would not give back what is loaded beside serving"
-            decision = replace(decision, lever=NO_LEVER, reason=reason, plan=None)
+            decision = Decision(NO_LEVER, decision.situation, reason)
         return Verdict(decision, unload)
 
     def is_settled(self, view: ClusterView | None, now_s: float) -> bool:
@@ -144,7 +155,7 @@ class Decider:
             else:
                 self._backoff.failed(now_s)
         if outcome.done:
-            self._unsettled, self._settled_s = outcome, now_s + self._settle_limit_s
+            self._unsettled, self._settled_s = outcome, now_s + self._params.settle_limit_s
             if outcome.lever == RESTORE:
                 self._cooldown.restored(now_s)
 
@@ -154,26 +165,9 @@ class Decider:
         return f"the last plan did not come about; the next try is in {left_s:.1f} s" if left_s > 0 else cooling
 
 
-def levers_of(settings: PlannerSettings) -> tuple[Lever, ...]:
-    """Return the ladder of the settings' system.
-
-    Raises:
-        StartupError: there is no such system.
-    """
-    try:
-        system = find_system(settings.system)
-    except UnknownSystemError as error:
-        raise StartupError(str(error), "Choose one with --system") from None
-    if system.num_stages > 1:
-        return (PipelineLever(system.num_stages, settings.drop()),)
-    if not system.drops:
-        return ()
-    return (DropLever(settings.drop(), settings.drop_strategy, wait_s=settings.drop_wait_s),)
-
-
 def _is_awaited(outcome: Outcome, view: ClusterView) -> bool:
     """Return whether a worker that carried the plan out has not reported since."""
-    processes = {stage.worker_id: stage.incarnation for group in outcome.groups for stage in group.stages}
+    processes = {worker.worker_id: worker.incarnation for step in outcome.steps for worker in step.workers}
     return any(
         can_work(status)
         and status.report.worker_id in outcome.done

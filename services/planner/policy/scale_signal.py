@@ -106,7 +106,7 @@ class ScaleSignal:
 
         Args:
             facts: of the workers that can drop; None: nobody knows, and a wish stays as it is.
-            decision: of the ladder; its plan, if there is one, is not carried out yet.
+            decision: of the ladder; its order, if there is one, is not carried out yet.
             now_s: this moment.
             held_back: why groups may not change now; what cannot be decided yet is not lacking.
         """
@@ -164,7 +164,7 @@ class ScaleSignal:
 
     def _lasting(self, unmet: int, decision: Decision, now_s: float, held_back: str) -> int:
         """Return what is lacking of these tokens: at once beside a plan, else after a while; what waits, not yet."""
-        if unmet <= 0 or decision.plan is not None:
+        if unmet <= 0 or decision.order is not None:
             self._short_since_s = None
             return unmet
         if held_back:
@@ -211,8 +211,7 @@ def _unmet(rule: CapacityRule, facts: ClusterFacts, decision: Decision) -> int:
     """Return the tokens that what was decided leaves without room anywhere; not above 0: it leaves none."""
     if decision.situation is not Situation.PRESSURE:
         return 0
-    plan = decision.plan
-    short = tokens_short(facts) if plan is None else plan.required_tokens - plan.gained_tokens
+    short = tokens_short(facts) if decision.order is None else decision.lacking_tokens
     free = 0
     for members in groups_of(facts).values():
         if not any(member.throttled for member in members):

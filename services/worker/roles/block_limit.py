@@ -48,11 +48,6 @@ class BlockLimit:
         while not (self._engine.blocks.is_within_limit or given_up.done()):
             await asyncio.sleep(LOOK_S)
 
-    @property
-    def is_kept(self) -> bool:
-        """The memory of the blocks above a limit is gone."""
-        return self._kept is not None
-
     def keep(self) -> None:
         """The memory is gone: the limit stays."""
         self._kept = self._now

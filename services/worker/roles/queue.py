@@ -1,4 +1,4 @@
-"""Who waits here and has not begun, told to the planner, and let go where it names a worker with room."""
+"""Two errands: who waits here and has not begun, told to the planner, and let go where it names a worker with room."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WaitingQueue:
         self._flush = flush
         self._now = now
 
-    def list(self, asked: ListQueued, newest_epoch: int) -> QueueList:
+    async def list(self, asked: ListQueued) -> QueueList:
         """Return who waits and has not begun, first in line first."""
         table, size = self._engine.table, self._engine.config.block_size
         rows = [row for row in table.waiting.view.tolist() if self._may_go(row)][: asked.limit]
@@ -49,9 +49,9 @@ class WaitingQueue:
                     num_blocks=-(-int(table.num_known[row] + 1) // size),
                 )
             )
-        return QueueList(worker_id=self._worker_id, newest_epoch=newest_epoch, requests=tuple(parts))
+        return QueueList(worker_id=self._worker_id, requests=tuple(parts))
 
-    def move(self, asked: MoveQueued, newest_epoch: int) -> QueueMoved:
+    async def move(self, asked: MoveQueued) -> QueueMoved:
         """Release those that still wait; others stay."""
         num_moved = 0
         for move in asked.moves:
@@ -62,7 +62,7 @@ class WaitingQueue:
         if num_moved:
             self._flush()
             _log.info("queued_moved", num_moved=num_moved, num_asked=len(asked.moves))
-        return QueueMoved(worker_id=self._worker_id, newest_epoch=newest_epoch, num_moved=num_moved)
+        return QueueMoved(worker_id=self._worker_id, num_moved=num_moved)
 
     def _may_go(self, row: int) -> bool:
         """Return whether a row waits for nothing but its turn and memory, and was never in a step."""

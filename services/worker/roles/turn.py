@@ -6,6 +6,7 @@ import asyncio
 from asyncio import Future
 from dataclasses import dataclass, field
 
+from services.worker.roles.steps.change import Change
 from shared.messages.plan import PlanState, PreparePlan
 
 
@@ -24,6 +25,8 @@ class Turn:
     """A plan on its way, from its prepare to its outcome."""
 
     ask: PreparePlan
+    change: Change
+    """What the worker does of its step."""
     until_s: float
     is_ready: Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """True once the gate is held, False if that took too long or the worker stops."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.worker.roles.agent import PlanAgent
+from services.worker.roles.agent import OrderAgent
 from services.worker.serving.admin import Admin
 from services.worker.serving.intake import Intake
 from services.worker.serving.leases import Leases
@@ -26,7 +26,7 @@ class Endpoints:
     leases: Leases
     admin: Admin
     steps: StepLog
-    agent: PlanAgent | None
+    agent: OrderAgent | None
     """None: the worker's layers cannot be dropped."""
 
     def all(self) -> list[Endpoint]:

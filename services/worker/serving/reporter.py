@@ -61,7 +61,7 @@ class Reporter:
         self.incarnation = incarnation
         self.pid, self.host = os.getpid(), socket.gethostname()
         """As reported; set by the simulator, whose processes are not this one."""
-        self._worker_id = worker_id
+        self.worker_id = worker_id
         self._subject = subjects.report(worker_id)
         self._event_subject = subjects.event("worker", worker_id)
         self._bus = bus
@@ -138,7 +138,7 @@ class Reporter:
 
     async def announce(self, name: str, reason: str) -> None:
         """Tell people what happened; nothing depends on it."""
-        event = Event(name=name, service="worker", instance_id=self._worker_id, reason=reason)
+        event = Event(name=name, service="worker", instance_id=self.worker_id, reason=reason)
         try:
             await self._bus.publish(self._event_subject, encode_json(event))
         except BusError as error:
@@ -167,7 +167,7 @@ class Reporter:
     def make_report(self, now_s: float) -> WorkerReport:
         """Return the report of this moment."""
         base = WorkerReport(
-            worker_id=self._worker_id,
+            worker_id=self.worker_id,
             sequence_number=self._number,
             phase=self._phase,
             pid=self.pid,

@@ -11,19 +11,24 @@ import numpy as np
 
 from shared.ids import DispatcherId, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.base import ControlMessage
+from shared.messages.errand import ErrandRefused
 from shared.messages.event import Event
 from shared.messages.lease import Renew, Renewed
 from shared.messages.owner import Owner
 from shared.messages.plan import (
     AbortPlan,
     CommitPlan,
+    FormGroup,
+    LoadBeside,
     Plan,
     PlanAnswer,
-    PlannedGroup,
     PlannedStage,
+    PlannedWorker,
     PlanPhase,
     PlanState,
     PreparePlan,
+    RestoreInstance,
+    UnloadBeside,
     WantedInstances,
 )
 from shared.messages.queue import ListQueued, MoveQueued, QueuedPart, QueueList, QueueMove, QueueMoved
@@ -165,7 +170,7 @@ _REPORT = WorkerReport(
     num_prefix_cache_queries_total=4_000_000_000,
     num_prefix_cache_hits_total=3_000,
 )
-PLANNED_GROUP = PlannedGroup(
+_FORM = FormGroup(
     stages=(
         PlannedStage(
             worker_id=WorkerId("w-1"),
@@ -173,7 +178,6 @@ PLANNED_GROUP = PlannedGroup(
             address="a:1",
             held=(0, 4),
             layers=(0, 2),
-            resident=(0, 4),
         ),
         PlannedStage(
             worker_id=WorkerId("w-2"),
@@ -181,10 +185,13 @@ PLANNED_GROUP = PlannedGroup(
             address="b:2",
             held=(0, 4),
             layers=(2, 4),
-            resident=(1, 4),
         ),
     ),
     num_blocks=512,
+)
+_MEMBERS = tuple(
+    PlannedWorker(worker_id=WorkerId(name), incarnation=Incarnation(7), held=layers)
+    for name, layers in (("w-3", (0, 3)), ("w-4", (3, 4)))
 )
 _STATUS = WorkerStatus(
     liveness=Liveness.SUSPECT,
@@ -242,10 +249,15 @@ MESSAGES: dict[str, ControlMessage] = {
         reason="KV 94 % full",
         plan_id=2,
         phase=PlanPhase.COMMITTING,
-        groups=(PLANNED_GROUP,),
+        steps=(
+            _FORM,
+            LoadBeside(stages=_MEMBERS, num_blocks=300),
+            UnloadBeside(stages=_MEMBERS, num_blocks=400),
+            RestoreInstance(worker=_MEMBERS[1]),
+        ),
         wanted=WantedInstances(num_instances=5, num_before=2, lacking_tokens=416, reason="no room"),
     ),
-    "prepare_plan": PreparePlan(epoch=2, plan_id=2, group=PLANNED_GROUP, token="t0k3n", limit_s=2.0),
+    "prepare_plan": PreparePlan(epoch=2, plan_id=2, step=_FORM, token="t0k3n", limit_s=2.0),
     "commit_plan": CommitPlan(epoch=3, plan_id=2),
     "abort_plan": AbortPlan(epoch=3, plan_id=2),
     "plan_answer": PlanAnswer(
@@ -259,7 +271,6 @@ MESSAGES: dict[str, ControlMessage] = {
     "list_queued": ListQueued(epoch=3, limit=64),
     "queue_list": QueueList(
         worker_id=WorkerId("w-1"),
-        newest_epoch=3,
         requests=(
             QueuedPart(
                 request_id=RequestId("r-1"),
@@ -273,7 +284,8 @@ MESSAGES: dict[str, ControlMessage] = {
     "move_queued": MoveQueued(
         epoch=3, moves=(QueueMove(request_id=RequestId("r-1"), attempt=2, target=WorkerId("w-2")),)
     ),
-    "queue_moved": QueueMoved(worker_id=WorkerId("w-1"), newest_epoch=3, num_moved=1),
+    "queue_moved": QueueMoved(worker_id=WorkerId("w-1"), num_moved=1),
+    "errand_refused": ErrandRefused(worker_id=WorkerId("w-1"), reason="epoch 3 is over", newest_epoch=4),
     "event": Event(
         name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"
     ),

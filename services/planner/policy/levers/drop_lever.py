@@ -60,7 +60,7 @@ class DropLever:
         worth_s = None if self.wait_s is None else self.wait_s * num_without_room(facts, required_tokens)
         plan = plan_drop(facts, self.params, required_tokens, self.strategy, worth_s)
         if isinstance(plan, DropPlan):
-            return Offer(plan.price.total_s, plan.reason, plan)
+            return Offer(plan.price.total_s, plan.reason, plan, plan.lacking_tokens)
         return Declined(plan.reason)
 
 

@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.planner.policy.plans.drop_facts import ClusterFacts
-from services.planner.policy.plans.drop_plan import DropPlan
+from services.planner.policy.plans.drop_plan import NewGroup
+from services.planner.policy.plans.intent import Order
 from shared.ids import WorkerId
 
 NO_LEVER = "none"
@@ -79,8 +80,10 @@ class Offer:
     cost_s: float
     """Seconds of readers' stalls, expected; the common currency of all levers."""
     reason: str
-    plan: DropPlan | None = None
-    """What is to be done if it is taken."""
+    order: Order | None = None
+    """What workers are to do if it is taken."""
+    lacking_tokens: int = 0
+    """KV for which there is no room even then; not above 0: for all that is asked for there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,10 @@ class Decision:
     lever: str
     situation: Situation
     reason: str
-    plan: DropPlan | None = None
-    """What the lever that is pulled does."""
+    order: Order | None = None
+    """What the lever that is pulled has workers do."""
+    lacking_tokens: int = 0
+    """See `Offer`."""
 
     @property
     def is_in_need(self) -> bool:
@@ -124,14 +129,16 @@ class Decision:
         return self.situation is Situation.PRESSURE and self.lever == NO_LEVER
 
     def differs_from(self, other: Decision | None) -> bool:
-        """Whether this is another decision; the same one with newer figures in its reason or plan is not."""
+        """Whether this is another decision; the same one with newer figures in its reason or order is not."""
         return other is None or self.essence != other.essence
 
     @property
     def essence(self) -> tuple[object, ...]:
         """What makes two decisions the same."""
-        stages = None if self.plan is None else tuple(group.stages for group in self.plan.groups)
-        return self.lever, self.situation, stages
+        order = self.order
+        groups = () if order is None else order.groups
+        changed = tuple(group.stages if isinstance(group, NewGroup) else group.members for group in groups)
+        return self.lever, self.situation, type(order), changed
 
 
 def decide(params: LadderParams, levers: Sequence[Lever], snapshot: ClusterSnapshot) -> Decision:
@@ -160,7 +167,8 @@ def decide(params: LadderParams, levers: Sequence[Lever], snapshot: ClusterSnaps
     name, best = min(offers, key=lambda priced: priced[1].cost_s)
     others = ", ".join(f"{other} {offer.cost_s:.2f} s" for other, offer in offers if other != name)
     against = f", against {others}" if others else ""
-    return Decision(name, situation, f"{what}; {best.reason}, at {best.cost_s:.2f} s{against}", best.plan)
+    reason = f"{what}; {best.reason}, at {best.cost_s:.2f} s{against}"
+    return Decision(name, situation, reason, best.order, best.lacking_tokens)
 
 
 def _look(params: LadderParams, snapshot: ClusterSnapshot) -> tuple[Situation, str]:

@@ -79,7 +79,7 @@ class PipelineLever:
         if not plan.groups:
             return Declined(Obstacle.GAIN)
         plan = replace(plan, reason=_reason(plan))
-        return Offer(plan.price.total_s, plan.reason, plan)
+        return Offer(plan.price.total_s, plan.reason, plan, plan.lacking_tokens)
 
 
 def whole_and_alone(facts: ClusterFacts) -> list[InstanceFacts]:

@@ -54,9 +54,14 @@ class DropPlan:
     reason: str = ""
 
     @property
+    def lacking_tokens(self) -> int:
+        """Of what was required; not above 0: nothing."""
+        return self.required_tokens - self.gained_tokens
+
+    @property
     def is_satisfied(self) -> bool:
         """Whether the gain is what was required; else more instances are needed besides."""
-        return self.gained_tokens >= self.required_tokens
+        return self.lacking_tokens <= 0
 
     @property
     def instance_ids(self) -> tuple[WorkerId, ...]:

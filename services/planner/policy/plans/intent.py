@@ -1,4 +1,4 @@
-"""From a plan to what is asked of workers: groups with the processes, addresses and layers that the plan was made for.
+"""From what is decided to what is asked of workers: steps, with the processes, addresses and layers they are made for.
 
 Pure. Source: the project's own design.
 """
@@ -14,13 +14,25 @@ from services.planner.policy.restoring.residence import ResidencePlan
 from services.planner.policy.restoring.restore import RestorePlan
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from shared.messages.plan import Plan, PlannedGroup, PlannedStage
-from shared.messages.report import ClusterView, WorkerReport
+from shared.messages.plan import (
+    FormGroup,
+    LoadBeside,
+    Plan,
+    PlannedStage,
+    PlannedWorker,
+    RestoreInstance,
+    Step,
+    UnloadBeside,
+)
+from shared.messages.report import ClusterView
 
 DROP = "drop"
 RESTORE = "restore"
 LOAD = "load"
 UNLOAD = "unload"
+
+Order = DropPlan | RestorePlan | ResidencePlan
+"""What a policy may have workers do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,83 +41,78 @@ class Intent:
 
     lever: str
     reason: str
-    groups: tuple[PlannedGroup, ...]
+    steps: tuple[Step, ...]
 
 
-def drop_intent(plan: DropPlan, facts: ClusterFacts, view: ClusterView) -> Intent:
-    """Return the groups of a drop.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of it."""
+
+    is_done: bool
+    """Every worker has carried it out."""
+    reason: str
+    plan_id: int = 0
+    latency_s: float = 0.0
+    """From the publication of the plan, or since it was taken up, to the last worker's answer."""
+    lever: str = ""
+    steps: tuple[Step, ...] = ()
+    done: tuple[WorkerId, ...] = ()
+    """Workers that said so, in the plan's order."""
+
+
+def intent_of(order: Order, facts: ClusterFacts, view: ClusterView) -> Intent:
+    """Return the steps of an order, for the workers as they are.
 
     Args:
-        plan: made from the facts; checked once more here.
+        order: made from the facts; checked once more here.
         facts: made from the view.
         view: names the workers' processes and addresses.
     """
-    plan.check_invariants(facts)
-    reports = _reports(view)
-    groups = tuple(
-        PlannedGroup(
-            stages=tuple(_stage(reports[stage.instance_id], stage.held, stage.layers) for stage in group.stages),
-            num_blocks=group.after_tokens // facts.model.block_size,
-        )
-        for group in plan.groups
-    )
-    return Intent(DROP, plan.reason, groups)
-
-
-def restore_intent(plan: RestorePlan, facts: ClusterFacts, view: ClusterView) -> Intent:
-    """Return the groups of a restore: each of one stage with all layers."""
-    reports = _reports(view)
-    held = {instance.instance_id: instance.layers for instance in facts.instances}
-    members = [name for group in plan.groups for name in group.members]
-    groups = tuple(
-        PlannedGroup(stages=(_stage(reports[name], held[name], facts.model.all_layers),)) for name in members
-    )
-    return Intent(RESTORE, plan.reason, groups)
-
-
-def residence_intent(plan: ResidencePlan, facts: ClusterFacts, view: ClusterView) -> Intent:
-    """Return the groups of a residence plan: each as it stands, to load the whole model beside, or to give it back.
-
-    Args:
-        plan: made from the facts; checked once more here.
-        facts: made from the view.
-        view: names the workers' processes and addresses.
-    """
-    plan.check_invariants(facts)
-    reports = _reports(view)
-    held = {instance.instance_id: instance.layers for instance in facts.instances}
-    groups = tuple(
-        PlannedGroup(
-            stages=tuple(_stage(reports[name], held[name], held[name], plan.resident) for name in group.members),
-            num_blocks=group.num_blocks,
-        )
-        for group in plan.groups
-    )
-    return Intent(UNLOAD if plan.resident is None else LOAD, plan.reason, groups)
-
-
-def stages_of(plan: Plan | Intent) -> tuple[PlannedStage, ...]:
-    """Return every stage of a plan, group by group."""
-    return tuple(stage for group in plan.groups for stage in group.stages)
+    workers = _Workers(facts, view)
+    match order:
+        case DropPlan():
+            order.check_invariants(facts)
+            return Intent(DROP, order.reason, _forming(order, facts.model.block_size, workers))
+        case RestorePlan():
+            members = [name for group in order.groups for name in group.members]
+            return Intent(RESTORE, order.reason, tuple(RestoreInstance(worker=workers.now(name)) for name in members))
+        case ResidencePlan():
+            order.check_invariants(facts)
+            kind = UnloadBeside if order.resident is None else LoadBeside
+            steps = tuple(
+                kind(stages=tuple(map(workers.now, group.members)), num_blocks=group.num_blocks)
+                for group in order.groups
+            )
+            return Intent(UNLOAD if order.resident is None else LOAD, order.reason, steps)
 
 
 def names_of(plan: Plan | Intent) -> str:
-    """Return who forms which groups, in words: `w0+w1, w2+w3`."""
-    return ", ".join("+".join(stage.worker_id for stage in group.stages) for group in plan.groups)
+    """Return who takes part together, in words: `w0+w1, w2+w3`."""
+    return ", ".join("+".join(worker.worker_id for worker in step.workers) for step in plan.steps)
 
 
-def _reports(view: ClusterView) -> Mapping[WorkerId, WorkerReport]:
-    return {status.report.worker_id: status.report for status in view.workers}
+class _Workers:
+    """Names the workers as they are now."""
+
+    def __init__(self, facts: ClusterFacts, view: ClusterView) -> None:
+        self._reports = {status.report.worker_id: status.report for status in view.workers}
+        self._held: Mapping[WorkerId, LayerRange] = {each.instance_id: each.layers for each in facts.instances}
+
+    def now(self, name: WorkerId) -> PlannedWorker:
+        held = self._held[name]
+        incarnation = self._reports[name].incarnation
+        return PlannedWorker(worker_id=name, incarnation=incarnation, held=(held.first, held.end))
+
+    def stage(self, name: WorkerId, layers: LayerRange) -> PlannedStage:
+        address = self._reports[name].stage_address
+        return PlannedStage(**self.now(name).model_dump(), address=address, layers=(layers.first, layers.end))
 
 
-def _stage(
-    report: WorkerReport, held: LayerRange, layers: LayerRange, resident: LayerRange | None = None
-) -> PlannedStage:
-    return PlannedStage(
-        worker_id=report.worker_id,
-        incarnation=report.incarnation,
-        address=report.stage_address,
-        held=(held.first, held.end),
-        layers=(layers.first, layers.end),
-        resident=None if resident is None else (resident.first, resident.end),
+def _forming(plan: DropPlan, block_size: int, workers: _Workers) -> tuple[FormGroup, ...]:
+    return tuple(
+        FormGroup(
+            stages=tuple(workers.stage(stage.instance_id, stage.layers) for stage in group.stages),
+            num_blocks=group.after_tokens // block_size,
+        )
+        for group in plan.groups
     )

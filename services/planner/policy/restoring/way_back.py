@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.planner.execution import Outcome
 from services.planner.policy.pacing import PacingParams, RestoreBy, RestoreWatch
 from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
-from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, residence_intent, restore_intent
+from services.planner.policy.plans.intent import DROP, LOAD, RESTORE, UNLOAD, Intent, Outcome, intent_of
 from services.planner.policy.restoring.residence import plan_load, plan_unload
 from services.planner.policy.restoring.residence_watch import Due, ResidenceWatch
 from services.planner.policy.restoring.restore import RestorePlan, RestoreRefusal, plan_restore
@@ -50,7 +49,7 @@ class WayBack:
             self._idle.note_drop(outcome.done, now_s)
         elif outcome.lever == RESTORE:
             self._idle.note_restore(outcome.done, now_s)
-        names = [group.stages[0].worker_id for group in outcome.groups]
+        names = [step.workers[0].worker_id for step in outcome.steps]
         if outcome.lever == LOAD:
             self._residence.loaded(names, now_s, is_done=outcome.is_done)
         elif outcome.lever == UNLOAD:
@@ -64,7 +63,7 @@ class WayBack:
         reasons = [why for _, why in due.unload]
         more = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
         plan = plan_unload(facts, [name for name, _ in due.unload], "; ".join([*reasons[:MAX_REASONS], *more]))
-        return residence_intent(plan, facts, view)
+        return intent_of(plan, facts, view)
 
     def clear(self, group_ids: Sequence[str], facts: ClusterFacts, view: ClusterView, now_s: float) -> Intent | None:
         """Return what has these groups give back, as a drop needs them; None: they refused to a moment ago."""
@@ -83,7 +82,7 @@ class WayBack:
         plan = plan_load(facts, group_id, self._params.fit_ratio, self._params.fit_horizon_s)
         if isinstance(plan, RestoreRefusal):
             return None
-        return residence_intent(replace(plan, reason=self._with_why(plan.reason, (group_id,))), facts, view)
+        return intent_of(replace(plan, reason=self._with_why(plan.reason, (group_id,))), facts, view)
 
     def _restore(
         self, due: Sequence[str], facts: ClusterFacts, view: ClusterView
@@ -111,7 +110,7 @@ class WayBack:
 
     def _restored(self, plan: RestorePlan, facts: ClusterFacts, view: ClusterView) -> Intent:
         reason = self._with_why(plan.reason, [group.group_id for group in plan.groups])
-        return restore_intent(replace(plan, reason=reason), facts, view)
+        return intent_of(replace(plan, reason=reason), facts, view)
 
     def _with_why(self, reason: str, group_ids: Sequence[str]) -> str:
         """Return the reason, and by which rule and figures the groups are due.

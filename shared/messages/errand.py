@@ -1,0 +1,34 @@
+"""Errands: orders to one worker that need no gate, many of which are under way at once. JSON.
+
+    planner                                   worker
+       ├── one message, under an epoch ──────────►│ older than the newest that it has heard of: not done
+       │◄─────────────── its answer, or ErrandRefused ┤
+
+What takes part in a plan is a *change* (`shared.messages.plan`): prepared, committed, alone at its worker.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shared.ids import WorkerId
+from shared.messages.base import ControlMessage
+
+
+class Errand(ControlMessage):
+    """What every errand says."""
+
+    epoch: Annotated[int, Field(ge=1)]
+    """The newest one that its sender holds."""
+
+
+class ErrandRefused(ControlMessage):
+    """Nothing was done."""
+
+    kind: Literal["errand_refused"] = "errand_refused"
+    worker_id: WorkerId
+    reason: str
+    newest_epoch: int
+    """That the worker has heard of."""
