@@ -14,6 +14,7 @@ import numpy as np
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.executor.parameter_load import ParameterLoad
+from services.worker.kv_moves.kv_table import KvOffer
 from services.worker.memory import holdings
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.modelled.executor import FailureInjector, ModelledExecutor
@@ -21,13 +22,9 @@ from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.roles.device import GroupFailedError, GroupPlace, Led, NextShares, Parting
 from shared.cost import CostModel, StageCost
-from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.messages.report import ElasticFacts
-from sim.devices.modelled_exchange import (
-    Estate,
-    Share,
-)
+from sim.devices.modelled_exchange import Estate, Share
 from sim.devices.modelled_network import Begun, ModelledNetwork
 from sim.devices.modelled_stage import ModelledStage
 
@@ -104,7 +101,6 @@ class ModelledGroupDevice:
         """Beside a stage: memory for KV of all layers of its share."""
         self._num_ahead = 0
         """Blocks of that which there is memory for."""
-        self._group = WorkerId("")
         self._place: GroupPlace | None = None
         """In the pipeline that it is a stage of."""
         self.executor = make_executor(self._kv)
@@ -186,32 +182,33 @@ class ModelledGroupDevice:
         return self.num_blocks(self.layers)
 
     async def _meet(self, place: GroupPlace, on_end: Callable[[str | None], None], kept: KeptKv) -> Begun:
-        step_s = self._recent_step_s
+        network, held, step_s = self._network, self.layers, self._recent_step_s
+        group = "" if self._place is None else self._place.name
         self._leave()
         self._ahead = None
-        own_id, block_bytes = place.own.worker_id, 2 * self._params.facts.block_bytes
-        before = Estate(self.layers, self._kv, self._group or own_id, kept, block_bytes, step_s, self._params.cost)
         await asyncio.sleep(self._params.remap_s)
         layers, num_layers = place.own.layers, len(self._all_layers)
         num_blocks = self.num_blocks(layers)
         if not num_blocks:
             raise GroupFailedError(f"layers {layers} leave no memory for KV")
-        self.layers, self._group = layers, place.stages[0].worker_id
-        self.resident, self._loading = layers, None
+        offer = KvOffer(held, network.kept_aside, num_blocks, group, kept, network.link_bytes_per_s, step_s)
+        before = Estate(offer, self._kv, 2 * self._params.facts.block_bytes, self._params.cost)
+        self.layers = self.resident = layers
+        self._loading = None
         self._kv = self._shadow_kv(num_blocks, layer_weight(layers, num_layers))
         stage = ModelledStage(
             StageCost(self._params.cost, layers, num_layers),
             self._kv,
             failure=self._params.failure if place.index == 0 else None,
         )
-        met = await self._network.meet(place, stage, before, on_end)
+        met = await network.meet(place, stage, before, on_end)
         self._place = place
         return met
 
     @property
     def most_copied(self) -> int:
         """Blocks of one round of `copy_ahead`; see `GroupDevice`."""
-        return self._kv.num_blocks if self._network.moves_kv else 0
+        return min(self._kv.num_blocks, self._network.kept_aside)
 
     async def copy_ahead(self, next_shares: NextShares | None = None) -> bool:
         """Copy KV to where it will be, while the group serves; see `GroupDevice`."""
@@ -225,15 +222,10 @@ class ModelledGroupDevice:
             self._network.end_copying(self._place.key)
 
     def _share(self, ahead: ShadowKv | None, parting: Parting) -> Share:
-        return Share(
-            self.layers,
-            self._kv,
-            self._shadow_kv(self.whole_blocks, 1) if ahead is None else ahead,
-            parting.shares,
-            2 * self._params.facts.block_bytes,
-            parting.there,
-            ahead_blocks=0 if ahead is None else self._num_ahead,
-        )
+        whole = self._shadow_kv(self.whole_blocks, 1) if ahead is None else ahead
+        ahead_blocks = 0 if ahead is None else self._num_ahead
+        offer = KvOffer(self.layers, self._network.kept_aside, whole.num_blocks, ahead_blocks=ahead_blocks)
+        return Share(offer, self._kv, whole, 2 * self._params.facts.block_bytes, parting)
 
     def blocks_ahead(self, layers: LayerRange, num_blocks: int) -> int:
         """Return of how many blocks a stage can have all layers; see `GroupDevice`."""
@@ -255,8 +247,8 @@ class ModelledGroupDevice:
         self._leave()
         if self.layers != self._all_layers:
             await asyncio.sleep(self._params.remap_s + self._missing_bytes / self._params.load_bytes_per_s)
-        self.layers, self._group = self._all_layers, WorkerId("")
-        self.resident, self._loading = self.layers, None
+        self.layers = self.resident = self._all_layers
+        self._loading = None
         self._kv = share.whole
         self.executor = self._make_executor(self._kv)
         return Led(self.executor, kept, num_moved_bytes=num_bytes)

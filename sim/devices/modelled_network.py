@@ -13,23 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
-from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.arrivals import Arrivals
-from services.worker.kv_moves.exchange_mode import Pace, again_s
-from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
-from services.worker.kv_moves.kv_table import AreLive
+from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, usable
+from services.worker.kv_moves.kv_table import KvTable, table_to_copy
+from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.roles.device import GroupFailedError, GroupPlace, NextShares
 from shared.ids import WorkerId
 from shared.systems import KvExchange
 from sim.devices.channel import ModelledLink
-from sim.devices.modelled_exchange import (
-    Estate,
-    Exchange,
-    Share,
-    copy_shares,
-    hand_out,
-    traffic_of,
-)
+from sim.devices.modelled_exchange import NO_LIMIT, Estate, Exchange, Share, carry, hand_out, traffic_of
 from sim.devices.modelled_pipeline import ModelledStages, StageOwner
 from sim.devices.modelled_stage import REMOTE_STATES, ModelledStage, RemoteLink
 
@@ -53,8 +45,8 @@ class Begun:
     """A group that has come about."""
 
     stages: ModelledStages
-    arrivals: Arrivals
-    """For its leader."""
+    arrivals: Arrivals | None
+    """For its leader; None: no KV comes."""
 
 
 @dataclass(slots=True)
@@ -105,7 +97,7 @@ class ModelledNetwork:
         exchange_limit_s: float = 5.0,
         kv_exchange: KvExchange = KvExchange.COORDINATED,
     ) -> None:
-        self._kv_exchange = kv_exchange if exchange_limit_s > 0 else KvExchange.COORDINATED
+        self._kv_exchange = kv_exchange
         self.num_remote_steps = 0
         """Steps in which keys that lay elsewhere were attended, of groups that are over."""
         self._link = link or ModelledLink()
@@ -149,8 +141,8 @@ class ModelledNetwork:
         owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
         stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
         befores, link = [arrival.before for arrival in arrivals], self._link
-        are_live = self._modes(place, befores, arrivals[0].stage.capacity.block_size)
-        exchange = Exchange(befores, [a.stage for a in arrivals], link.bytes_per_s, are_live=are_live)
+        table = self._table(place, befores, arrivals[0].stage.capacity.block_size)
+        exchange = Exchange(table, befores, [a.stage for a in arrivals], link.bytes_per_s)
         if exchange.is_live:
             for arrival in arrivals:
                 arrival.stage.attend_over(RemoteLink(link.latency_s, link.bytes_per_s, link.token_bytes))
@@ -159,40 +151,31 @@ class ModelledNetwork:
         news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
         del self._meetings[place.key]
         self._pipelines[place.key] = (tuple(arrival.worker_id for arrival in arrivals), stages)
-        coming = Arrivals(
-            exchange.coming,
-            exchange.num_blocks,
-            news,
-            stages.capacity.num_blocks,
-            exchange.spans,
-            num_bytes=exchange.num_bytes,
-            sources=exchange.sources,
-            mode=exchange.mode,
-        )
-        meeting.begun.set_result(Begun(stages, coming))
+        meeting.begun.set_result(Begun(stages, exchange.arrivals(news, stages.capacity.num_blocks)))
 
-    def _modes(self, place: GroupPlace, befores: Sequence[Estate], block_size: int) -> AreLive:
-        """Return what chooses whose KV is attended where it lies."""
-        link = self._link
-        facts = ExchangeFacts(
-            held=tuple(before.layers for before in befores),
-            wanted=tuple(stage.layers for stage in place.stages),
-            link_bytes_per_s=(link.bytes_per_s,) * len(befores),
-            latency_s=link.latency_s,
-            pace=Pace(
-                max(before.step_s for before in befores),
-                self._exchange_limit_s,
-                again_s(befores[0].cost, block_size, len(befores)),
-            ),
-            block_bytes=befores[0].block_bytes,
+    def _table(self, place: GroupPlace, befores: Sequence[Estate], block_size: int) -> KvTable:
+        """Return what moves to a group that forms, as the leader of a live one decides it."""
+        link, first = self._link, befores[0]
+        costs = ExchangeCosts(
+            block_size=block_size,
+            block_bytes=first.block_bytes,
             token_bytes=round(link.token_bytes * (1 + REMOTE_STATES)),
+            latency_s=link.latency_s,
+            limit_s=self._exchange_limit_s,
+            cost=first.cost,
         )
-        return modes_of(self._kv_exchange, facts, can_attend=SPLIT_KEYS % block_size == 0)
+        wanted = [stage.layers for stage in place.stages]
+        return form_table(usable(self._kv_exchange, block_size), [each.offer for each in befores], wanted, costs)
 
     @property
-    def moves_kv(self) -> bool:
-        """KV changes hands; else all of it is computed again."""
-        return self._exchange_limit_s > 0
+    def link_bytes_per_s(self) -> float:
+        """Of each worker's link, each way."""
+        return self._link.bytes_per_s
+
+    @property
+    def kept_aside(self) -> int:
+        """Blocks that a worker keeps for others: all; none where KV does not change hands but is computed again."""
+        return NO_LIMIT if self._exchange_limit_s > 0 else 0
 
     async def copy_ahead(self, place: GroupPlace, member: Share, next_shares: NextShares | None) -> bool:
         """Copy KV of a group to where it will be, round by round; see `GroupDevice`."""
@@ -219,16 +202,17 @@ class ModelledNetwork:
     async def _copy_rounds(self, place: GroupPlace, copying: _Copying, next_shares: NextShares) -> None:
         members = [copying.members[i] for i in sorted(copying.members)]
         while not copying.is_whole.done():
-            shares = next_shares() if all(member.ahead_blocks for member in members) else ()
-            if not shares:
+            shares = next_shares() or (PlacedKv(),) * len(members)
+            table = table_to_copy([member.offer for member in members], shares)
+            if not table.lots:
                 copying.end(is_whole=True)
                 return
-            took_s = traffic_of(members, list(map(len, shares))).most_bytes / self._link.bytes_per_s
+            took_s = traffic_of(table, members).most_bytes / self._link.bytes_per_s
             await asyncio.wait([copying.is_whole], timeout=took_s)
             if self._is_cut(place):
                 copying.end(is_whole=False)
             if not copying.is_whole.done():
-                copy_shares(members, shares)
+                carry(table, members)
 
     def end_copying(self, key: _Key) -> None:
         """Break off what is copied ahead in a group. Idempotent."""

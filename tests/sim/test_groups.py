@@ -11,6 +11,7 @@ import pytest
 from services.dispatcher.session.leases import Loss
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
+from services.worker.kv_moves.arrivals import Arrivals, ArrivingKv
 from services.worker.roles.role import Leading
 from services.worker.roles.steps.restore import Restore
 from shared.ids import WorkerId
@@ -83,18 +84,31 @@ def test_groups_of_one_plan_do_not_meet_each_other() -> None:
     in_room(main, group_params(4))
 
 
-def test_four_workers_form_two_groups_and_then_one() -> None:
+@pytest.mark.parametrize("num_plans", [1, 2])
+def test_four_workers_form_two_groups_and_then_one_to_which_the_kv_of_both_goes_along(
+    num_plans: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, sources = ArrivingKv.begin, list[set[str]]()
+
+    def noted(arriving: ArrivingKv, arrivals: Arrivals, names: tuple[str, ...]) -> None:
+        sources.append(set(names))
+        begin(arriving, arrivals, names)
+
+    monkeypatch.setattr(ArrivingKv, "begin", noted)
+
     async def main(room: Room) -> None:
         asked = draw_requests(5, 80)
         room.ask(*asked[:50])
         await asyncio.sleep(0.3)
-        halves = even_split(NUM_LAYERS, 2)
-        assert states(await room.driver.drop(["w0", "w1"], halves)) == ["done"] * 2
-        assert states(await room.driver.drop(["w3", "w2"], halves)) == ["done"] * 2
+        halves, reports = even_split(NUM_LAYERS, 2), room.driver.reports
+        pairs = [group_of([reports[a], reports[b]], halves) for a, b in (("w0", "w1"), ("w3", "w2"))]
+        for plan in [pairs] if num_plans == 1 else [[pair] for pair in pairs]:
+            assert states(await room.driver.carry_out(*plan)) == ["done"] * 2 * len(plan)
         await asyncio.sleep(0.7)
         room.ask(*asked[50:])
         quarters = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 6), LayerRange(6, 8)]
         assert states(await room.driver.drop(["w0", "w3", "w1", "w2"], quarters)) == ["done"] * 4
+        assert sources[-1] == {"w0", "w1", "w2", "w3"}
         assert room.role(2) == ("w0", 3, (6, 8))
         await room.check()
         await asyncio.sleep(1.0)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from services.worker.engine.stats import take_stats
-from services.worker.kv_moves.placed_kv import PlacedKv
+from services.worker.kv_moves.kv_table import KvTable
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from sim.cluster import ClusterParams
 from sim.devices import modelled_network
 from sim.devices.channel import ModelledLink
-from sim.devices.modelled_exchange import Share, copy_shares
+from sim.devices.modelled_exchange import Share, carry
 from sim.plan_driver import alone, states
 from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room
 
@@ -183,10 +183,11 @@ def test_texts_are_the_same_whatever_becomes_of_what_is_copied_ahead(seed: int, 
 def test_blocks_that_are_said_to_be_there_and_are_not_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof that texts depend on every copy: with one of each round left out, other words are said."""
 
-    def forget_one(members: Sequence[Share], shares: Sequence[PlacedKv]) -> None:
-        copy_shares(members, [share.only(range(1, len(share))) for share in shares])
+    def forget_one(table: KvTable, members: Sequence[Share]) -> None:
+        lots = (replace(lot, ids=lot.ids[1:], names=lot.names[1:], places=lot.target_ids[1:]) for lot in table.lots)
+        carry(replace(table, lots=tuple(lots)), members)
 
-    monkeypatch.setattr(modelled_network, "copy_shares", forget_one)
+    monkeypatch.setattr(modelled_network, "carry", forget_one)
 
     async def main(room: Room) -> None:
         await form(room)

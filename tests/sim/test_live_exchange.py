@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from services.worker.blocks import remote_kv
+from services.worker.kv_moves import exchange_modes
 from services.worker.kv_moves.kv_table import AreLive
 from services.worker.modelled.shadow_kv import ShadowKv
 from shared.systems import KvExchange
-from sim.devices import modelled_network
 from sim.faults.campaign import SeedReport, run_scenario
 from sim.faults.cluster import FaultCluster
 from sim.faults.scenario import BLOCK_SIZE, Scenario, draw_group_scenario
@@ -30,7 +30,7 @@ _reports: dict[int, SeedReport] = {}
 @pytest.fixture(autouse=True)
 def _short_splits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_kv, modelled_network):
+        for module in (remote_kv, exchange_modes):
             patch.setattr(module, "SPLIT_KEYS", 2 * BLOCK_SIZE)
         yield
 
@@ -49,7 +49,7 @@ def mixed(*_: object, **__: object) -> AreLive:
 
 @pytest.mark.parametrize("first", first_of(range(0, 24, 6), 1))
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modelled_network, "modes_of", mixed)
+    monkeypatch.setattr(exchange_modes, "modes_of", mixed)
     networks: dict[int, FaultCluster] = {}
     total: Counter[str] = Counter()
     num_remote, wrong = 0, []

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from services.worker.blocks import remote_kv
+from services.worker.kv_moves import exchange_modes
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 from sim.cluster import ClusterParams
-from sim.devices import modelled_network
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.plan_driver import states
@@ -36,7 +36,7 @@ NUM_SEEDS = 20
 @pytest.fixture(autouse=True)
 def _short_splits() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_kv, modelled_network):
+        for module in (remote_kv, exchange_modes):
             patch.setattr(module, "SPLIT_KEYS", 32)
         yield
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.contract.kept_kv import KeptKv
+from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.exchange_mode import LotWork, Pace, Prices, choose_live
-from services.worker.kv_moves.exchange_modes import ExchangeFacts, all_live, modes_of, work_of
+from services.worker.kv_moves.exchange_modes import ExchangeFacts, all_live, modes_of, usable, work_of
 from services.worker.kv_moves.kv_table import MovingKv, none_live
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
@@ -165,11 +166,11 @@ def facts_of(link_bytes_per_s: tuple[float, ...] = (100.0, 100.0)) -> ExchangeFa
 
 def test_facts_of_links_become_prices() -> None:
     lots = [moving([6], 0, 0), moving([6], 6, 1)]
-    by_price = modes_of(KvExchange.BY_PRICE, facts_of(), can_attend=True)
+    by_price = modes_of(KvExchange.BY_PRICE, facts_of())
     assert list(by_price(lots)) == [True, True]
-    slow_messages = modes_of(KvExchange.BY_PRICE, replace(facts_of(), latency_s=10.0), can_attend=True)
+    slow_messages = modes_of(KvExchange.BY_PRICE, replace(facts_of(), latency_s=10.0))
     assert list(slow_messages(lots)) == [False, False]
-    dear_tokens = modes_of(KvExchange.BY_PRICE, replace(facts_of(), token_bytes=10_000), can_attend=True)
+    dear_tokens = modes_of(KvExchange.BY_PRICE, replace(facts_of(), token_bytes=10_000))
     assert list(dear_tokens(lots)) == [False, False]
 
 
@@ -189,12 +190,13 @@ def test_layers_that_stay_where_they_are_cost_nothing() -> None:
 @pytest.mark.parametrize("unknown", [0, 1])
 def test_a_link_that_is_not_known_keeps_all_coordinated_that_uses_it(unknown: int) -> None:
     rates = tuple(0.0 if stage == unknown else 100.0 for stage in range(2))
-    by_price = modes_of(KvExchange.BY_PRICE, facts_of(rates), can_attend=True)
+    by_price = modes_of(KvExchange.BY_PRICE, facts_of(rates))
     assert list(by_price([moving([6], 0, 0), moving([6], 6, 1)])) == [False, False]
 
 
 def test_systems_that_do_not_choose_have_one_mode() -> None:
     facts = facts_of()
-    assert modes_of(KvExchange.LIVE, facts, can_attend=True) is all_live
-    assert modes_of(KvExchange.COORDINATED, facts, can_attend=True) is none_live
-    assert all(modes_of(each, facts, can_attend=False) is none_live for each in KvExchange)
+    assert modes_of(KvExchange.LIVE, facts) is all_live
+    assert modes_of(KvExchange.COORDINATED, facts) is none_live
+    assert {usable(each, SPLIT_KEYS - 1) for each in KvExchange} == {KvExchange.COORDINATED}
+    assert all(usable(each, SPLIT_KEYS // 2) is each for each in KvExchange)

@@ -17,7 +17,6 @@ from services.worker.kv_moves.kv_table import (
     KvTable,
     check_table,
     mode_of,
-    moving_layers,
     table_to_copy,
     table_to_form,
     table_to_part,
@@ -168,9 +167,7 @@ def test_every_stage_gets_all_layers_that_it_wants_of_every_block_once(
         sent += sum(source != target for source in got.values()) * 100
         blocks = range(len(table.kept_at(target)))
         assert set(got) == {(layer, side, block) for layer in layers for side in range(2) for block in blocks}
-    held = [offer.layers for offer in offers]
-    parts = (len(lot.ids) * moving_layers(held, wanted, lot.sources, lot.targets) for lot in table.lots)
-    assert sent == sum(parts) * 2 * 100, "operators are told of just these bytes"
+    assert sent == table.wire_bytes(wanted, 2 * 100), "operators are told of just these bytes"
 
 
 @pytest.mark.parametrize("seed", range(100))

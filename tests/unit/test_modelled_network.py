@@ -14,15 +14,16 @@ import pytest
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrived
+from services.worker.kv_moves.kv_table import KvOffer, table_to_form
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import TokenDraw
-from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
+from services.worker.roles.device import GroupFailedError, GroupPlace, Parting, StagePlace
 from shared.cost import load_profile
 from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledDeviceParams, ModelledGroupDevice
-from sim.devices.modelled_exchange import Estate, Exchange, Share, hand_out
+from sim.devices.modelled_exchange import NO_LIMIT, Estate, Exchange, Share, hand_out
 from sim.devices.modelled_network import ModelledNetwork
 from sim.virtual_time import run
 from tests.support.group_room import NUM_LAYERS, elastic_facts
@@ -177,7 +178,7 @@ class Memory:
 
     def __init__(self, names: dict[int, bytes] | None = None, layers: LayerRange | None = None) -> None:
         self.content = {block: [(name, layers, self)] for block, name in (names or {}).items()}
-        self.num_blocks = 0
+        self.num_blocks = 50
         self.elsewhere: list[tuple[Memory, list[int], list[int]]] = []
 
     def take_from(self, other: Memory, source: I32, target: I32) -> None:
@@ -201,7 +202,11 @@ def names_of(rng: np.random.Generator, count: int) -> list[bytes]:
     return [bytes([number]) for number in rng.choice(40, count, replace=False).tolist()]
 
 
-def estates(rng: np.random.Generator) -> list[Estate]:
+def estate(offer: KvOffer, memory: Any) -> Estate:
+    return Estate(offer, memory, BLOCK_BYTES)
+
+
+def estates(rng: np.random.Generator, num_blocks: int) -> list[Estate]:
     """A worker that was alone, the two stages of a group, and another one that was alone; names in common."""
     halves, whole = even_split(NUM_LAYERS, 2), LayerRange(0, NUM_LAYERS)
     found: list[Estate] = []
@@ -211,23 +216,25 @@ def estates(rng: np.random.Generator) -> list[Estate]:
         for index, layers in enumerate(ranges):
             memory: Any = Memory(dict(zip(ids.tolist(), names, strict=True)), layers)
             kept = NOTHING_KEPT if index else KeptKv(tuple(names), ids)
-            found.append(Estate(layers, memory, WorkerId(leader), kept, block_bytes=BLOCK_BYTES))
+            group = leader if len(ranges) > 1 else ""
+            found.append(estate(KvOffer(layers, NO_LIMIT, num_blocks + len(found), group, kept), memory))
     return found
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_after_an_exchange_every_named_block_has_the_layers_of_its_stage(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    before = estates(rng)
     num_blocks = int(rng.integers(1, 40))
+    before = estates(rng, num_blocks)
     stages: list[Any] = [
         SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=num_blocks + i))
         for i, layers in enumerate(even_split(NUM_LAYERS, len(before)))
     ]
     rate = float(rng.choice([np.inf, 1000.0, 30.0])) * BLOCK_BYTES * NUM_LAYERS
-    exchange = Exchange(before, stages, rate)
-    wanted = dict.fromkeys(name for estate in before for name in estate.kept.names)
-    coming = exchange.coming
+    table = table_to_form([each.offer for each in before], NUM_LAYERS)
+    exchange = Exchange(table, before, stages, rate)
+    wanted = dict.fromkeys(name for each in before for name in each.offer.kept.names)
+    coming = table.kept_at(0)
     assert coming.names == tuple(wanted)[:num_blocks], "the first worker's come first, each once"
     assert coming.ids.tolist() == list(range(len(coming)))
     arrived: list[tuple[float, Arrived]] = []
@@ -268,15 +275,16 @@ def test_what_has_not_left_takes_the_room_of_blocks(rate: float) -> None:
     """Two full workers: of the room that the drop makes, what both still have for each other is not there yet."""
     halves, whole = even_split(NUM_LAYERS, 2), LayerRange(0, NUM_LAYERS)
     before = []
-    for leader in "ab":
-        names = [f"{leader}{i}".encode() for i in range(40)]
+    for owner in "ab":
+        names = [f"{owner}{i}".encode() for i in range(40)]
         memory: Any = Memory(dict(enumerate(names)), whole)
         kept = KeptKv(tuple(names), np.arange(40, dtype=np.int32))
-        before.append(Estate(whole, memory, WorkerId(leader), kept, block_bytes=BLOCK_BYTES))
+        before.append(estate(KvOffer(whole, NO_LIMIT, 110, kept=kept), memory))
     stages: list[Any] = [
         SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=110)) for layers in halves
     ]
-    exchange = Exchange(before, stages, rate * BLOCK_BYTES * NUM_LAYERS)
+    table = table_to_form([each.offer for each in before], NUM_LAYERS)
+    exchange = Exchange(table, before, stages, rate * BLOCK_BYTES * NUM_LAYERS)
     assert exchange.num_blocks == 80, "as many as wait for KV; there is memory for 70"
     left = [40, 40]
     for step in exchange.steps:
@@ -294,16 +302,17 @@ async def _all_of(exchange: Exchange, limit_s: float, cut_s: float) -> int:
 
 def test_what_comes_too_late_or_over_a_cut_link_does_not_come() -> None:
     rng = np.random.default_rng(3)
-    before = estates(rng)
+    before = estates(rng, 99)
     stages: list[Any] = [
         SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=99))
         for layers in even_split(NUM_LAYERS, len(before))
     ]
-    exchange = Exchange(before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS)
-    half_s = exchange.took_s / 2
-    assert run(_all_of(exchange, 1e9, 1e9)) == len(exchange.coming)
-    assert 0 < run(_all_of(exchange, half_s, 1e9)) < len(exchange.coming)
-    assert 0 < run(_all_of(exchange, 1e9, half_s)) < len(exchange.coming)
+    table = table_to_form([each.offer for each in before], NUM_LAYERS)
+    exchange = Exchange(table, before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS)
+    half_s, num_coming = exchange.took_s / 2, len(table.kept_at(0))
+    assert run(_all_of(exchange, 1e9, 1e9)) == num_coming
+    assert 0 < run(_all_of(exchange, half_s, 1e9)) < num_coming
+    assert 0 < run(_all_of(exchange, 1e9, half_s)) < num_coming
 
 
 @pytest.mark.parametrize("cut_ratio", [0.1, 0.5, 0.9])
@@ -311,17 +320,17 @@ def test_a_cut_ends_the_group_only_while_a_live_lot_is_on_its_way(cut_ratio: flo
     """The first lot is short and live, the second long and coordinated."""
     whole, halves = LayerRange(0, NUM_LAYERS), even_split(NUM_LAYERS, 2)
     before = []
-    for leader, size in (("a", 10), ("b", 40)):
-        names = [f"{leader}{i}".encode() for i in range(size)]
+    for owner, size in (("a", 10), ("b", 40)):
+        names = [f"{owner}{i}".encode() for i in range(size)]
         memory: Any = Memory(dict(enumerate(names)), whole)
         kept = KeptKv(tuple(names), np.arange(size, dtype=np.int32))
-        before.append(Estate(whole, memory, WorkerId(leader), kept, block_bytes=BLOCK_BYTES))
+        before.append(estate(KvOffer(whole, NO_LIMIT, 99, kept=kept), memory))
     stages: list[Any] = [
         SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=99), remote_wire_s=0.0)
         for layers in halves
     ]
-    exchange = Exchange(before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS, are_live=lambda _: [True, False])
-    assert [(span.first, span.end) for span in exchange.spans] == [(0, 10)]
+    table = table_to_form([each.offer for each in before], NUM_LAYERS, lambda _: [True, False])
+    exchange = Exchange(table, before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS)
     ten = list(range(10))
     assert all(stage.kv.elsewhere == [(before[0].kv, ten, ten)] for stage in stages), "of the live lot alone"
     live_s = max(step.at_s for step in exchange.steps if step.piece.lot.is_live)
@@ -351,8 +360,8 @@ def test_when_a_group_dissolves_each_gets_all_layers_of_its_share(seed: int) -> 
     for index, layers in enumerate(ranges):
         held: Any = Memory(dict(enumerate(names)), layers)
         whole: Any = Memory()
-        whole.num_blocks = rooms[index]
-        members.append(Share(layers, held, whole, tuple(shares) if index == 0 else (), block_bytes=BLOCK_BYTES))
+        parting = Parting(tuple(shares) if index == 0 else ())
+        members.append(Share(KvOffer(layers, NO_LIMIT, rooms[index]), held, whole, BLOCK_BYTES, parting))
     kept, _ = hand_out(members)
     for member, share, room, got in zip(members, shares, rooms, kept, strict=True):
         assert got.names == share.names[:room]

@@ -22,7 +22,7 @@ from services.worker.contract.executor import BatchFailedError
 from services.worker.contract.kept_kv import NOTHING_KEPT
 from services.worker.engine.stats import take_stats
 from services.worker.executor.recent_steps import RecentSteps
-from services.worker.kv_moves import exchange_modes, kv_exchanges, kv_wire, remote_attention
+from services.worker.kv_moves import exchange_modes, kv_wire, remote_attention
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, by_price
 from services.worker.kv_moves.kv_table import AreLive, KvLot, KvTable, MovingKv
 from services.worker.kv_moves.remote_attention import KeptKeys, RemoteAttention, RemoteShape
@@ -130,7 +130,7 @@ async def test_one_worker_is_asked_while_the_readers_of_another_wait(
     def one_live(*_: object, **__: object) -> AreLive:
         return lambda lots: [index == live for index in range(len(lots))]
 
-    monkeypatch.setattr(kv_exchanges, "modes_of", one_live)
+    monkeypatch.setattr(exchange_modes, "modes_of", one_live)
     async with long_devices(2, kv_exchange=KvExchange.BY_PRICE) as devices:
         found, texts = await exchange_by_price(devices)
     assert found == 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.engine.engine import Engine
+from services.worker.kv_moves.kv_table import KvTable, mode_of
 from services.worker.roles.moves import MoveFacts, MoveMeter, Moves
 from shared.messages.report import MoveKind
 from shared.process.log import get_logger
@@ -54,6 +55,25 @@ class Arrivals:
     """Stages whose workers have it."""
     mode: str = ""
     """How it moves, in one word (`kv_table.mode_of`)."""
+
+    @classmethod
+    def of(
+        cls, table: KvTable, num_bytes: int, news: AsyncIterator[Arrived], num_blocks: int, num_blocks_then: int
+    ) -> Arrivals | None:
+        """Return what a table lets come to a group; None: nothing does. All but the table as the fields say."""
+        coming = table.kept_at(0)
+        if not coming:
+            return None
+        return cls(
+            coming,
+            num_blocks,
+            news,
+            num_blocks_then,
+            tuple(lot.span for lot in table.lots if lot.is_live),
+            num_bytes,
+            sources=tuple(sorted({source for lot in table.lots for source in lot.sources})),
+            mode=mode_of([lot.is_live for lot in table.lots]),
+        )
 
 
 class ArrivingKv:

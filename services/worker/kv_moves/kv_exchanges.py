@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from services.worker.attention.remote import STATE_EXTRA
 from services.worker.contract.kept_kv import KeptKv
-from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.cost.estimate import CostEstimate
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.kv_moves.exchange_mode import Pace, again_s
-from services.worker.kv_moves.exchange_modes import ExchangeFacts, modes_of
-from services.worker.kv_moves.kv_table import MAX_EXCHANGED, AreLive, KvOffer, KvTable, table_to_form
+from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, usable
+from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvOffer, KvTable
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange, RemoteParts
 from services.worker.kv_moves.remote_attention import RemoteShape
@@ -65,8 +63,7 @@ class KvExchanges:
         self._link_bytes_per_s = link_bytes_per_s
         self._cost = cost
         self._hands_over = hands_over
-        can_attend = SPLIT_KEYS % self._block_size == 0
-        self._mode = mode if can_attend else KvExchange.COORDINATED
+        self._mode = usable(mode, self._block_size)
 
     @property
     def may_attend(self) -> bool:
@@ -146,8 +143,8 @@ class KvExchanges:
 
     def decide(self, place: GroupPlace, pages: HandOver, offers: Sequence[KvOffer]) -> KvTable:
         """Return what moves when a group forms, of which this stage is the leader. Blocks."""
-        num_layers = self._model.info.num_layers
-        return pages.decide(offers, lambda: table_to_form(offers, num_layers, self._modes(place, offers)))
+        wanted = [stage.layers for stage in place.stages]
+        return pages.decide(offers, lambda: form_table(self._mode, offers, wanted, self._costs))
 
     @property
     def _held(self) -> LayerRange:
@@ -161,22 +158,16 @@ class KvExchanges:
         """Return of how many blocks so many layers may be kept aside."""
         return self._memory_bytes // (2 * self._model.facts.block_bytes * num_layers)
 
-    def _modes(self, place: GroupPlace, offers: Sequence[KvOffer]) -> AreLive:
-        """Return what chooses whose KV is attended where it lies."""
+    @property
+    def _costs(self) -> ExchangeCosts:
         spec = self._model.spec
         query_bytes = spec.num_heads * spec.head_dim * self._model.cache.keys[0].dtype.itemsize
         state_bytes = spec.num_heads * (spec.head_dim + STATE_EXTRA) * 4
-        facts = ExchangeFacts(
-            held=tuple(offer.layers for offer in offers),
-            wanted=tuple(stage.layers for stage in place.stages),
-            link_bytes_per_s=tuple(offer.link_bytes_per_s for offer in offers),
-            latency_s=MESSAGE_S,
-            pace=Pace(
-                max(offer.step_s for offer in offers),
-                self.limit_s,
-                again_s(self._cost.now, self._block_size, len(offers)),
-            ),
+        return ExchangeCosts(
+            block_size=self._block_size,
             block_bytes=2 * self._model.facts.block_bytes,
             token_bytes=query_bytes + state_bytes,
+            latency_s=MESSAGE_S,
+            limit_s=self.limit_s,
+            cost=self._cost.now,
         )
-        return modes_of(self._mode, facts, can_attend=self.may_attend)

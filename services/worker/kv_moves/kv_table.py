@@ -28,6 +28,7 @@ import numpy as np
 from services.worker.blocks.remote_kv import RemoteSpan
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
+from services.worker.kv_moves.link_layers import LinkLayers, link_layers
 from services.worker.kv_moves.placed_kv import PlacedKv
 from shared.layers import LayerRange, check_tiling
 
@@ -93,6 +94,10 @@ class KvLot:
         """Ids at the targets."""
         return RemoteSpan(self.first, self.first + len(self.ids))
 
+    def part(self, first: int, end: int) -> KeptKv:
+        """Return blocks [first, end) of it as the targets number them."""
+        return KeptKv(self.names[first:end], self.target_ids[first:end])
+
 
 @dataclass(frozen=True, slots=True)
 class KvTable:
@@ -111,10 +116,18 @@ class KvTable:
         """Of the whole model."""
         return max((layers.end for layers in self.held), default=0)
 
-    def part(self, lot: int, first: int, end: int) -> KeptKv:
-        """Return blocks [first, end) of a lot as its targets number them."""
-        found = self.lots[lot]
-        return KeptKv(found.names[first:end], found.target_ids[first:end])
+    def link_layers(self, lot: KvLot, wanted: Sequence[LayerRange]) -> LinkLayers:
+        """Return over whose links how many layers of a lot's block go; `wanted` as in `link_layers`."""
+        return link_layers(self.held, wanted, lot.sources, lot.targets)
+
+    def wire_bytes(self, wanted: Sequence[LayerRange], block_bytes: int) -> int:
+        """Return the bytes that go from one stage to another.
+
+        Args:
+            wanted: by stage: layers after the change.
+            block_bytes: of a block's keys and values in one layer.
+        """
+        return sum(len(lot.ids) * self.link_layers(lot, wanted).total for lot in self.lots) * block_bytes
 
     def kept_at(self, stage: int) -> KeptKv:
         """Return what a stage's blocks hold once all has arrived."""
@@ -144,21 +157,6 @@ class MovingKv:
 
 AreLive = Callable[[Sequence[MovingKv]], Sequence[bool]]
 """Says of all that moves, lot by lot, whether its sources attend it for the others until it has arrived."""
-
-
-def moving_layers(
-    held: Sequence[LayerRange], wanted: Sequence[LayerRange], sources: Sequence[int], targets: Sequence[int]
-) -> int:
-    """Return in how many layers a block goes from one stage to another, those to several targets counted for each.
-
-    Args:
-        held: by stage: layers before the change.
-        wanted: by stage: layers after it.
-        sources: stages that have the block, each for its layers.
-        targets: stages that get it.
-    """
-    parts = (held[source].overlap(wanted[target]) for source in sources for target in targets if source != target)
-    return sum(len(part) for part in parts if part is not None)
 
 
 def mode_of(are_live: Sequence[bool]) -> str:
@@ -229,13 +227,7 @@ def table_to_copy(offers: Sequence[KvOffer], shares: Sequence[PlacedKv]) -> KvTa
     )
 
 
-def table_to_part(
-    offers: Sequence[KvOffer],
-    shares: Sequence[KeptKv],
-    there: Sequence[PlacedKv] = (),
-    *,
-    most_named: int = MAX_EXCHANGED,
-) -> KvTable:
+def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv], there: Sequence[PlacedKv] = ()) -> KvTable:
     """Return what moves when the stages of a group become whole instances.
 
     Where buffers do not hold all shares, the longest are cut first.
@@ -244,7 +236,6 @@ def table_to_part(
         offers: by stage; what they keep is not looked at.
         shares: by stage, of the group's blocks; none at all: nothing moves.
         there: by stage, what has been copied before, by `table_to_copy`; none at all: nothing.
-        most_named: most blocks of the table.
 
     Raises:
         ValueError: there are more or fewer shares than stages.
@@ -257,11 +248,11 @@ def table_to_part(
     rest = list(shares)
     free = [np.arange(offer.num_blocks, dtype=np.int32) for offer in offers]
     if there and all(offer.ahead_blocks for offer in offers):
-        found = _found(shares, there, most_named)
+        found = _found(shares, there)
         rest = [_without(share, here) for share, here in zip(shares, found, strict=True)]
         free = [np.setdiff1d(ids, here.places) for ids, here in zip(free, found, strict=True)]
     wanted = [min(len(share), len(ids)) for share, ids in zip(rest, free, strict=True)]
-    room = min(most_named - sum(map(len, found)), *(offer.room for offer in offers))
+    room = min(MAX_EXCHANGED - sum(map(len, found)), *(offer.room for offer in offers))
     sizes = _level(wanted, max(room, 0))
     sources = tuple(range(len(offers)))
     lots = tuple(
@@ -281,9 +272,9 @@ def _others(stage: int, num_stages: int) -> tuple[int, ...]:
     return tuple(i for i in range(num_stages) if i != stage)
 
 
-def _found(shares: Sequence[KeptKv], there: Sequence[PlacedKv], most: int) -> tuple[PlacedKv, ...]:
-    """Return what of each share has been copied before, and lies in the group where it did; `most` blocks at most."""
-    found = []
+def _found(shares: Sequence[KeptKv], there: Sequence[PlacedKv]) -> tuple[PlacedKv, ...]:
+    """Return what of each share has been copied before, and lies in the group where it did."""
+    found, most = [], MAX_EXCHANGED
     for share, copied in zip(shares, there, strict=True):
         wanted = dict(zip(share.names, share.ids.tolist(), strict=True))
         chosen = [i for i, name in enumerate(copied.names) if wanted.get(name) == int(copied.ids[i])][:most]

@@ -36,12 +36,12 @@ from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrivals, Arrived
 from services.worker.kv_moves.kv_messages import pack_offer, pack_table, unpack_offer, unpack_table
 from services.worker.kv_moves.kv_progress import Complete
-from services.worker.kv_moves.kv_table import KvLot, KvOffer, KvTable, check_table, mode_of, moving_layers
+from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table
 from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
 from services.worker.kv_moves.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
 from services.worker.kv_moves.remote_wire import RemoteSocket
-from services.worker.memory.block_copies import BlockCopies, copy_blocks, move_blocks, settle
+from services.worker.memory.block_copies import NUM_SIDES, BlockCopies, copy_blocks, move_blocks, settle
 from services.worker.memory.kv_cache import KVCache
 from services.worker.pages.exchange import PagesKeptError
 from services.worker.peers.threads import in_thread
@@ -143,7 +143,7 @@ class LiveExchange:
         """That went between all stages, once all has; 0 before, or if it did not."""
         if self._table is None or not self._has_moved:
             return 0
-        return sum(len(lot.ids) * self._wire_bytes(lot) for lot in self._table.lots)
+        return self._table.wire_bytes(self._wanted, NUM_SIDES * self._block_bytes)
 
     @property
     def is_live(self) -> bool:
@@ -261,21 +261,8 @@ class LiveExchange:
         """
         if self._table is None or self.by_pages or (self._is_over and self.failure is not None):
             return None
-        coming = self._table.kept_at(0)
-        if not coming:
-            return None
-        spans = tuple(lot.span for lot in self._table.lots if lot.is_live)
-        table = self._table
-        return Arrivals(
-            coming,
-            num_blocks,
-            self._news(num_blocks),
-            num_blocks,
-            spans,
-            num_bytes=sum(len(lot.ids) * self._wire_bytes(lot) for lot in table.lots),
-            sources=tuple(sorted({source for lot in table.lots for source in lot.sources})),
-            mode=mode_of([lot.is_live for lot in table.lots]),
-        )
+        num_bytes = self._table.wire_bytes(self._wanted, NUM_SIDES * self._block_bytes)
+        return Arrivals.of(self._table, num_bytes, self._news(num_blocks), num_blocks, num_blocks)
 
     def end_writes(self) -> None:
         """Let nothing be written here any more: the leader has given blocks that lack KV to others.
@@ -374,12 +361,6 @@ class LiveExchange:
         while (found := await self._arrived.get()) is not None:
             yield Arrived(found[0], num_blocks, found[1])
 
-    def _wire_bytes(self, lot: KvLot) -> int:
-        """Return the bytes of a lot's block that go from one stage to another."""
-        assert self._table is not None, "nothing was agreed upon"
-        num_layers = moving_layers(self._table.held, self._wanted, lot.sources, lot.targets)
-        return num_layers * 2 * self._block_bytes
-
     def _tell_loop(self) -> Callable[[KvProgress], None]:
         """Return what takes the leader's own progress, and note that of the others from now on."""
         assert self._table is not None or self.failure is not None, "nothing was agreed upon"
@@ -393,8 +374,10 @@ class LiveExchange:
         assert complete is not None, "this stage does not lead"
         found = complete.note(stage, progress)
         if found is not None:
-            lot, first, end = found
-            news = table.part(*found), (end - first) * self._wire_bytes(table.lots[lot])
+            index, first, end = found
+            lot = table.lots[index]
+            num_layers = table.link_layers(lot, self._wanted).total
+            news = lot.part(first, end), (end - first) * num_layers * NUM_SIDES * self._block_bytes
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear of it
                 self._loop.call_soon_threadsafe(self._arrived.put_nowait, news)
 
