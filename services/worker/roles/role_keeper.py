@@ -166,9 +166,11 @@ class RoleKeeper:
         self._enter(group if self.state.ended is None else Broken(group, self.state.ended))
 
     def hold_beside(self, num_blocks: int, plan_id: int) -> None:
-        """Be the same stage, with other parameters beside and so many KV blocks."""
-        assert isinstance(self.state, InGroup), "its group stands"
-        self._enter(replace(self.state, num_blocks=num_blocks, plan_id=plan_id))
+        """Be the same stage, with other parameters beside and so many KV blocks; the group may be over meanwhile."""
+        group = group_of(self.state)
+        assert group is not None, "it is in a group"
+        now = replace(group, num_blocks=num_blocks, plan_id=plan_id)
+        self._enter(replace(self.state, was=now) if isinstance(self.state, Broken) else now)
 
     async def go_on_alone(self, plan_id: int, parting: Parting | None) -> Led:
         """Be a whole instance after `leave`; see `GroupDevice.alone`."""
