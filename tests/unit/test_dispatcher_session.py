@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -112,7 +111,7 @@ def has_progressed(session: Session) -> bool:
 def test_the_first_sign_of_work_counts_once_and_for_the_attempt() -> None:
     session = new_session()
     assert not has_started(session)
-    assert not session.is_suspect
+    assert not session.questions.is_suspect
     session.begin(WorkerId("a"), 1, 100.5)
     assert not has_started(session)
     session.start(101.0)
@@ -141,14 +140,16 @@ def test_an_attempt_has_progressed_when_it_gave_a_token_itself() -> None:
 def test_a_new_attempt_begins_without_the_faults_of_the_one_before() -> None:
     session = new_session()
     session.begin(WorkerId("a"), 1, 101.0)
-    session.num_lost_replies, session.is_suspect = 3, True
-    session.history.incarnation = Incarnation(7)
+    session.accept(WorkerId("a"), 101.0, Incarnation(7))
+    session.questions.accept(2.0, is_behind=True)
+    assert [session.questions.miss() for _ in range(3)] == [1, 2, 3]
+    assert (session.history.worker_id, session.history.incarnation) == ("a", 7)
     session.receive(2, [12], NONE, 101.0)
     session.begin(WorkerId("b"), 2, 103.0)
     assert (session.worker_id, session.attempt) == ("b", 2)
-    assert (session.num_lost_replies, session.is_suspect, session.held) == (0, False, {})
+    assert (session.questions.num_lost_replies, session.questions.is_suspect, session.held) == (0, False, {})
     assert session.history.incarnation == NOBODY
-    assert (session.progress_s, session.asked_s) == (103.0, 103.0)
+    assert (session.progress_s, session.questions.asked_s) == (103.0, 103.0)
 
 
 def test_whoever_waits_for_progress_hears_of_tokens_of_the_end_and_of_giving_up() -> None:
@@ -160,9 +161,9 @@ def test_whoever_waits_for_progress_hears_of_tokens_of_the_end_and_of_giving_up(
     ):
         session = new_session()
         session.begin(WorkerId("a"), 1, 100.5)
-        session.history.on_progress = asyncio.Event()
+        progress = session.history.watch()
         happen(session)
-        assert session.history.on_progress.is_set()
+        assert progress.is_set()
 
 
 def test_a_fenced_session_belongs_to_no_worker_and_no_attempt() -> None:
@@ -266,9 +267,9 @@ def test_a_reader_that_fails_in_the_middle_ends_its_own_session_and_no_other() -
 def test_whoever_waits_for_progress_learns_of_the_next_token() -> None:
     wire = Wire(1)
     wire.send([(0, 0, [5], NONE)], 101.0)
-    wire.sessions[0].history.on_progress = asyncio.Event()
+    progress = wire.sessions[0].history.watch()
     wire.send([(0, 1, [6], NONE)], 102.0)
-    assert wire.sessions[0].history.on_progress.is_set()
+    assert progress.is_set()
 
 
 def test_qoe_is_that_of_the_times_at_which_tokens_came() -> None:

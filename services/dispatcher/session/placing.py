@@ -15,9 +15,9 @@ from services.dispatcher.session.calls import Silence, SubmitAnswer, SubmitOutco
 from services.dispatcher.session.leases import Leases
 from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
-from services.dispatcher.session.session import MAX_BLAMES, Session
+from services.dispatcher.session.session import Session
 from services.dispatcher.state import ClusterState
-from shared.ids import RequestId, WorkerId
+from shared.ids import NOBODY, RequestId, WorkerId
 from shared.messages.lease import Renew
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
@@ -98,7 +98,7 @@ class Placing:
         owner = await self._owners.find(session.request.request_id, max(left_s, 0.0))
         if owner is None:
             return False
-        session.history.num_attempts = max(session.history.num_attempts, owner.attempt)
+        session.history.learn_number(owner.attempt)
         if owner.worker_id in self._leases.lost_workers:
             return False
         refused.add(owner.worker_id)
@@ -127,22 +127,17 @@ class Placing:
 
     async def move(self, session: Session) -> bool:
         """Offer a running session to another worker; return whether that one has it. If not, it runs on where it is."""
-        worker_id, attempt, counted = session.worker_id, session.attempt, session.counted
-        incarnation = session.history.incarnation
-        assert worker_id is not None, "a running session has a worker"
-        assert counted is not None, "it was counted there"
-        refused = {worker_id} | self._leases.lost_workers
+        before = session.present
+        refused = {before.worker_id} | self._leases.lost_workers
         placed = self._choose(self._cluster.loads(), session.request.num_tokens, refused)
         if placed is None:
             return False
         accepted = await self._attempt(session, placed.worker_id, None) is SubmitOutcome.ACCEPTED
         if accepted:
-            self._cluster.ended(counted, len(session.tokens), self._now())
-            self.cancel(worker_id, session.request.request_id, attempt)
+            self._cluster.ended(before.counted, len(session.tokens), self._now())
+            self.cancel(before.worker_id, session.request.request_id, before.number)
         else:
-            session.begin(worker_id, attempt, self._now())
-            session.counted, session.history.incarnation = counted, incarnation
-            session.is_suspect = True  # what came meanwhile was ignored
+            session.stay(before, self._now())
         if session.ended.is_set():
             self.withdraw(session)
         return accepted
@@ -235,8 +230,7 @@ class Placing:
         question = Renew(dispatcher_id=self._leases.dispatcher_id, incarnation=self._leases.incarnation)
         if await self._calls.renew(worker_id, question) is not Silence.NOBODY:
             return False
-        session.history.num_blames += 1
-        if session.history.num_blames < MAX_BLAMES:
+        if not session.history.blame():
             return False
         self.convict(session)
         return True
@@ -248,16 +242,15 @@ class Placing:
 
     async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
         submit = session.next_submit(self._leases.dispatcher_id, self._leases.incarnation, self._now(), fork_of)
-        session.begin(worker_id, submit.attempt, self._now())
-        session.is_placing = True
         num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
-        session.counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
+        counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
+        session.offer(worker_id, submit.attempt, counted, self._now())
         try:
             answer = await self._calls.submit(worker_id, submit)
         finally:
-            session.is_placing = False
+            session.answer()
         history = session.history
-        history.num_attempts = max(history.num_attempts, answer.newest_attempt)
+        history.learn_number(answer.newest_attempt)
         may_run = answer.outcome in {SubmitOutcome.ACCEPTED, SubmitOutcome.UNKNOWN}
         if session.attempt != submit.attempt:  # it was given up meanwhile
             if may_run:
@@ -277,12 +270,12 @@ class Placing:
         return answer.outcome
 
     def _accept(self, session: Session, worker_id: WorkerId, answer: SubmitAnswer) -> None:
+        incarnation = NOBODY
         if answer.outcome is SubmitOutcome.ACCEPTED:
-            self._leases.heard(worker_id, answer.incarnation)
-            session.history.incarnation = answer.incarnation
-        session.accept(worker_id, self._now())
-        session.silence_s = self._limits.silence_s
-        session.is_suspect = answer.num_output > len(session.tokens)
+            incarnation = answer.incarnation
+            self._leases.heard(worker_id, incarnation)
+        session.accept(worker_id, self._now(), incarnation)
+        session.questions.accept(self._limits.silence_s, is_behind=answer.num_output > len(session.tokens))
         if session.request.resumable:
             owner = Owner(worker_id=worker_id, attempt=session.attempt)
             self._tasks.start(self._owners.note(session.request.request_id, owner), name="note-owner")

@@ -13,7 +13,7 @@ from typing import Final
 from services.dispatcher.session.leases import Leases, Loss
 from services.dispatcher.session.placing import Placing
 from services.dispatcher.session.request import FailureCode, RequestFailedError
-from services.dispatcher.session.session import MAX_BLAMES, Session
+from services.dispatcher.session.session import Session
 from shared.ids import WorkerId
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -60,7 +60,7 @@ class Recovery:
         _log.info("request_lost_worker", rid=request_id, worker=worker_id, how=loss.value, tokens=len(session.tokens))
         self._leases.drop(worker_id, request_id, session.attempt)
         self._placing.left(session)
-        is_guilty = loss.may_be_fatal and self._blame(session)
+        is_guilty = loss.may_be_fatal and session.history.lose_worker(has_progressed=session.has_progressed)
         session.fence()
         if is_guilty:
             self._placing.convict(session)
@@ -74,17 +74,6 @@ class Recovery:
         if session.is_running and session not in self._moving:
             self._moving.add(session)
             self._tasks.start(self._move(session), name=f"move-{session.request.request_id}")
-
-    def _blame(self, session: Session) -> bool:
-        """Note that a worker died with this session; return whether it is the cause."""
-        history = session.history
-        if session.has_progressed:
-            history.num_blames, history.on_probation = 0, False
-            return False
-        if history.has_started or history.on_probation:
-            history.num_blames += 1
-        history.on_probation = True
-        return history.num_blames >= MAX_BLAMES
 
     async def _recover(self, session: Session, away_from: WorkerId | None, toward: WorkerId | None) -> None:
         try:
@@ -102,17 +91,8 @@ class Recovery:
 
     async def _place_and_watch(self, session: Session, away_from: WorkerId | None) -> None:
         """Place a session and wait until it has a token, has ended, or has lost its worker again."""
-        history = session.history
         await self._placing.place_again(session, away_from)
-        attempt = session.attempt
-        history.on_progress = asyncio.Event()
-        try:
-            while attempt and session.attempt == attempt and not session.has_progressed and not session.ended.is_set():
-                history.on_progress.clear()
-                await history.on_progress.wait()
-        finally:
-            history.on_progress = None
-            history.on_probation = history.on_probation and not session.has_progressed
+        await session.until_progress()
 
     async def _move(self, session: Session) -> None:
         try:
@@ -125,5 +105,5 @@ class Recovery:
 
     def _on_recovered(self, session: Session) -> None:
         self.num_recovered += 1
-        session.history.num_recoveries += 1
+        session.history.recover()
         _log.info("request_goes_on", rid=session.request.request_id, worker=session.worker_id, attempt=session.attempt)

@@ -53,12 +53,11 @@ class Replays:
 
     def ask(self, session: Session) -> bool:
         """Ask the worker for everything after the last token that is here; return whether it could be asked."""
-        if session.replaying or session.worker_id is None or self._num_open >= MAX_REPLAYS:
+        if session.questions.is_open or session.worker_id is None or self._num_open >= MAX_REPLAYS:
             return False
         if not self._calls.connected:
             return False  # a broken broker says nothing about the worker
-        session.replaying = True
-        session.asked_s = self._now()
+        session.questions.open(self._now())
         self._num_open += 1
         self.num_asked += 1
         self._tasks.start(self._replay(session, session.worker_id), name=f"replay-{session.request.request_id}")
@@ -70,7 +69,7 @@ class Replays:
         try:
             answer = await self._calls.replay(worker_id, question)
         finally:
-            session.replaying = False
+            session.questions.close()
             self._num_open -= 1
         if session.attempt != attempt or not session.is_running:
             return
@@ -81,7 +80,7 @@ class Replays:
 
     def _take(self, session: Session, batch: TokenBatch) -> None:
         now_s, start = self._now(), 0
-        session.num_lost_replies = 0
+        session.questions.answer()
         tokens = batch.tokens.tolist()
         columns = (batch.first_index.tolist(), batch.count.tolist(), batch.finish.tolist(), extras_of(batch))
         for first_index, count, finish, extra in zip(*columns, strict=True):
@@ -93,11 +92,11 @@ class Replays:
     def _on_nothing(self, session: Session, answer: ReplayUnknown | Silence, first_index: int) -> None:
         if len(session.tokens) > first_index or not self._calls.connected:
             return  # the tokens came by themselves, or nobody could be asked
-        session.num_lost_replies += 1
+        num_lost = session.questions.miss()
         if isinstance(answer, ReplayUnknown):
             is_same = answer.incarnation == session.history.incarnation
             self._on_lost(session, Loss.UNKNOWN if is_same else Loss.RESTARTED)
-        elif session.num_lost_replies >= MAX_LOST_REPLIES:
+        elif num_lost >= MAX_LOST_REPLIES:
             self._on_lost(session, Loss.SILENT)
         else:
-            session.silence_s = self._silence_s
+            session.questions.hurry(self._silence_s)

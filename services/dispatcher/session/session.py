@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.history import History
+from services.dispatcher.session.history import Attempt, History
+from services.dispatcher.session.questions import Questions
 from services.dispatcher.session.request import FailureCode, NewRequest, Reader
 from services.dispatcher.state import Counted
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
@@ -24,19 +25,16 @@ from shared.types import FinishReason
 
 MAX_HELD_PARTS = 1024
 """Parts that arrived early and wait for the ones before them; more are dropped and asked for again."""
-MAX_BLAMES = 2
-"""Workers that one request may take with it."""
 Part = tuple[list[int], FinishReason, Sequence[TokenLogprob]]
 """Some of the output: token ids, how it ends, and log-probabilities: one per token, or none."""
 
 
 class Session:
-    """Owned by `Sessions`; only its methods change it."""
+    """Owned by `Sessions`; only its methods, and those of its parts, change it."""
 
     __slots__ = (
         "_gaps",
         "admitted_s",
-        "asked_s",
         "attempt",
         "cached_tokens",
         "counted",
@@ -47,15 +45,12 @@ class Session:
         "history",
         "is_over",
         "is_placing",
-        "is_suspect",
         "logprobs",
         "num_delivered",
-        "num_lost_replies",
         "progress_s",
+        "questions",
         "reader",
-        "replaying",
         "request",
-        "silence_s",
         "started_s",
         "stream",
         "token_s",
@@ -101,14 +96,7 @@ class Session:
         self.admitted_s: float | None = None
         self.progress_s = request.arrival_s
         """When its last token came, or the attempt began."""
-        self.asked_s = request.arrival_s
-        """When its worker was last asked about it."""
-        self.silence_s = 0.0
-        """Seconds of silence before the next question; doubles with each."""
-        self.is_suspect = False
-        """A message of its worker was lost; one of its tokens may have been in it."""
-        self.num_lost_replies = 0
-        self.replaying = False
+        self.questions = Questions(asked_s=request.arrival_s)
         if request.sampling.logprobs is not None:
             self.logprobs = [None] * len(self.tokens)
         self._gaps = gaps
@@ -147,12 +135,11 @@ class Session:
             now_s: the event loop's clock.
             fork_of: see `Submit.fork_of`.
         """
-        self.history.num_attempts += 1
         age_s = max(0.0, now_s - self.request.arrival_s)
         return Submit(
             request_id=self.request.request_id,
             stream=self.stream,
-            attempt=self.history.num_attempts,
+            attempt=self.history.next_number(),
             dispatcher_id=dispatcher_id,
             incarnation=incarnation,
             prompt=self.request.prompt,
@@ -170,36 +157,67 @@ class Session:
         """From now on only this attempt at this worker counts."""
         self.worker_id, self.attempt = worker_id, attempt
         self.held.clear()
-        self.history.num_at_start = len(self.tokens)
-        self.history.has_started = self.history.is_released = False
-        self.history.incarnation = NOBODY
-        self.num_lost_replies = 0
-        self.is_suspect = False
-        self.progress_s = self.asked_s = now_s
+        self.history.begin(len(self.tokens))
+        self.questions.begin(now_s)
+        self.progress_s = now_s
+
+    def offer(self, worker_id: WorkerId, attempt: int, counted: Counted, now_s: float) -> None:
+        """A worker is asked whether it takes this attempt, which begins; `answer` when it has answered, or will not."""
+        self.begin(worker_id, attempt, now_s)
+        self.counted = counted
+        self.is_placing = True
+
+    def answer(self) -> None:
+        """The worker that was asked has answered, or will not."""
+        self.is_placing = False
+
+    @property
+    def present(self) -> Attempt:
+        """The attempt that a worker runs."""
+        assert self.worker_id is not None, "a running session has a worker"
+        assert self.counted is not None, "it was counted there"
+        return Attempt(self.worker_id, self.attempt, self.counted, self.history.incarnation)
+
+    def stay(self, attempt: Attempt, now_s: float) -> None:
+        """Go on with an attempt that another worker was to take over; what it sent meanwhile was ignored."""
+        self.begin(attempt.worker_id, attempt.number, now_s)
+        self.counted = attempt.counted
+        self.history.accept(attempt.worker_id, attempt.incarnation)
+        self.questions.suspect()
 
     def fence(self) -> None:
         """From now on nothing that any worker sends counts: the attempt is given up."""
         self.worker_id = None
         self.attempt = 0
         self.held.clear()
-        if self.history.on_progress is not None:
-            self.history.on_progress.set()
+        self.history.progress()
 
     @property
     def has_progressed(self) -> bool:
         """Whether the present attempt has given a token."""
         return len(self.tokens) > self.history.num_at_start
 
-    def accept(self, worker_id: WorkerId, now_s: float) -> None:
-        """The worker runs it."""
-        self.worker_id = self.history.worker_id = worker_id
+    async def until_progress(self) -> None:
+        """Return once the present attempt has given a token, is given up, or the session has ended."""
+        attempt, progress = self.attempt, self.history.watch()
+        try:
+            while attempt and self.attempt == attempt and not self.has_progressed and not self.is_over:
+                progress.clear()
+                await progress.wait()
+        finally:
+            self.history.unwatch(has_progressed=self.has_progressed)
+
+    def accept(self, worker_id: WorkerId, now_s: float, incarnation: Incarnation = NOBODY) -> None:
+        """The worker runs it, in a process that it may not have named."""
+        self.worker_id = worker_id
+        self.history.accept(worker_id, incarnation)
         if self.admitted_s is None:
             self.admitted_s = now_s
         self.progress_s = now_s
 
     def start(self, now_s: float) -> None:
         """Its worker computes something for the present attempt; this may be heard before that it was accepted."""
-        self.history.has_started = True
+        self.history.start()
         if self.admitted_s is None:
             self.admitted_s = now_s
         if self.started_s is None:
@@ -286,6 +304,10 @@ class Session:
             self.finish = finish
             self._end()
 
+    def note_cached(self, num_tokens: int) -> None:
+        """Its worker had the KV of so many tokens of the prompt."""
+        self.cached_tokens = num_tokens
+
     def take_logprob(self, index: int) -> TokenLogprob | None:
         """Return what is known of a token's probability, and forget it: nobody asks twice, and it takes memory."""
         assert self.logprobs is not None, "the request did not ask for log-probabilities"
@@ -320,8 +342,7 @@ class Session:
         self.progress_s = now_s
         self.tokens += token_ids
         self.token_s.extend([now_s] * len(token_ids))
-        if self.history.on_progress is not None:
-            self.history.on_progress.set()
+        self.history.progress()
 
     def _deliver(self, token_ids: list[int], finish: FinishReason, now_s: float) -> None:
         assert self.reader is not None
@@ -340,8 +361,7 @@ class Session:
     def _end(self) -> None:
         self.is_over = True
         self.ended.set()
-        if self.history.on_progress is not None:
-            self.history.on_progress.set()
+        self.history.progress()
 
 
 def _how_much(part: Part) -> tuple[int, FinishReason, int]:

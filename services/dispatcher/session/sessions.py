@@ -212,7 +212,7 @@ class Sessions:
                 self._lose(worker_id, Loss.GONE)
         for worker_id in self.cluster.restarted:  # the new process knows which requests it has: ask it about each
             for session in self.table.on_worker(worker_id):
-                session.is_suspect = True
+                session.questions.suspect()
         for worker_id in self.cluster.draining:
             for session in self.table.on_worker(worker_id):
                 self.recovery.leave(session)
@@ -229,7 +229,7 @@ class Sessions:
         self.recovery.lost(session, Loss.UNKNOWN)
 
     def _on_released(self, session: Session, moved_to: str) -> None:
-        session.history.is_released = True  # if its submission has not been answered, who waits for that sees to it
+        session.history.release()  # if its submission has not been answered, who waits for that sees to it
         self.recovery.lost(session, Loss.RELEASED, WorkerId(moved_to) if moved_to else None)
 
     def _lose(self, worker_id: WorkerId, loss: Loss) -> None:
@@ -257,14 +257,18 @@ class Sessions:
         for session in self.table:
             if not session.is_running:
                 continue
-            if session.progress_s > session.asked_s:
-                session.silence_s = self._limits.silence_s
+            questions = session.questions
+            if session.progress_s > questions.asked_s:
+                questions.hurry(self._limits.silence_s)
             if now_s - session.request.arrival_s > session.request.limit_s:
                 session.fail(FailureCode.TIMED_OUT)
-            elif session.is_suspect:
-                session.is_suspect = not self._replays.ask(session)
-            elif now_s - max(session.progress_s, session.asked_s) >= session.silence_s and self._replays.ask(session):
-                session.silence_s = min(session.silence_s * 2, longest_s)
+            elif questions.is_suspect:
+                self._replays.ask(session)
+            elif now_s - max(session.progress_s, questions.asked_s) >= questions.silence_s and self._replays.ask(
+                session
+            ):
+                questions.slow_down(longest_s)
 
     def _on_gap(self, session: Session) -> None:
-        session.is_suspect = not self._replays.ask(session)
+        if not self._replays.ask(session):
+            session.questions.suspect()

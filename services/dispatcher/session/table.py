@@ -147,7 +147,7 @@ class SessionTable:
                 complete = session.receive(first_index, token_ids, finish, now_s)
             else:
                 if extra.cached_tokens is not None:
-                    session.cached_tokens = extra.cached_tokens
+                    session.note_cached(extra.cached_tokens)
                 complete = session.receive(first_index, token_ids, finish, now_s, extra.logprobs)
         except Exception:
             self._fail(session)
@@ -180,7 +180,7 @@ class SessionTable:
 
     def _suspect(self, worker_id: WorkerId) -> None:
         for session in self.on_worker(worker_id):
-            session.is_suspect = True
+            session.questions.suspect()
 
     def _check_channel(self, batch: TokenBatch) -> None:
         """A number that is missing may have been the last token of any request of that worker."""
