@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from cli.simulate.options import DEFAULT_SCENARIO
+from cli.simulate import DEFAULT_SCENARIO
 from shared.errors import StartupError
 from sim.scenarios.files import load_scenario
 from sim.scenarios.load import Load

@@ -10,10 +10,10 @@ from typing import Any, Final, TypeVar
 import click
 
 from cli.bench.options import POSITIVE_INT, Positive
+from cli.simulate import DEFAULT_SCENARIO
 from shared.systems import DEFAULT_SYSTEM
 
 F = TypeVar("F", bound=Callable[..., Any])
-DEFAULT_SCENARIO: Final = "burst-demo"
 
 _SIMULATE_EPILOG = """\b
 Examples:

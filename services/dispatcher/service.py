@@ -10,7 +10,7 @@ from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.policy.placement import PLACEMENTS
 from services.dispatcher.session.calls import WorkerCalls
 from services.dispatcher.session.owners import Owners
-from services.dispatcher.session.request import FailureCode
+from services.dispatcher.session.request import FailureCode, Sender
 from services.dispatcher.session.sessions import SessionLimits, Sessions
 from services.dispatcher.state import ClusterState
 from shared.cluster_views import ViewFeed
@@ -63,7 +63,7 @@ class DispatcherService:
         self._views = ViewFeed(bus, self._subjects, self._on_view, self._on_malformed)
         self._now = asyncio.get_running_loop().time
         self.sessions = Sessions(
-            dispatcher_id=self._dispatcher_id,
+            sender=Sender(self._dispatcher_id, incarnation),
             calls=WorkerCalls(bus, self._subjects, settings.submit_limit_s),
             owners=Owners(bus, self._subjects),
             cluster=ClusterState(settings.model_name(), settings.step_limit_s),
@@ -77,7 +77,6 @@ class DispatcherService:
             ),
             now=self._now,
             tasks=self._tasks,
-            incarnation=incarnation,
         )
 
     async def start(self) -> None:

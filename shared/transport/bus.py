@@ -17,12 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shared.hot import hot_dataclass
-
-if TYPE_CHECKING:  # it needs the errors below
-    from shared.transport.bus_rules import BusStats
+from shared.transport.bus_rules import BusStats
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """NATS's default limit for one message; both buses enforce it."""
@@ -70,6 +68,16 @@ class WrongRevisionError(BusError):
         super().__init__(f"key '{key}' is no longer at revision {expected}")
         self.key = key
         self.expected = expected
+
+
+def check_size(subject: str, data: bytes, max_bytes: int) -> None:
+    """Refuse a payload over the limit.
+
+    Raises:
+        MessageTooLargeError: it is.
+    """
+    if len(data) > max_bytes:
+        raise MessageTooLargeError(subject, len(data), max_bytes)
 
 
 @hot_dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What both buses check and count in the same way: subjects, keys, sizes, handlers. No transport here."""
+"""What both buses check and count in the same way: subjects, keys, handlers. No transport here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shared.process.log import get_logger
-from shared.transport.bus import MessageTooLargeError
 
 _TOKEN = re.compile(r"[^\s.*>]+\Z")
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
@@ -98,16 +97,6 @@ def check_bucket(bucket: str) -> str:
     if not _BUCKET.match(bucket):
         raise ValueError(f"'{bucket[:80]}' is not a bucket: use letters, digits, '_' and '-'")
     return bucket
-
-
-def check_size(subject: str, data: bytes, max_bytes: int) -> None:
-    """Refuse a payload over the limit.
-
-    Raises:
-        MessageTooLargeError: it is.
-    """
-    if len(data) > max_bytes:
-        raise MessageTooLargeError(subject, len(data), max_bytes)
 
 
 def has_wildcard(pattern: str) -> bool:

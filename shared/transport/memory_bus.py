@@ -25,8 +25,9 @@ from shared.transport.bus import (
     Message,
     ServiceInfo,
     Subscription,
+    check_size,
 )
-from shared.transport.bus_rules import BusStats, check_bucket, check_pattern, check_size, check_subject
+from shared.transport.bus_rules import BusStats, check_bucket, check_pattern, check_subject
 from shared.transport.memory_kv import MemoryBucket, MemoryKeyValue, MemoryWatch
 from shared.transport.memory_link import NOTICE_S, Link
 from shared.transport.memory_router import Delivery, DeliveryPolicy, Inbox, Packet, Router

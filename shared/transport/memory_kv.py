@@ -6,8 +6,8 @@ import asyncio
 from functools import partial
 from typing import Protocol
 
-from shared.transport.bus import KvEntry, Subscription, WatchHandler, WrongRevisionError
-from shared.transport.bus_rules import BusStats, check_key, check_pattern, check_size, has_wildcard, matches
+from shared.transport.bus import KvEntry, Subscription, WatchHandler, WrongRevisionError, check_size
+from shared.transport.bus_rules import BusStats, check_key, check_pattern, has_wildcard, matches
 from shared.transport.memory_link import Link
 from shared.transport.memory_router import Inbox, Router
 

@@ -30,8 +30,9 @@ from shared.transport.bus import (
     NoRespondersError,
     ServiceInfo,
     Subscription,
+    check_size,
 )
-from shared.transport.bus_rules import BusStats, check_bucket, check_pattern, check_size, check_subject, is_power_of_two
+from shared.transport.bus_rules import BusStats, check_bucket, check_pattern, check_subject, is_power_of_two
 from shared.transport.nats_client import NatsSubscription, cancellable, disconnect, drain, round_trip
 from shared.transport.nats_kv import BucketShape, NatsKeyValue
 from shared.transport.nats_service import (

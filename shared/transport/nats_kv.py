@@ -22,8 +22,9 @@ from shared.transport.bus import (
     Subscription,
     WatchHandler,
     WrongRevisionError,
+    check_size,
 )
-from shared.transport.bus_rules import BusStats, check_key, check_pattern, check_size, has_wildcard
+from shared.transport.bus_rules import BusStats, check_key, check_pattern, has_wildcard
 from shared.transport.nats_client import cancellable
 from shared.transport.nats_watch import NatsWatch
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.dispatcher.session import session as session_module
 from services.dispatcher.session.gaps import GapHistogram
-from services.dispatcher.session.request import FailureCode, NewRequest
+from services.dispatcher.session.request import FailureCode, NewRequest, Sender
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import SessionTable
 from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
@@ -21,6 +21,7 @@ from sluice_client.qoe import QoeTarget as ReaderTarget
 from sluice_client.qoe import final_qoe
 
 NONE, LENGTH = FinishReason.NONE, FinishReason.LENGTH
+SENDER = Sender(DispatcherId("d0"), Incarnation(3))
 
 
 def new_session(gaps: GapHistogram | None = None) -> Session:
@@ -38,10 +39,10 @@ def test_a_request_counts_its_prompt_and_all_that_it_may_say() -> None:
 def test_a_submission_says_how_old_the_request_is_how_long_it_has_left_and_what_it_has() -> None:
     session = new_session()
     session.receive(0, [5, 6], NONE, 101.0)
-    submit = session.next_submit(DispatcherId("d0"), Incarnation(3), 110.0)
+    submit = session.next_submit(SENDER, 110.0)
     assert (submit.attempt, submit.age_s, submit.remaining_s) == (1, 10.0, 50.0)
     assert submit.generated_ids().tolist() == [5, 6]
-    assert session.next_submit(DispatcherId("d0"), Incarnation(3), 170.0).remaining_s == 0.001
+    assert session.next_submit(SENDER, 170.0).remaining_s == 0.001
 
 
 def test_parts_are_taken_in_order_and_a_gap_is_told_as_long_as_there_is_one() -> None:

@@ -19,8 +19,9 @@ from enum import StrEnum
 from typing import Final
 
 from services.dispatcher.session.calls import Silence, WorkerCalls
+from services.dispatcher.session.request import Sender
 from services.dispatcher.session.table import SessionTable
-from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, WorkerId
+from shared.ids import NOBODY, Incarnation, RequestId, WorkerId
 from shared.messages.lease import MAX_DROPS, Renew, Renewed
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -71,7 +72,7 @@ class Leases:
     """Owns what is known of each worker's presence, and what workers shall give up.
 
     Args:
-        dispatcher_id, incarnation: of this process.
+        sender: this process.
         calls: to workers.
         table: who runs where.
         lost_after_s: see the module.
@@ -85,8 +86,7 @@ class Leases:
     def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
         *,
-        dispatcher_id: DispatcherId,
-        incarnation: Incarnation,
+        sender: Sender,
         calls: WorkerCalls,
         table: SessionTable,
         lost_after_s: float,
@@ -95,8 +95,7 @@ class Leases:
         on_lost: Callable[[WorkerId, Loss, Incarnation], None],
         on_back: Callable[[], None],
     ) -> None:
-        self.dispatcher_id = dispatcher_id
-        self.incarnation = incarnation
+        self.sender = sender
         self._calls = calls
         self._table = table
         self._lost_after_s = lost_after_s
@@ -131,6 +130,10 @@ class Leases:
         drops = self._peer(worker_id).drops
         if len(drops) < MAX_KEPT_DROPS:
             drops[request_id, attempt] = None
+
+    def question(self, drops: tuple[tuple[RequestId, int], ...] = ()) -> Renew:
+        """Return what asks a worker whether it is there, and tells it what to give up."""
+        return Renew(dispatcher_id=self.sender.dispatcher_id, incarnation=self.sender.incarnation, drop=drops)
 
     async def run(self) -> None:
         """Renew until cancelled."""
@@ -167,9 +170,8 @@ class Leases:
 
     async def _renew(self, worker_id: WorkerId, peer: _Peer) -> None:
         drops = tuple(peer.drops)[:MAX_DROPS]
-        question = Renew(dispatcher_id=self.dispatcher_id, incarnation=self.incarnation, drop=drops)
         try:
-            answer = await self._calls.renew(worker_id, question)
+            answer = await self._calls.renew(worker_id, self.question(drops))
             if isinstance(answer, Renewed):
                 self._on_renewed(worker_id, peer, answer, drops)
             else:

@@ -18,7 +18,6 @@ from services.dispatcher.session.request import FailureCode, NewRequest, Request
 from services.dispatcher.session.session import Session
 from services.dispatcher.state import ClusterState
 from shared.ids import NOBODY, RequestId, WorkerId
-from shared.messages.lease import Renew
 from shared.messages.owner import Owner
 from shared.process.log import get_logger
 from shared.process.tasks import TaskOwner
@@ -227,8 +226,7 @@ class Placing:
         A worker that neither answers a submission nor is there any more has died of it, or with it. One that hangs, or
         is cut off, says nothing about the session.
         """
-        question = Renew(dispatcher_id=self._leases.dispatcher_id, incarnation=self._leases.incarnation)
-        if await self._calls.renew(worker_id, question) is not Silence.NOBODY:
+        if await self._calls.renew(worker_id, self._leases.question()) is not Silence.NOBODY:
             return False
         if not session.history.blame():
             return False
@@ -241,7 +239,7 @@ class Placing:
         _log.error("poison_request", rid=session.request.request_id, deaths=session.history.num_blames)
 
     async def _attempt(self, session: Session, worker_id: WorkerId, fork_of: RequestId | None) -> SubmitOutcome:
-        submit = session.next_submit(self._leases.dispatcher_id, self._leases.incarnation, self._now(), fork_of)
+        submit = session.next_submit(self._leases.sender, self._now(), fork_of)
         num_prompt = 0 if fork_of is not None else session.request.num_prompt_tokens
         counted = self._cluster.submitted(worker_id, num_prompt, len(session.tokens), self._now())
         session.offer(worker_id, submit.attempt, counted, self._now())

@@ -8,8 +8,17 @@ from enum import StrEnum
 from typing import Protocol
 
 from shared.api_keys import Tier
-from shared.ids import RequestId
+from shared.ids import DispatcherId, Incarnation, RequestId
 from shared.types import FinishReason, QoeTarget, RequestClass, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who submits: a dispatcher, and which process of it."""
+
+    dispatcher_id: DispatcherId
+    """Where tokens go."""
+    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)

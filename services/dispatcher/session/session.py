@@ -15,9 +15,9 @@ import numpy as np
 from services.dispatcher.session.gaps import GapHistogram
 from services.dispatcher.session.history import Attempt, History
 from services.dispatcher.session.questions import Questions
-from services.dispatcher.session.request import FailureCode, NewRequest, Reader
+from services.dispatcher.session.request import FailureCode, NewRequest, Reader, Sender
 from services.dispatcher.state import Counted
-from shared.ids import NOBODY, DispatcherId, Incarnation, RequestId, StreamId, WorkerId
+from shared.ids import NOBODY, Incarnation, RequestId, StreamId, WorkerId
 from shared.messages.request import Submit, pack_token_ids
 from shared.qoe import answer_qoe
 from shared.stream_extras import TokenLogprob
@@ -124,14 +124,11 @@ class Session:
             return None
         return answer_qoe(np.asarray(self.token_s) - self.request.arrival_s, target.ttft_s, target.speed_tokens_per_s)
 
-    def next_submit(
-        self, dispatcher_id: DispatcherId, incarnation: Incarnation, now_s: float, fork_of: RequestId | None = None
-    ) -> Submit:
+    def next_submit(self, sender: Sender, now_s: float, fork_of: RequestId | None = None) -> Submit:
         """Return the submission of the next attempt, which goes on after the tokens so far; `begin` makes it count.
 
         Args:
-            dispatcher_id: where the tokens go.
-            incarnation: of this process.
+            sender: this process.
             now_s: the event loop's clock.
             fork_of: see `Submit.fork_of`.
         """
@@ -140,8 +137,8 @@ class Session:
             request_id=self.request.request_id,
             stream=self.stream,
             attempt=self.history.next_number(),
-            dispatcher_id=dispatcher_id,
-            incarnation=incarnation,
+            dispatcher_id=sender.dispatcher_id,
+            incarnation=sender.incarnation,
             prompt=self.request.prompt,
             generated=pack_token_ids(self.tokens),
             sampling=self.request.sampling,

@@ -21,12 +21,12 @@ from services.dispatcher.session.owners import Owners
 from services.dispatcher.session.placing import Placing, SessionLimits
 from services.dispatcher.session.recovery import Recovery
 from services.dispatcher.session.replays import Replays
-from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError
+from services.dispatcher.session.request import FailureCode, NewRequest, RequestFailedError, Sender
 from services.dispatcher.session.session import Session
 from services.dispatcher.session.table import SessionTable
 from services.dispatcher.state import ClusterState
 from shared.api_keys import Tier
-from shared.ids import NOBODY, DispatcherId, Incarnation, WorkerId
+from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.messages.report import ClusterView
 from shared.process.tasks import TaskOwner
 from shared.token_batch import TokenBatch
@@ -57,7 +57,7 @@ class Sessions:
     def __init__(  # noqa: PLR0913  one argument per part that is joined here
         self,
         *,
-        dispatcher_id: DispatcherId,
+        sender: Sender,
         calls: WorkerCalls,
         owners: Owners,
         cluster: ClusterState,
@@ -65,18 +65,16 @@ class Sessions:
         limits: SessionLimits,
         now: Callable[[], float],
         tasks: TaskOwner,
-        incarnation: Incarnation = NOBODY,
     ) -> None:
         self.cluster = cluster
-        self.table = SessionTable(self._on_gap, self._on_disowned, self._on_released, first_stream=incarnation)
+        self.table = SessionTable(self._on_gap, self._on_disowned, self._on_released, first_stream=sender.incarnation)
         self.draining = False
         self._owners = owners
         self._limits = limits
         self._now = now
         self._tasks = tasks
         self._leases = Leases(
-            dispatcher_id=dispatcher_id,
-            incarnation=incarnation,
+            sender=sender,
             calls=calls,
             table=self.table,
             lost_after_s=limits.lost_after_s,
