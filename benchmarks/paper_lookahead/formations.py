@@ -13,8 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from benchmarks.paper_lookahead.microbatch import Chunk, Microbatch, Waiting, check_queue, microbatch_s
-from services.worker.scheduling.shares import spread
+from benchmarks.paper_lookahead.microbatch import Chunk, Microbatch, Waiting, check_queue, microbatch_s, spread
 from services.worker.scheduling.view import Limits
 from shared.cost import CostModel, prefill_pairs
 

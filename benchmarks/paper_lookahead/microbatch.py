@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from services.worker.scheduling.shares import Line, Room, Shares, spread
+from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import Limits
 from shared.cost import CostModel, prefill_pairs
 
@@ -64,6 +64,22 @@ class Microbatch:
     def num_tokens(self) -> int:
         """Tokens that it computes."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes)
+
+
+def spread(decode_kv_tokens: Sequence[int], num_lanes: int) -> list[list[int]]:
+    """Return the decodes of each lane: as many in each, give or take one, and about as much KV.
+
+    One for each lane at a time, those with the most KV first: the most to the lane that has least of it.
+    """
+    order = sorted(range(len(decode_kv_tokens)), key=lambda i: (-decode_kv_tokens[i], i))
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    sums = [0] * num_lanes
+    for begin in range(0, len(order), num_lanes):
+        emptiest = sorted(range(num_lanes), key=lambda lane: (sums[lane], lane))
+        for lane, index in zip(emptiest, order[begin : begin + num_lanes], strict=False):
+            lanes[lane].append(index)
+            sums[lane] += decode_kv_tokens[index]
+    return lanes
 
 
 def microbatch_s(cost: CostModel, chunks: Sequence[Chunk], decode_kv_tokens: Sequence[int]) -> float:

@@ -98,7 +98,7 @@ class Sampler:
         return SystemFacts(
             kv_peak_ratio=float((samples.used_blocks / samples.num_blocks).max()),
             demand_over_capacity_peak=float((samples.demanded_blocks / samples.num_blocks).max()),
-            preemptions=sum(each.num_preemptions for each in stats),
+            preemptions=sum(each.totals.num_preemptions for each in stats),
             bubble_ratio=self._bubble_ratio(),
             drops=len(self._plans["drop"]),
             restores=len(self._plans["restore"]),

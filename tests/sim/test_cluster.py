@@ -105,7 +105,11 @@ def test_every_choice_is_what_its_seed_gives_wherever_it_runs() -> None:
             await asyncio.sleep(1.0)
             cluster.check_idle()
             stats = [take_stats(worker.service.engine) for worker in cluster.workers]
-            return len(answers), min(each.num_finished for each in stats), sum(each.num_preemptions for each in stats)
+            return (
+                len(answers),
+                min(each.totals.num_finished for each in stats),
+                sum(each.totals.num_preemptions for each in stats),
+            )
 
     num_answers, least, preemptions = run(main())
     assert num_answers > 60

@@ -191,8 +191,8 @@ def test_the_random_operations_reach_every_kind_of_copy() -> None:
         chaos.calm_down()
         counts.update(chaos.counts)
         stats = take_stats(chaos.harness.engine)
-        counts["came back"] += stats.num_swap_ins
-        counts["recomputed"] += stats.num_preemptions - stats.num_swap_outs
+        counts["came back"] += stats.totals.num_swap_ins
+        counts["recomputed"] += stats.totals.num_preemptions - stats.totals.num_swap_outs
     assert {"out", "back", "copy fails", "cancel in copy"} <= set(counts)
     assert counts["came back"] > 20
     assert counts["recomputed"] > 20
@@ -231,10 +231,10 @@ def test_a_small_memory_delays_but_never_changes_a_text(
     harness.drain()
     harness.judge()
     stats = take_stats(harness.engine)
-    assert stats.num_finished == 16
-    assert (stats.num_swap_outs > 0) is (num_host_blocks > 0)
-    assert stats.num_swap_ins == stats.num_swap_outs, "nobody ended on the host"
-    assert stats.peak_used_blocks <= 24 < stats.peak_demanded_blocks
+    assert stats.totals.num_finished == 16
+    assert (stats.totals.num_swap_outs > 0) is (num_host_blocks > 0)
+    assert stats.totals.num_swap_ins == stats.totals.num_swap_outs, "nobody ended on the host"
+    assert stats.totals.peak_used_blocks <= 24 < stats.totals.peak_demanded_blocks
 
 
 def test_the_random_operations_reach_every_kind_of_event_where_steps_overlap() -> None:

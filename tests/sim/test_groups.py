@@ -131,7 +131,7 @@ def test_kv_goes_along_so_that_little_is_computed_again() -> None:
         leader = take_stats(engines[0])
         assert leader.num_running == 8
         assert 0 <= engines[0].totals.num_recomputed_tokens <= 4 * 16
-        found = leader.num_prefix_cache_hits
+        found = leader.totals.num_prefix_cache_hits
         assert found >= sum(150 // 16 * 16 for _ in range(4)), "what the member had computed"
         await room.check()
 

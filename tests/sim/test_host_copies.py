@@ -131,7 +131,7 @@ def test_a_copy_that_fails_is_no_failure_of_the_worker() -> None:
             live.executor.copy = fail  # type: ignore[method-assign,assignment]
             await serve_two(live)
             stats = take_stats(live.engine)
-            return stats.num_failed_copies, stats.num_recomputed_tokens
+            return stats.totals.num_failed_copies, stats.totals.num_recomputed_tokens
 
     num_failed, num_recomputed = run(main())
     assert num_failed >= 1
@@ -195,9 +195,9 @@ def test_a_worker_that_swaps_computes_nothing_twice_and_fills_no_memory_for_ever
     cluster, _ = run(serve(one_worker("swap")))
     engine = cluster.workers[0].service.engine
     stats = take_stats(engine)
-    assert stats.num_swap_outs == stats.num_swap_ins > 0
-    assert stats.num_recomputed_tokens == 0
-    assert stats.swapped_out_bytes % (16 * 131_072) == 0
+    assert stats.totals.num_swap_outs == stats.totals.num_swap_ins > 0
+    assert stats.totals.num_recomputed_tokens == 0
+    assert stats.totals.swapped_out_bytes % (16 * 131_072) == 0
     assert stats.num_used_host_blocks == 0
     assert cluster.workers[0].service.executor.capacity.host is not None
 
@@ -210,8 +210,8 @@ def test_a_worker_that_swaps_computes_nothing_twice_and_fills_no_memory_for_ever
 def test_a_worker_that_had_better_not_swap_does_not(changes: dict[str, object]) -> None:
     cluster, _ = run(serve(one_worker("swap", **changes)))
     stats = take_stats(cluster.workers[0].service.engine)
-    assert stats.num_swap_outs == 0
-    assert stats.num_recomputed_tokens > 0
+    assert stats.totals.num_swap_outs == 0
+    assert stats.totals.num_recomputed_tokens > 0
 
 
 def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
@@ -219,10 +219,10 @@ def test_the_oracle_preempts_nobody_and_reports_the_real_memory() -> None:
     cluster, oracle_s = run(serve(one_worker("oracle"), count=10, num_output=450))
     stats = take_stats(cluster.workers[0].service.engine)
     assert min(oracle_s) > 4
-    assert stats.num_preemptions == 0
-    assert stats.num_blocks == 60 < stats.peak_used_blocks
-    assert stats.peak_demanded_blocks >= stats.peak_used_blocks
-    assert stats.stalled_s == 0
+    assert stats.totals.num_preemptions == 0
+    assert stats.num_blocks == 60 < stats.totals.peak_used_blocks
+    assert stats.totals.peak_demanded_blocks >= stats.totals.peak_used_blocks
+    assert stats.totals.stalled_s == 0
     _, bounded_s = run(serve(one_worker("fcfs-chunked"), count=10, num_output=450))
     assert max(oracle_s) < max(bounded_s)
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal, TypeVar
 
-from services.worker.engine.stats import take_stats
 from services.worker.roles.agent import OrderAgent
 from services.worker.roles.role_keeper import RoleKeeper
 from services.worker.roles.steps.change import Change
@@ -73,7 +72,7 @@ class Worker:
         self.num_looking += 1
         await self.may_look.wait()
         self.num_looking -= 1
-        return Looked(what=asked.what, num_steps=take_stats(self.engine).num_steps)
+        return Looked(what=asked.what, num_steps=self.engine.totals.num_steps)
 
     async def ask(self, message: ControlMessage, kind: type[M]) -> M:
         """Return what it answers."""
@@ -101,7 +100,7 @@ def test_errands_are_under_way_and_answered_while_a_change_is_prepared_and_holds
         first = asyncio.ensure_future(worker.ask(Look(epoch=3, what="one"), Looked))
         await asyncio.sleep(0.01)
         assert await worker.plan(3, 3) is PlanState.PREPARED
-        held_at = take_stats(worker.engine).num_steps
+        held_at = worker.engine.totals.num_steps
         second = asyncio.ensure_future(worker.ask(Look(epoch=3, what="two"), Looked))
         await asyncio.sleep(0.5)
         assert (worker.num_looking, first.done(), second.done()) == (2, False, False)
@@ -112,7 +111,7 @@ def test_errands_are_under_way_and_answered_while_a_change_is_prepared_and_holds
         done = await worker.ask(CommitPlan(epoch=3, plan_id=3), PlanAnswer)
         assert (done.state, done.num_blocks) == (PlanState.DONE, 103)
         await asyncio.sleep(0.5)
-        assert take_stats(worker.engine).num_steps > held_at
+        assert worker.engine.totals.num_steps > held_at
 
     at_worker(test)
 

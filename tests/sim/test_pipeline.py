@@ -354,10 +354,10 @@ def test_what_disturbs_them_happens() -> None:
     moved = [disturbed("chunked", stages, 0, prefix_caching=True).num_moved for stages in (1, 2, 3)]
     assert sum(moved) > 20
     stats = [take_stats(disturbed("chunked", stages, 60, prefix_caching=True).engine) for stages in (1, 2, 3)]
-    assert all(one.num_failed_steps for one in stats)
-    assert sum(one.num_preemptions for one in stats) > 10
-    assert sum(one.num_swap_ins for one in stats) > 3
-    assert sum(one.num_prefix_cache_hits for one in stats) > 100
+    assert all(one.totals.num_failed_steps for one in stats)
+    assert sum(one.totals.num_preemptions for one in stats) > 10
+    assert sum(one.totals.num_swap_ins for one in stats) > 3
+    assert sum(one.totals.num_prefix_cache_hits for one in stats) > 100
 
 
 # Broken pipelines

@@ -67,7 +67,7 @@ def test_a_prompt_is_found_but_for_its_last_token(num_prompt: int, num_found: in
     assert first_batch_of(harness, new_sequence(1, prompt=PROMPT[:num_prompt])) == (num_found, num_prompt - num_found)
     harness.judge()
     stats = take_stats(harness.engine)
-    assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (2 * num_prompt, num_found)
+    assert (stats.totals.num_prefix_cache_queries, stats.totals.num_prefix_cache_hits) == (2 * num_prompt, num_found)
 
 
 def test_the_first_token_says_how_much_of_the_prompt_was_found() -> None:
@@ -118,7 +118,7 @@ def test_without_prefix_caching_nothing_is_found_or_counted() -> None:
     for name in range(2):
         assert first_batch_of(harness, new_sequence(name, prompt=PROMPT[:20])) == (0, 20)
     stats = take_stats(harness.engine)
-    assert (stats.num_prefix_cache_queries, stats.num_prefix_cache_hits) == (0, 0)
+    assert (stats.totals.num_prefix_cache_queries, stats.totals.num_prefix_cache_hits) == (0, 0)
     assert not harness.contents, "every freed block is lost"
 
 

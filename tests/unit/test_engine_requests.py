@@ -250,10 +250,10 @@ def test_stats_count_what_happened() -> None:
     assert during.num_used_blocks == 9
     harness.drain()
     after = take_stats(harness.engine)
-    assert (after.num_finished, after.num_generated_tokens, after.num_prompt_tokens) == (3, 60, 30)
-    assert after.num_preemptions > 0
-    assert after.num_recomputed_tokens >= 10 * after.num_preemptions
-    assert after.num_steps * STEP_S == pytest.approx(harness.now_s)
+    assert (after.totals.num_finished, after.totals.num_generated_tokens, after.totals.num_prompt_tokens) == (3, 60, 30)
+    assert after.totals.num_preemptions > 0
+    assert after.totals.num_recomputed_tokens >= 10 * after.totals.num_preemptions
+    assert after.totals.num_steps * STEP_S == pytest.approx(harness.now_s)
 
 
 def test_admitted_rows_reach_the_executor_once_and_are_dropped_once() -> None:

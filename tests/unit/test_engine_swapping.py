@@ -44,11 +44,11 @@ def test_a_sequence_goes_to_the_host_and_comes_back_without_computing_anything_a
     harness.drain()
     harness.judge()
     stats = take_stats(harness.engine)
-    assert (stats.num_preemptions, stats.num_swap_outs, stats.num_swap_ins) == (1, 1, 1)
-    assert stats.num_recomputed_tokens == 0
-    assert stats.swapped_out_bytes == stats.swapped_in_bytes > 0
-    assert stats.swapped_out_bytes % 1024 == 0
-    assert stats.stalled_s > 0
+    assert (stats.totals.num_preemptions, stats.totals.num_swap_outs, stats.totals.num_swap_ins) == (1, 1, 1)
+    assert stats.totals.num_recomputed_tokens == 0
+    assert stats.totals.swapped_out_bytes == stats.totals.swapped_in_bytes > 0
+    assert stats.totals.swapped_out_bytes % 1024 == 0
+    assert stats.totals.stalled_s > 0
 
 
 def test_blocks_are_free_only_when_the_copy_is_done() -> None:
@@ -117,8 +117,8 @@ def test_after_a_copy_that_fails_the_kv_is_computed_again(*, to_host: bool) -> N
     harness.drain()
     harness.judge()
     stats = take_stats(harness.engine)
-    assert stats.num_failed_copies == 1
-    assert 0 < stats.num_recomputed_tokens <= lost
+    assert stats.totals.num_failed_copies == 1
+    assert 0 < stats.totals.num_recomputed_tokens <= lost
 
 
 def test_a_full_host_leaves_recompute() -> None:
@@ -126,7 +126,7 @@ def test_a_full_host_leaves_recompute() -> None:
     harness.drain()
     harness.judge()
     stats = take_stats(harness.engine)
-    assert (stats.num_swap_outs, stats.num_preemptions) == (0, 1)
+    assert (stats.totals.num_swap_outs, stats.totals.num_preemptions) == (0, 1)
 
 
 def test_a_slow_link_leaves_recompute() -> None:
@@ -176,9 +176,9 @@ def test_peaks_and_stalls_are_counted() -> None:
         harness.step()
         away_s += (harness.now_s - before_s) * was_away
     stats = take_stats(harness.engine)
-    assert stats.peak_used_blocks == 8
-    assert 9 < stats.peak_demanded_blocks <= 14, "2 * 7 blocks at most"
-    assert stats.stalled_s == pytest.approx(away_s, abs=0.101)
+    assert stats.totals.peak_used_blocks == 8
+    assert 9 < stats.totals.peak_demanded_blocks <= 14, "2 * 7 blocks at most"
+    assert stats.totals.stalled_s == pytest.approx(away_s, abs=0.101)
 
 
 @settings(deadline=None, max_examples=60)

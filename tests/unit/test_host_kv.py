@@ -146,9 +146,9 @@ def test_a_model_says_the_same_whether_its_kv_was_on_the_host_or_not() -> None:
     """Six of up to 74 tokens, 5 blocks each, in 12 blocks: most of them are away for a while."""
     swapped, stats = texts(12)
     whole, calm = texts(60)
-    assert stats.num_swap_outs == stats.num_swap_ins >= 3
-    assert stats.num_recomputed_tokens == 0
-    assert calm.num_preemptions == 0
+    assert stats.totals.num_swap_outs == stats.totals.num_swap_ins >= 3
+    assert stats.totals.num_recomputed_tokens == 0
+    assert calm.totals.num_preemptions == 0
     assert swapped == whole
     assert all(len(text) == 40 for text in whole.values())
 

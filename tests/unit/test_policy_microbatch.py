@@ -18,9 +18,10 @@ from benchmarks.paper_lookahead.microbatch import (
     branch_of,
     form_ahead,
     microbatch_s,
+    spread,
 )
 from benchmarks.paper_lookahead.pipeline_time import makespan_s, over_stages
-from services.worker.scheduling.shares import MIN_TOKENS, STEPS_PER_LANE, Line, Room, Shares, spread
+from services.worker.scheduling.shares import MIN_TOKENS, STEPS_PER_LANE, Line, Room, Shares
 from services.worker.scheduling.view import Limits
 from shared.cost import CostModel, load_profile
 from sim.workload.lengths import find_lengths

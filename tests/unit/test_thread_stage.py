@@ -128,9 +128,9 @@ async def test_texts_survive_failed_steps_and_failed_copies(num_stages: int) -> 
         prompt = each.prompt.astype(np.int32)
         assert served.texts[each.stream] == expected_outputs(prompt, prompt[:0], 30, 0, DRAW).tolist()
     stats = take_stats(served.engine)
-    assert stats.num_failed_steps
-    assert stats.num_failed_copies
-    assert stats.num_swap_ins
+    assert stats.totals.num_failed_steps
+    assert stats.totals.num_failed_copies
+    assert stats.totals.num_swap_ins
     assert not stats.num_used_blocks
 
 

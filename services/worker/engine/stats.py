@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,12 +11,10 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.totals import Totals
 from shared.hot import hot_dataclass
 
-_TOTALS = tuple(field.name for field in fields(Totals))
-
 
 @hot_dataclass(frozen=True, slots=True)
 class EngineStats:
-    """One moment of the engine: the totals by the same names, and what is there now."""
+    """One moment of the engine: what is there now, and what has happened so far."""
 
     num_running: int
     num_waiting: int
@@ -41,24 +39,8 @@ class EngineStats:
     num_host_blocks: int
     """Blocks of host memory for KV of preempted sequences."""
     num_used_host_blocks: int
-    num_steps: int
-    num_failed_steps: int
-    num_preemptions: int
-    num_recomputed_tokens: int
-    num_swap_outs: int
-    num_swap_ins: int
-    num_failed_copies: int
-    swapped_out_bytes: int
-    swapped_in_bytes: int
-    stalled_s: float
-    peak_used_blocks: int
-    peak_demanded_blocks: int
-    num_prompt_tokens: int
-    num_prefix_cache_queries: int
-    num_prefix_cache_hits: int
-    num_generated_tokens: int
-    num_finished: int
-    busy_s: float
+    totals: Totals
+    """As they were at that moment."""
 
 
 def take_stats(engine: Engine) -> EngineStats:
@@ -79,7 +61,7 @@ def take_stats(engine: Engine) -> EngineStats:
         num_coming_blocks=engine.sharing.num_coming,
         num_host_blocks=0 if host is None else host.num_blocks,
         num_used_host_blocks=0 if host is None else host.num_blocks - host.num_free,
-        **{name: getattr(engine.totals, name) for name in _TOTALS},
+        totals=replace(engine.totals),
     )
 
 

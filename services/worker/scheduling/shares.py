@@ -14,7 +14,6 @@ Source: KunServe, version 2, section 4.3 and appendix: m microbatches of cost / 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -38,22 +37,6 @@ _SPARE_TOKENS = 2
 """Of a microbatch, for what the ones before left over because tokens cannot be cut."""
 _LEEWAY = 1e-9
 """Relative; keeps rounding from asking for one microbatch more."""
-
-
-def spread(decode_kv_tokens: Sequence[int], num_lanes: int) -> list[list[int]]:
-    """Return the decodes of each lane: as many in each, give or take one, and about as much KV.
-
-    One for each lane at a time, those with the most KV first: the most to the lane that has least of it.
-    """
-    order = sorted(range(len(decode_kv_tokens)), key=lambda i: (-decode_kv_tokens[i], i))
-    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
-    sums = [0] * num_lanes
-    for begin in range(0, len(order), num_lanes):
-        emptiest = sorted(range(num_lanes), key=lambda lane: (sums[lane], lane))
-        for lane, index in zip(emptiest, order[begin : begin + num_lanes], strict=False):
-            lanes[lane].append(index)
-            sums[lane] += decode_kv_tokens[index]
-    return lanes
 
 
 class Room(NamedTuple):
@@ -82,9 +65,6 @@ class Line(NamedTuple):
     work_s: float
     num_tokens: int
     num_prompts: int
-
-
-EMPTY_LINE = Line(0.0, 0, 0)
 
 
 class Shares:

@@ -21,8 +21,6 @@ class Sequence:
     prompt: I32
     """[num_prompt]"""
     sampling: SamplingParams
-    num_generated: int
-    """Outputs that earlier attempts made."""
     cache_salt: str
 
 

@@ -191,13 +191,13 @@ class Reporter:
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "num_preempted": stats.num_preempted,
-            "num_steps": stats.num_steps,
-            "num_preemptions_total": stats.num_preemptions,
-            "num_prompt_tokens_total": stats.num_prompt_tokens,
-            "num_generated_tokens_total": stats.num_generated_tokens,
-            "num_finished_total": stats.num_finished,
-            "num_prefix_cache_queries_total": stats.num_prefix_cache_queries,
-            "num_prefix_cache_hits_total": stats.num_prefix_cache_hits,
+            "num_steps": stats.totals.num_steps,
+            "num_preemptions_total": stats.totals.num_preemptions,
+            "num_prompt_tokens_total": stats.totals.num_prompt_tokens,
+            "num_generated_tokens_total": stats.totals.num_generated_tokens,
+            "num_finished_total": stats.totals.num_finished,
+            "num_prefix_cache_queries_total": stats.totals.num_prefix_cache_queries,
+            "num_prefix_cache_hits_total": stats.totals.num_prefix_cache_hits,
             "token_s": self._cost.token_s / self._num_lanes,
             "step_time_s": self._rates.step_time_s,
             "tokens_per_s": self._rates.tokens_per_s,
@@ -238,7 +238,7 @@ class _Rates:
         self._last: tuple[float, int, int, float] | None = None
 
     def update(self, now_s: float, stats: EngineStats) -> None:
-        present = (now_s, stats.num_steps, stats.num_generated_tokens, stats.busy_s)
+        present = (now_s, stats.totals.num_steps, stats.totals.num_generated_tokens, stats.totals.busy_s)
         if self._last is not None and now_s > self._last[0]:
             elapsed_s, steps, tokens, busy_s = (new - old for new, old in zip(present, self._last, strict=True))
             weight = 1 - 0.5 ** (elapsed_s / RATE_HALF_LIFE_S)
