@@ -108,6 +108,10 @@ class UseGraph(dict[str, Definition]):
                 if isinstance(symbol.node, nodes.Var):
                     definition.is_field = True
                     definition.reached_by.add(f"{info.fullname}.*")
+            for protocol in stands_for:  # a protocol's field may be read by those that have it
+                for name, symbol in protocol.names.items():
+                    if isinstance(symbol.node, nodes.Var) and symbol.node.fullname in self:
+                        self[symbol.node.fullname].reached_by.add(f"{info.fullname}.{name}")
 
 
 class _Module:
@@ -171,6 +175,8 @@ class _Module:
                 uses.update(f"{info.fullname}.*" for info in _classes_of(types.get(expression)) or ())
             if position not in targets:
                 uses.update(_meant(expression, types))
+            elif isinstance(expression, nodes.MemberExpr):  # assigning to a property calls its setter
+                uses.update(name for name in _meant(expression, types) if name in graph and not graph[name].is_field)
 
     def _uses_of(self, node: ast.AST, graph: UseGraph) -> Iterator[str]:
         """Yield what mypy does not keep as expressions: imports, types, and names in strings."""

@@ -38,6 +38,21 @@ class Pages:
 class Lock:
     def release(self) -> None: ...
 
+class Door(Protocol):
+    is_open: bool
+
+class Gate:
+    is_open = False
+    @property
+    def way(self) -> int:
+        return 0
+    @way.setter
+    def way(self, way: int) -> None:
+        print(self.is_open)
+
+def shut(door: Door) -> None:
+    door.is_open = False
+
 @dataclass
 class Shown:
     inner: Inside
@@ -69,12 +84,15 @@ def end_of_chain() -> None: ...
     "home.lazy": "LIMIT = 3\nUNUSED = 4\n",
     "home.alone": "def f() -> None: ...\n",
     "home.__main__": """
-from home.pages import BrokenError, Inside, Kept, Lock, Pages, Shown, show, title
+from home.pages import BrokenError, Gate, Inside, Kept, Lock, Pages, Shown, show, shut, title
 
 def main(lock: Lock | None) -> None:
     if lock is not None:
         lock.release()
     from home.lazy import LIMIT
+    gate = Gate()
+    gate.way = 3
+    shut(gate)
     print(title(Pages()), LIMIT, show(Shown(Inside("text"))), Kept("read", "unread").read)
     raise BrokenError(3)
 
@@ -134,6 +152,10 @@ def test_a_field_is_reached_when_it_is_read_and_not_when_it_is_set(
         "home.pages.BrokenError.code",
     }
     assert not read & dead
+
+
+def test_setting_a_property_reaches_it_and_what_reads_a_field_reaches_the_protocols(found: Judged) -> None:
+    assert not {"home.pages.Gate.way", "home.pages.Gate.is_open", "home.pages.Door.is_open"} & found["none"][0]
 
 
 def test_imports_inside_functions_reach(found: Judged) -> None:
