@@ -43,9 +43,9 @@ class LoadingGate:
         stop = ParameterLoading.stop
 
         def note_stop(loading: ParameterLoading) -> None:
-            self._stopped.append(id(loading._tensors))
+            self._stopped.append(id(loading._checkpoint._tensors))
             stop(loading)
-            self._stopped.remove(id(loading._tensors))
+            self._stopped.remove(id(loading._checkpoint._tensors))
 
         patch.setattr(ParameterLoading, "stop", note_stop)
         patch.setattr(parameter_loading, "copy_pieces", self._pieces)

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -42,18 +41,10 @@ _NOTHING: Final = Spans()
 _log = get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class _FileState:
-    """By which a file is known to be the one that was read before."""
-
-    num_bytes: int
-    modified_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> _FileState:
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+def _file_state(path: Path) -> tuple[int, int, int]:
+    """Return by what a file is known to be the one that was read before: its size, time of change and inode."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 class CheckpointSource:
@@ -67,7 +58,7 @@ class CheckpointSource:
 
     def __init__(self, tensors: dict[str, TensorEntry]) -> None:
         self._tensors = tensors
-        self._files = {path: _FileState.of(path) for path in sorted({each.path for each in tensors.values()})}
+        self._files = {path: _file_state(path) for path in sorted({each.path for each in tensors.values()})}
 
     def has(self, layer: int | None, part: str) -> bool:
         """Return that it has every part."""
@@ -85,7 +76,7 @@ class CheckpointSource:
     def _check_files(self, buffer: ParameterBuffer) -> None:
         sources = (source for part in buffer.parts for source in part.sources)
         for path in sorted({self._tensors[source.name].path for source in sources}):
-            if not path.exists() or _FileState.of(path) != self._files[path]:
+            if not path.exists() or _file_state(path) != self._files[path]:
                 raise StartupError(f"{path.name} is not the file that was loaded", "Start the worker again")
 
 
@@ -101,7 +92,6 @@ class ParameterLoading:
     def __init__(self, spec: ModelSpec, weights: ModelWeights, tensors: dict[str, TensorEntry]) -> None:
         self._spec = spec
         self._weights = weights
-        self._tensors = tensors
         self._checkpoint = CheckpointSource(tensors)
         self._digests = digests_of(weights)
         self._lacking: dict[int | None, ParameterBuffer] = {}

@@ -62,16 +62,6 @@ class PipelineStats:
     span_s: float
     """Time during which a batch was in flight, by the leader's clock."""
 
-    @property
-    def idle_ratios(self) -> Durations:
-        """By stage: its share of the span without a step, 0 to 1; 0 if there was no span."""
-        return tuple(max(1 - busy_s / self.span_s, 0.0) if self.span_s else 0.0 for busy_s in self.busy_s)
-
-    @property
-    def bubble_ratio(self) -> float:
-        """Idle stage time by total stage time while there was work, 0 to 1."""
-        return sum(self.idle_ratios) / len(self.busy_s)
-
 
 @dataclass(slots=True)
 class _Copying:
