@@ -110,7 +110,7 @@ def of_layers(device: torch.device, num_dropped: int, rounds: int, *, huge: bool
     for _ in range(rounds):
         after = holdings.grown(memory.layout, holdings.dropped(memory.layout, memory.holding, dropped, Spans()))
         clock.time("plan", lambda: plan_change(memory.layout, memory.holding, after))  # noqa: B023  called at once
-        clock.time("drop", lambda: memory.drop(dropped, in_use=Spans()))
+        clock.time("drop", lambda: memory.drop(dropped))
         gained = memory.num_blocks
         clock.time("touch", lambda: _fill(memory, cache.keys, cache.values, before))
         clock.time("restore", lambda: memory.restore(dropped, before))

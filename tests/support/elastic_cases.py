@@ -63,12 +63,6 @@ class FaultyMemory:
     def export(self, page: PageId) -> PageHandle:
         return self._memory.export(page)
 
-    def lend(self, page: PageId) -> PageHandle:
-        return self._memory.lend(page)
-
-    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
-        self._memory.watch(on_unmapped)
-
     def adopt(self, handle: PageHandle) -> PageId:
         return self._memory.adopt(handle)
 
@@ -100,7 +94,6 @@ class FaultyRange:
     def __init__(self, reserved: VirtualRange, memory: FaultyMemory) -> None:
         self._reserved = reserved
         self._memory = memory
-        self.address, self.num_bytes = reserved.address, reserved.num_bytes
 
     def map(self, offset: int, page: PageId) -> None:
         self.map_run(offset, [page])
@@ -204,21 +197,18 @@ class Contents:
                     self._keys[layer][block], self._values[layer][block] = pair
                     self.kv[layer][block] = (pair[0], pair[1])
 
-    def drop(self, layers: Sequence[int], in_use: Spans, base: int) -> None:
+    def leave(self, layers: Sequence[int], in_use: Spans, by: int) -> None:
+        """Layers go, and all KV but that in use; that of the others has other ids then."""
         for layer in layers:
             del self.parameters[layer]
-            left = {block: pair for block, pair in self.kv.pop(layer).items() if block in in_use}
-            self.leaving[layer] = left
-        self.rebase(base)
-
-    def rebase(self, by: int) -> None:
+            self.leaving[layer] = {block: pair for block, pair in self.kv.pop(layer).items() if block in in_use}
         for layer, blocks in self.kv.items():
-            self.kv[layer] = {block + by: pair for block, pair in blocks.items()}
+            self.kv[layer] = {block + by: pair for block, pair in blocks.items() if block in in_use}
 
-    def release(self, layers: Sequence[int], blocks: Spans) -> None:
+    def drop(self, layers: Sequence[int]) -> None:
+        """Layers go with all of their KV."""
         for layer in layers:
-            if layer in self.leaving:
-                self.leaving[layer] = {b: pair for b, pair in self.leaving[layer].items() if b not in blocks}
+            del self.parameters[layer], self.kv[layer]
 
     def restore(self, layers: Sequence[int], outer: Spans) -> None:
         for layer in layers:
@@ -285,4 +275,4 @@ def snapshot(memory: ElasticMemory) -> tuple[Any, ...]:
         region: [reserved.page_at(at * memory.layout.facts.page_bytes) for at in range(len(pages[region]))]
         for region, reserved in memory._ranges.items()
     }
-    return memory.holding, memory.num_free_pages, pages, mapped
+    return memory.holding, memory._pool.num_free, pages, mapped

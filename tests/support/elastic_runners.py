@@ -28,15 +28,15 @@ def spoil(memory: ElasticMemory, cache: KVCache, kept: int) -> None:
 
 
 def drop_and_restore(runner: ModelRunner, layers: list[int], num_used: int) -> None:
-    """Let the layers go and come back, while the KV of their blocks stays; the others' KV changes its ids meanwhile."""
+    """Let the layers go and come back, while the KV of their blocks stays."""
     memory = elastic(runner)
     facts = memory.layout.facts
     outer = memory.parameters(None, facts.outer_bytes)
     saved = {layer: memory.parameters(layer, facts.layer_bytes[layer]).clone() for layer in layers}
-    saved_outer, before, unit = outer.clone(), memory.num_blocks, memory.layout.unit_blocks
-    memory.drop(layers, in_use=Spans.of((0, num_used)), base=2 * unit)
+    saved_outer, before = outer.clone(), memory.num_blocks
+    memory.leave(layers, Spans.of((0, num_used)), 0)
+    memory.grow()
     assert memory.num_blocks > before
-    memory.rebase(-2 * unit)
     spoil(memory, runner.cache, num_used)
     missing = memory.restore(layers, num_used)
     for layer, parameters in saved.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.worker.memory.holdings import NotEnoughPagesError
-from services.worker.memory.layout import ceil_div
+from services.worker.memory.layout import Holding, ceil_div
 from services.worker.memory.ranges import VirtualMemory
 from services.worker.memory.spans import Spans
 from tests.support.elastic_cases import CPU, Contents, MadeUpError, open_elastic, random_facts, snapshot
@@ -68,27 +68,87 @@ class Story:
         return Spans.of((ends[0], ends[1]), (ends[2], ends[3]))
 
     def step(self) -> str:
-        names = ["drop", "release", "grow", "back", "shrink", "restore", "reside", "rebase"]
+        names = ["drop", "grow", "shrink", "restore", "reside", "leave", "fill"]
         name = names[self.rng.integers(len(names))]
         getattr(self, name)()
         self.contents.fill()
         self.contents.check()
         return name
 
+    def some_held(self) -> list[int]:
+        held = self.memory.held_layers
+        return self.some(held)[: len(held) - 1]
+
     def drop(self) -> None:
+        memory, usable = self.memory, self.memory.usable
+        if layers := self.some_held():
+            self.change(lambda: memory.drop(layers))
+            self.contents.drop(layers)
+            assert set(usable) <= set(memory.usable)
+            self.check_full()
+
+    def leave(self) -> None:
         memory, layout = self.memory, self.memory.layout
-        if len(memory.held_layers) == 1:
+        layers = self.some_held()
+        in_use = memory.usable if self.rng.random() < 0.5 else memory.usable & self.some_blocks()
+        by = int(self.rng.integers(0, 4)) * layout.unit_blocks
+        if in_use and in_use.end + by > layout.facts.max_blocks:
+            with pytest.raises(ValueError, match="ids cannot be moved"):
+                memory.leave(layers, in_use, by + layout.facts.max_blocks * layout.unit_blocks)
             return
-        layers = self.some(memory.held_layers)[: len(memory.held_layers) - 1]
-        in_use = memory.usable if self.rng.random() < 0.5 else self.some_blocks()
-        room = layout.facts.max_blocks - memory.usable.end - layout.unit_blocks
-        base = int(self.rng.integers(0, max(room // layout.unit_blocks, 0) + 1)) * layout.unit_blocks
-        base = min(base, 3 * layout.unit_blocks)
-        usable = memory.usable
-        self.change(lambda: memory.drop(layers, in_use=in_use, base=base))
-        self.contents.drop(layers, usable & in_use, base)
-        assert set(usable.shifted(base)) <= set(memory.usable)
+        self.change(lambda: memory.leave(layers, in_use, by))
+        self.contents.leave(layers, in_use, by)
+        assert set(in_use.shifted(by)) <= set(memory.usable)
+
+    def fill(self) -> None:
+        memory, before = self.memory, self.memory.usable
+        try:
+            self.change(memory.fill)
+        except ValueError as error:
+            if "lies beyond" not in str(error):
+                raise
+            return
+        self.contents.leaving.clear()
+        assert set(before) <= set(memory.usable) == set(range(memory.usable.end))
         self.check_full()
+
+    def grow(self) -> None:
+        memory, before = self.memory, self.memory.num_blocks
+        if self.rng.random() < 0.5:
+            self.change(memory.grow)
+            self.check_full()
+        else:
+            most = int(self.rng.integers(0, 5))
+            self.change(lambda: memory.grow(most))
+        assert memory.num_blocks >= before
+
+    def restore(self) -> None:
+        memory = self.memory
+        missing = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.held_layers)
+        if not missing:
+            return
+        layers, usable = self.some(missing), memory.usable
+        fitting = self.fitting_with(layers)
+        with pytest.raises((NotEnoughPagesError, ValueError)):
+            memory.restore(layers, fitting + 1)
+        if fitting < 0:
+            return
+        outer = self.change(lambda: memory.restore(layers, fitting))
+        assert isinstance(outer, Spans)
+        self.contents.restore(layers, outer)
+        assert set(usable.head(fitting)) <= set(memory.usable) <= set(usable)
+
+    def fitting_with(self, layers: list[int]) -> int:
+        """Return how many of the first blocks fit beside all else if layers come back; below 0: not even all else."""
+        layout, held = self.memory.layout, self.memory.holding
+        for count in range(layout.usable(held).total, -1, -1):
+            kv = layout.covering(layout.usable(held).head(count))
+            leaving = tuple((layer, left) for layer, left in held.leaving if layer not in layers)
+            beside = tuple(layer for layer in held.beside if layer not in layers)
+            with_layers = Holding(tuple(sorted((*held.layers, *layers))), kv, leaving, beside)
+            if layout.num_pages(with_layers) <= layout.facts.num_pages:
+                return count
+        return -1
 
     def check_full(self) -> None:
         """Check that not one more block could be backed at the tail."""
@@ -98,58 +158,13 @@ class Story:
         if following == facts.max_blocks or not memory.usable:
             return
         pages = ceil_div((following + 1) * facts.block_bytes, facts.page_bytes) - last
-        assert 2 * len(memory.held_layers) * pages > memory.num_free_pages
-
-    def release(self) -> None:
-        layers, blocks = self.some(tuple(range(self.contents.facts.num_layers))), self.some_blocks()
-        self.change(lambda: self.memory.release(layers, blocks))
-        self.contents.release(layers, blocks)
-
-    def grow(self) -> None:
-        memory, layout = self.memory, self.memory.layout
-        before = memory.num_blocks
-        if self.rng.random() < 0.5:
-            self.change(memory.grow)
-            self.check_full()
-        else:
-            most = int(self.rng.integers(0, 5))
-            first = ceil_div(memory.usable.end, layout.unit_blocks) * layout.unit_blocks
-            if first <= layout.facts.max_blocks:
-                self.change(lambda: memory.grow(first_block=first, max_blocks=most))
-        assert memory.num_blocks >= before
-
-    def back(self) -> None:
-        blocks = self.some_blocks().head(int(self.rng.integers(0, 6)))
-        layout, held = self.memory.layout, self.memory.holding
-        missing = (layout.covering(blocks) - held.kv).total
-        if 2 * len(held.layers) * missing > self.memory.num_free_pages:
-            with pytest.raises(NotEnoughPagesError, match=f"the budget is {layout.facts.num_pages}$"):
-                self.memory.back(blocks)
-            return
-        self.change(lambda: self.memory.back(blocks))
-        assert set(blocks) <= set(self.memory.usable)
+        assert 2 * len(memory.held_layers) * pages > memory._pool.num_free
 
     def shrink(self) -> None:
         usable = self.memory.usable
         count = int(self.rng.integers(0, usable.total + 1))
         self.change(lambda: self.memory.shrink(count))
         assert set(usable.head(count)) <= set(self.memory.usable) <= set(usable)
-
-    def restore(self) -> None:
-        memory = self.memory
-        missing = tuple(i for i in range(self.contents.facts.num_layers) if i not in memory.held_layers)
-        if not missing:
-            return
-        layers, usable = self.some(missing), memory.usable
-        fitting = memory.blocks_with(layers)
-        with pytest.raises((NotEnoughPagesError, ValueError)):
-            memory.restore(layers, fitting + 1)
-        if fitting < 0:
-            return
-        outer = self.change(lambda: memory.restore(layers, fitting))
-        assert isinstance(outer, Spans)
-        self.contents.restore(layers, outer)
-        assert set(usable.head(fitting)) <= set(memory.usable) <= set(usable)
 
     def reside(self) -> None:
         memory, usable = self.memory, self.memory.usable
@@ -168,14 +183,3 @@ class Story:
             self.check_full()
         assert isinstance(outer, Spans)
         self.contents.reside(beside, outer)
-
-    def rebase(self) -> None:
-        memory, layout = self.memory, self.memory.layout
-        by = int(self.rng.integers(-2, 3)) * layout.unit_blocks
-        ids = list(memory.usable)
-        if ids and (ids[0] + by < 0 or ids[-1] + by >= layout.facts.max_blocks):
-            with pytest.raises(ValueError, match="ids cannot be moved"):
-                memory.rebase(by)
-            return
-        self.change(lambda: memory.rebase(by))
-        self.contents.rebase(by)

@@ -139,7 +139,7 @@ class Card:
             memory.fill()
             memory.restore([i for i in range(self.facts.num_layers) if i not in memory.held_layers], 0)
             memory.shrink(0)
-            memory.back(usable)
+            memory.grow(usable.total)
         self.write()
 
     def check_contents(self, table: KvTable, first: int = 0) -> None:

@@ -18,7 +18,6 @@ import torch
 from services.worker.memory.elastic import ElasticMemory, KvShape
 from services.worker.memory.layout import Kind, MemoryFacts
 from services.worker.memory.posix import PosixMemory
-from services.worker.memory.spans import Spans
 from services.worker.roles.role import Changing, Leading, group_of
 from shared.layers import check_tiling
 from shared.messages.report import ElasticFacts
@@ -65,7 +64,7 @@ class PageTwin:
         else:
             assert self.layers.covers(layers), f"{self.layers} became {layers}: layers from nowhere"
             self.memory.reside([], 0)
-            self.memory.drop([layer for layer in self.layers if layer not in layers], in_use=Spans())
+            self.memory.drop([layer for layer in self.layers if layer not in layers])
         how = "restored" if layers == self._whole else "dropped" if self.layers == self._whole else "dropped more"
         self.layers = self.resident = layers
         self.check_pages()
@@ -87,7 +86,7 @@ class PageTwin:
         self.memory.restore([layer for layer in self._whole if layer not in self.layers], 0)
         if self.memory.num_blocks > self._num_whole_blocks:
             self.memory.shrink(self._num_whole_blocks)
-        self.memory.grow(max_blocks=self._num_whole_blocks - self.memory.num_blocks)
+        self.memory.grow(self._num_whole_blocks - self.memory.num_blocks)
 
     def check_pages(self) -> None:
         """Check the pages: each at one place, in the ledger as in the mappings, and none beside the budget."""
@@ -95,7 +94,7 @@ class PageTwin:
         memory.check_invariants()
         pool = memory._pool
         num_parameters, num_kv = pool.count(Kind.OUTER, Kind.PARAMETERS), pool.count(Kind.KEYS, Kind.VALUES)
-        assert num_parameters + num_kv + memory.num_free_pages == self.device.facts.num_pages
+        assert num_parameters + num_kv + memory._pool.num_free == self.device.facts.num_pages
         assert memory.held_layers == tuple(self.layers)
 
     def check_blocks(self) -> None:

@@ -300,7 +300,7 @@ def check_pages(memory: ElasticMemory) -> None:
     """Check that the operating system maps the pages that the ledger says, each once, and none beyond the budget."""
     pool = memory._pool
     num_parameters, num_kv = pool.count(Kind.OUTER, Kind.PARAMETERS), pool.count(Kind.KEYS, Kind.VALUES)
-    assert num_parameters + num_kv + memory.num_free_pages == pool.budget
+    assert num_parameters + num_kv + memory._pool.num_free == pool.budget
     posix = memory._memory._memory if isinstance(memory._memory, FaultyMemory) else memory._memory
     assert isinstance(posix, PosixMemory)
     mapped = mapped_pages(posix.page_bytes, inode=os.fstat(posix._file.descriptor).st_ino)

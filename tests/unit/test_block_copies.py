@@ -21,7 +21,7 @@ def test_copies_are_written_back_to_the_bit_and_nowhere_else(dtype: torch.dtype)
     cache.resize(8, (1, 2))
     before = [pool.view(torch.uint8).clone() for pool in pools]
     copies = copy_blocks(cache, np.array([7, 2, 5], np.int32))
-    assert copies.num_bytes == 2 * 2 * 3 * 4 * 2 * 3 * dtype.itemsize
+    assert copies._data.nbytes == 2 * 2 * 3 * 4 * 2 * 3 * dtype.itemsize
     write_block_bytes(cache, 1, 1, 0, copies.bytes_of(1, 1, 1, 3))
     write_block_bytes(cache, 2, 0, 6, copies.bytes_of(2, 0, 0, 2))
     write_block_bytes(cache, 2, 0, 8, copies.bytes_of(2, 0, 1, 1))

@@ -65,7 +65,7 @@ def test_every_range_of_layers_gets_the_blocks_that_were_claimed(seed: int) -> N
             memory.open_kv(0, 0)
             dropped = [layer for layer in range(facts.num_layers) if layer not in kept]
             if dropped:
-                memory.drop(dropped, in_use=Spans())
+                memory.drop(dropped)
             else:
                 memory.grow()
             claimed = rule.blocks(kept, facts.num_pages, facts.max_blocks)

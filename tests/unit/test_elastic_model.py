@@ -96,7 +96,7 @@ def test_random_lives_keep_every_page_and_what_was_claimed(seed: int) -> None:
         runner = model.open()
         facts, memory = model.facts, model._memory
         kv_pages = 2 * len(layers) * memory.holding.kv.total
-        assert runner.info.param_bytes + (kv_pages + memory.num_free_pages) * page == facts.num_pages * page
+        assert runner.info.param_bytes + (kv_pages + memory._pool.num_free) * page == facts.num_pages * page
         spoil(model)
         runner.close()
     model.restore()

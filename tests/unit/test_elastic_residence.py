@@ -344,7 +344,7 @@ class Life:
         model.check_invariants()
         facts, holding = model.facts, memory.holding
         kv_pages = 2 * len(holding.layers) * holding.kv.total
-        assert memory.layout.fixed_pages(holding) + kv_pages + memory.num_free_pages == facts.num_pages
+        assert memory.layout.fixed_pages(holding) + kv_pages + memory._pool.num_free == facts.num_pages
         self.check_loaded()
 
     def disturb(self) -> None:

@@ -418,7 +418,7 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
 
     def note(cache: KVCache, ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> BlockCopies:
         copies = copy_blocks(cache, ids)
-        taken.append(copies.num_bytes)
+        taken.append(copies._data.nbytes)
         return copies
 
     monkeypatch.setattr(live_exchange, "copy_blocks", note)

@@ -65,13 +65,17 @@ def test_random_lives_meet_faults_and_every_kind_of_change() -> None:
             most_layers = max(most_layers, len(story.memory.holding.leaving))
         faults += story.num_faults
         story.memory.close()
-    assert names == {"drop", "release", "grow", "back", "shrink", "restore", "reside", "rebase"}
+    assert names == {"drop", "grow", "shrink", "restore", "reside", "leave", "fill"}
     assert faults > 10
     assert most_layers >= 2
 
 
 def dropping(memory: ElasticMemory) -> None:
-    memory.drop([1], in_use=Spans.of((0, 3)), base=2)
+    memory.drop([1])
+
+
+def leaving(memory: ElasticMemory) -> None:
+    memory.leave([1], Spans.of((0, 3)), 2)
 
 
 def restoring(memory: ElasticMemory) -> None:
@@ -82,15 +86,17 @@ def residing(memory: ElasticMemory) -> None:
     memory.reside([1, 2], 2)
 
 
-@pytest.mark.parametrize("act", [dropping, restoring, residing])
+@pytest.mark.parametrize("act", [dropping, leaving, restoring, residing])
 def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> None:
     facts = facts_of()
     memory, faulty = open_elastic(facts, SHAPES[0])
     contents = Contents(memory, memory.open_kv(6, 0), np.random.default_rng(0))
-    if act is not dropping:
+    if act in (restoring, residing):
         gone = [1] if act is restoring else [1, 2]
-        memory.drop(gone, in_use=memory.usable)
-        contents.drop(gone, memory.usable, 0)
+        usable = memory.usable
+        memory.leave(gone, usable, 0)
+        contents.leave(gone, usable, 0)
+        memory.grow()
         contents.fill()
     before, step = snapshot(memory), 0
     while True:
@@ -126,19 +132,21 @@ def test_dropped_parameters_back_blocks_of_the_layers_that_stay() -> None:
     Without layer 1 its 2 pages and all 4 of its KV go to 4 sides: 26 / 4 = 6 pages more, 8 in all, 16 blocks; 2 are
     left. With its KV of 3 blocks still being read (2 pages on each side) it is 22 / 4: 5 more, 14 blocks.
     """
-    for in_use, expected in ((Spans(), 16), (Spans.of((0, 3)), 14)):
-        memory, _ = open_elastic(facts_of(), SHAPES[0])
-        cache = memory.open_kv(4, 0)
-        assert (memory.num_blocks, memory.num_free_pages, memory.held_layers) == (4, 20, (0, 1, 2))
-        memory.drop([1], in_use=in_use)
-        assert (memory.num_blocks, memory.num_free_pages, memory.held_layers) == (expected, 2, (0, 2))
-        assert (cache.num_blocks, cache.keys[0].shape) == (expected, (expected, 16, 2, 16))
-        memory.release([1], Spans.of((0, 1)))  # block 1 is in the same page
-        assert memory.num_free_pages == 2
-        memory.release([1], Spans.of((1, 4)))
-        memory.grow()
-        assert (memory.num_blocks, memory.num_free_pages) == (16, 2)
-        memory.close()
+    memory, _ = open_elastic(facts_of(), SHAPES[0])
+    cache = memory.open_kv(4, 0)
+    assert (memory.num_blocks, memory._pool.num_free, memory.held_layers) == (4, 20, (0, 1, 2))
+    memory.drop([1])
+    assert (memory.num_blocks, memory._pool.num_free, memory.held_layers) == (16, 2, (0, 2))
+    assert (cache.num_blocks, cache.keys[0].shape) == (16, (16, 16, 2, 16))
+    memory.close()
+    memory, _ = open_elastic(facts_of(), SHAPES[0])
+    memory.open_kv(4, 0)
+    memory.leave([1], Spans.of((0, 3)), 0)
+    memory.grow()
+    assert (memory.num_blocks, memory._pool.num_free) == (14, 2)
+    memory.fill()
+    assert (memory.num_blocks, memory._pool.num_free) == (16, 2)
+    memory.close()
 
 
 def test_embedding_and_head_go_with_the_first_and_the_last_layer() -> None:
@@ -147,13 +155,15 @@ def test_embedding_and_head_go_with_the_first_and_the_last_layer() -> None:
     memory.open_kv(0, 0)
     outer = memory.parameters(None, 3 * PAGE)
     outer[:] = torch.arange(3 * PAGE, dtype=torch.uint8)
-    free = memory.num_free_pages
-    memory.drop([2], max_blocks=0)
-    assert memory.num_free_pages == free + 1 + 2
+    free = memory._pool.num_free
+    memory.drop([2])
+    memory.shrink(0)
+    assert memory._pool.num_free == free + 1 + 2
     assert memory.restore([2], 0) == Spans.of((PAGE, 3 * PAGE))
     assert outer[PAGE - 1] == (PAGE - 1) % 256
-    memory.drop([0, 2], max_blocks=0)
-    assert memory.num_free_pages == free + 3 + 1 + 2
+    memory.drop([0, 2])
+    memory.shrink(0)
+    assert memory._pool.num_free == free + 3 + 1 + 2
     assert memory.restore([0], 0) == Spans.of((0, PAGE))
     memory.close()
 
@@ -166,13 +176,13 @@ def test_parameters_lie_beside_blocks_and_become_blocks_again() -> None:
     """
     memory, _ = open_elastic(facts_of(), SHAPES[0])
     cache = memory.open_kv(4, 0)
-    memory.drop([1], in_use=Spans())
+    memory.drop([1])
     assert memory.reside([1], 16) == Spans()
-    assert (memory.num_blocks, memory.num_free_pages) == (16, 0)
+    assert (memory.num_blocks, memory._pool.num_free) == (16, 0)
     assert (memory.held_layers, memory.resident_layers) == ((0, 2), (0, 1, 2))
     memory.reside([], 16)
-    memory.drop([2], in_use=Spans())
-    assert (memory.num_blocks, memory.num_free_pages) == (36, 1)
+    memory.drop([2])
+    assert (memory.num_blocks, memory._pool.num_free) == (36, 1)
     assert memory.reside([1, 2], 32) == Spans.of((PAGE, 3 * PAGE))
     assert (memory.num_blocks, cache.num_blocks, cache.layers) == (32, 32, (0,))
     memory.parameters(1, 8192)[:] = 7
@@ -188,17 +198,14 @@ def test_a_groups_ids_are_made_by_mapping() -> None:
     assert memory.layout.group_bases([5, 7]) == (0, 6, 14)
     contents = Contents(memory, memory.open_kv(7, 0), np.random.default_rng(0))
     assert memory.usable == Spans.of((0, 8))
-    memory.drop([0], in_use=Spans.of((0, 7)), base=6, first_block=14, max_blocks=3)
-    contents.drop([0], Spans.of((0, 7)), 6)
-    assert memory.usable == Spans.of((6, 18))
+    memory.leave([0], Spans.of((0, 7)), 6)
+    contents.leave([0], Spans.of((0, 7)), 6)
+    assert memory.usable == Spans.of((6, 14))
     contents.fill()
     contents.check()
-    with pytest.raises(NotEnoughPagesError):
-        memory.back(Spans.of((0, 2)))  # of the first member, but its own dropped layer still takes the pages
-    memory.release([0], Spans.of((0, 2)))
-    contents.release([0], Spans.of((0, 2)))
-    memory.back(Spans.of((0, 2)))
-    assert memory.usable == Spans.of((0, 2), (6, 18))
+    memory.fill()
+    contents.leaving.clear()
+    assert memory.usable == Spans.of((0, 16))
     contents.fill()
     contents.check()
     memory.close()
@@ -208,11 +215,9 @@ def test_a_drop_that_is_taken_back_finds_all_as_it_was() -> None:
     """Nothing had been released: the KV of the dropped layers is still there when they come back."""
     memory, _ = open_elastic(facts_of(SHAPES[1], num_pages=90), SHAPES[1])
     contents = Contents(memory, memory.open_kv(2, 0), np.random.default_rng(3))
-    usable, unit = memory.usable, memory.layout.unit_blocks
-    memory.drop([0, 2], base=unit)
-    contents.drop([0, 2], usable, unit)
-    memory.rebase(-unit)
-    contents.rebase(-unit)
+    usable = memory.usable
+    memory.leave([0, 2], usable, 0)
+    contents.leave([0, 2], usable, 0)
     contents.restore([0, 2], memory.restore([0, 2], usable.total))
     contents.check()
     assert all(len(contents.kv[layer]) >= usable.total for layer in range(3))
@@ -222,18 +227,14 @@ def test_a_drop_that_is_taken_back_finds_all_as_it_was() -> None:
 def test_what_is_not_possible_is_refused_and_changes_nothing() -> None:
     memory, _ = open_elastic(facts_of(), SHAPES[0])
     memory.open_kv(6, 0)
-    memory.drop([1], in_use=Spans())
+    memory.drop([1])
     before = snapshot(memory)
     refusals: list[tuple[type[Exception], str, Act]] = [
         (ValueError, "not among those held", lambda: memory.drop([1])),
         (ValueError, "not among those held", lambda: memory.drop([7])),
         (ValueError, "has to keep a layer", lambda: memory.drop([0, 2])),
-        (ValueError, "multiples of 2, not by 3", lambda: memory.drop([0], base=3)),
-        (ValueError, "give a multiple of 2", lambda: memory.grow(first_block=51)),
-        (ValueError, "does not lie behind", lambda: memory.grow(first_block=2)),
-        (ValueError, "does not lie behind", lambda: memory.grow(first_block=402)),
-        (ValueError, "beyond the 400 that could", lambda: memory.back(Spans.of((399, 401)))),
-        (NotEnoughPagesError, "the budget is 40", lambda: memory.back(Spans.of((0, 100)))),
+        (ValueError, "multiples of 2, not by 3", lambda: memory.leave([0], memory.usable, 3)),
+        (ValueError, "there are 400", lambda: memory.leave([0], memory.usable, 390)),
         (ValueError, "cannot be kept", lambda: memory.shrink(memory.num_blocks + 1)),
         (ValueError, "cannot be kept", lambda: memory.shrink(-1)),
         (ValueError, "cannot come back", lambda: memory.restore([0], 0)),
@@ -243,8 +244,6 @@ def test_what_is_not_possible_is_refused_and_changes_nothing() -> None:
         (ValueError, "cannot lie beside", lambda: memory.reside([0], 0)),
         (ValueError, "cannot lie beside", lambda: memory.reside([3], 0)),
         (ValueError, "cannot be kept", lambda: memory.reside([1], memory.num_blocks + 1)),
-        (ValueError, "some would be negative", lambda: memory.rebase(-2)),
-        (ValueError, "there are 400", lambda: memory.rebase(390)),
     ]
     for kind, message, act in refusals:
         with pytest.raises(kind, match=message):
@@ -261,6 +260,8 @@ def test_a_budget_that_does_not_hold_the_model_is_refused() -> None:
         memory.open_kv(1, 12 * PAGE + 1)
     with pytest.raises(NotEnoughPagesError):
         memory.open_kv(5, 0)
+    with pytest.raises(ValueError, match="beyond the 400 that could"):
+        memory.open_kv(401, 0)
     cache = memory.open_kv(4, 0)
     assert cache.num_blocks == 4
     memory.close()

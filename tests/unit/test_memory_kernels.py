@@ -22,7 +22,6 @@ from services.worker.memory.host_kv import HostKV
 from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.layout import Kind, Region
 from services.worker.memory.model_memory import ModelSizes, memory_facts, open_memory
-from services.worker.memory.spans import Spans
 from services.worker.models.spec import ModelSpec, read_spec
 from services.worker.models.weights import layer_bytes, outer_parts, outer_split
 from shared.errors import StartupError
@@ -62,7 +61,7 @@ def dropped_memory(spec: ModelSpec, dtype: torch.dtype) -> tuple[ElasticMemory, 
     for pool in (*cache.keys, *cache.values):
         pool.fill_(torch.nan)
     first = memory.num_blocks
-    memory.drop([0], in_use=Spans())
+    memory.drop([0])
     assert memory.num_blocks > first + 4
     return memory, cache
 
@@ -112,7 +111,7 @@ def test_attention_over_pages_that_were_parameters_is_that_over_plain_memory(kin
             for target in (cache, plain):
                 target.write(layer, slots.flatten()[: shape[0]], keys, values)
     unit = memory.layout.unit_blocks
-    memory.rebase(3 * unit)
+    memory.leave([], memory.usable, 3 * unit)
     moved = np.where(np.arange(4) < -(-(starts + counts) // BLOCK_SIZE)[:, None], tables + 3 * unit, 0)
     queries = torch.randn((int(counts.sum()), 4, 24), generator=generator).to(dtype)
     for layer in (1, 2):
@@ -147,8 +146,8 @@ def test_a_runner_in_pages_has_its_budget_divided_like_any_other() -> None:
     facts = memory.layout.facts
     reserved = -(-info.reserve_bytes // PAGE)
     assert facts.num_pages == 16 * MIB // PAGE - reserved
-    assert memory.layout.num_pages(memory.holding) + memory.num_free_pages == facts.num_pages
-    assert memory.num_free_pages < 2 * info.num_layers * -(-facts.block_bytes // PAGE)
+    assert memory.layout.num_pages(memory.holding) + memory._pool.num_free == facts.num_pages
+    assert memory._pool.num_free < 2 * info.num_layers * -(-facts.block_bytes // PAGE)
     assert info.capacity.num_blocks == memory.num_blocks == runner.cache.num_blocks
     assert info.param_bytes == PAGE * (memory.layout.num_pages(memory.holding) - 2 * 3 * memory.holding.kv.total)
     assert info.kv_bytes == memory.num_blocks * info.bytes_per_block

@@ -190,7 +190,7 @@ class ElasticModel:
         gone = [layer for layer in self.layers if layer not in layers]
         self._make_room(self.layers, 0)
         if gone:
-            self._changed(lambda: self._memory.drop(gone, in_use=Spans()))
+            self._changed(lambda: self._memory.drop(gone))
             self._loading.take_in(layers)
         else:
             self._changed(self._memory.grow)
@@ -334,7 +334,7 @@ class ElasticModel:
             self._loading.take_in(self.whole, new, memory.restore(gone, 0))
         if memory.num_blocks > num_blocks:
             memory.shrink(num_blocks)
-        memory.grow(max_blocks=num_blocks - memory.num_blocks)
+        memory.grow(num_blocks - memory.num_blocks)
         assert memory.num_blocks == num_blocks, f"{memory.num_blocks} blocks fit, {num_blocks} did at the start"
 
     def _make_room(self, resident: LayerRange, min_blocks: int, ahead_blocks: int = 0) -> None:

@@ -36,11 +36,6 @@ class BlockCopies:
         self._data = data
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that is taken."""
-        return self._data.numel() * self._data.element_size()
-
-    @property
     def layers(self) -> LayerRange:
         """Those that were copied."""
         return LayerRange(self._first_layer, self._first_layer + len(self._data))

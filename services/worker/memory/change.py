@@ -35,11 +35,6 @@ class MemoryChange:
     """All sources are left before any target is reached."""
     after: Holding
 
-    @property
-    def num_pages(self) -> int:
-        """Pages that are mapped, unmapped or both."""
-        return sum(move.num_pages for move in self.moves)
-
 
 class MemoryLostError(Exception):
     """A change failed, and undoing it failed too: what is mapped is not what the ledger says. The worker must end."""

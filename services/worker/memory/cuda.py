@@ -13,7 +13,7 @@ the device is waited for before; a handle exports as a descriptor only if it was
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,10 +89,6 @@ class CudaMemory:
         self._book.check_known(page)
         return PageHandle(self._driver.export(self._handle(page)), 0)
 
-    def lend(self, page: PageId) -> PageHandle:
-        """As `export`: who imports a handle chooses the access; see `VirtualMemory`."""
-        return self.export(page)
-
     def adopt(self, handle: PageHandle) -> PageId:
         """Take in an exported page; see `VirtualMemory`. Its size is the exporter's to say: the driver does not."""
         self._book.check_open()
@@ -115,10 +111,6 @@ class CudaMemory:
             return
         self._book.hand_over(page)
         self._driver.release(self._handles.pop(page))
-
-    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
-        """See `VirtualMemory`."""
-        self._book.watch(on_unmapped)
 
     def close(self) -> None:
         """Give everything back; see `VirtualMemory`."""

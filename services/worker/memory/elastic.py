@@ -113,11 +113,6 @@ class ElasticMemory:
         """How many blocks are usable."""
         return self.usable.total
 
-    @property
-    def num_free_pages(self) -> int:
-        """Pages that are nowhere."""
-        return self._pool.num_free
-
     def parameters(self, layer: int | None, num_bytes: int) -> torch.Tensor:
         """Return [num_bytes] uint8 for the parameters of a layer, or (None) for those outside the layers.
 
@@ -162,67 +157,35 @@ class ElasticMemory:
         """
         return self._kv_tensor(Region(Kind.KEYS, layer)), self._kv_tensor(Region(Kind.VALUES, layer))
 
-    def drop(
-        self,
-        layers: Iterable[int],
-        *,
-        in_use: Spans | None = None,
-        base: int = 0,
-        first_block: int | None = None,
-        max_blocks: int | None = None,
-    ) -> None:
-        """Give up the parameters of some layers for more blocks in the others, as one change.
+    def drop(self, layers: Iterable[int]) -> None:
+        """Give up parameters and KV of some layers for more blocks in the others, as one change.
 
         Args:
             layers: held now.
-            in_use: blocks that somebody still reads in these layers, and which stay there under their ids until they
-                are `release`d; None: all.
-            base: added to every block id of the layers that stay, whose KV moves there by mapping: a multiple of
-                `layout.unit_blocks`, as `layout.group_bases` gives.
-            first_block: id at which the new blocks begin; None: they follow the last.
-            max_blocks: how many new blocks at most; None: as many as fit.
 
         Raises:
-            ValueError: as in `holdings.dropped`, `rebased` and `grown`; nothing was changed.
+            ValueError: as in `holdings.dropped`; nothing was changed.
         """
-        layout, usable = self._layout, self.usable
-        after = holdings.dropped(layout, self._holding, layers, usable if in_use is None else in_use)
-        after = holdings.rebased(layout, after, base)
-        after = holdings.grown(layout, after, first_block=first_block, max_blocks=max_blocks)
-        self._change(after, holdings.page_shift(layout, base))
+        after = holdings.dropped(self._layout, self._holding, layers, Spans())
+        self._change(holdings.grown(self._layout, after))
 
-    def release(self, layers: Iterable[int], blocks: Spans) -> None:
-        """Give back KV of dropped layers: these blocks have arrived where their layers are held. Idempotent.
-
-        The pages become free; `grow` or `back` uses them.
-        """
-        self._change(holdings.released(self._holding, layers, blocks))
-
-    def grow(self, *, first_block: int | None = None, max_blocks: int | None = None) -> None:
+    def grow(self, max_blocks: int | None = None) -> None:
         """Back more blocks at the tail with free pages; see `holdings.grown`."""
-        self._change(holdings.grown(self._layout, self._holding, first_block=first_block, max_blocks=max_blocks))
-
-    def back(self, blocks: Spans) -> None:
-        """Back some more blocks, by their ids; see `holdings.backed`."""
-        self._change(holdings.backed(self._layout, self._holding, blocks))
+        self._change(holdings.grown(self._layout, self._holding, max_blocks))
 
     def shrink(self, num_blocks: int) -> None:
         """Give back the pages behind the first blocks; see `holdings.shrunk`. Their contents are lost."""
         self._change(holdings.shrunk(self._layout, self._holding, num_blocks))
 
-    def blocks_with(self, layers: Iterable[int]) -> int:
-        """Return how many blocks, those with the lowest ids, can stay if some layers come back; below 0: none can."""
-        return holdings.blocks_with(self._layout, self._holding, layers)
-
     def restore(self, layers: Iterable[int], min_blocks: int) -> Spans:
         """Take some layers back: room for their parameters and KV comes from blocks at the tail.
 
         What is in their parameters is arbitrary until somebody loads them, unless they were resident before; their KV
-        holds what was left of it, if that was not released, and is arbitrary elsewhere.
+        holds what was left of it, and is arbitrary elsewhere.
 
         Args:
             layers: not held now.
-            min_blocks: that have to stay; all others with higher ids are free, see `blocks_with`.
+            min_blocks: that have to stay; all others with higher ids are free.
 
         Returns:
             Bytes of the outer parameters that have to be loaded too.
@@ -253,18 +216,14 @@ class ElasticMemory:
         """
         return self._with_outer(holdings.resided(self._layout, self._holding, beside, min_blocks, ahead))
 
-    def rebase(self, by_blocks: int) -> None:
-        """Move the KV of the layers that are held to other ids, by mapping; see `holdings.rebased`."""
-        after = holdings.rebased(self._layout, self._holding, by_blocks)
-        self._change(after, holdings.page_shift(self._layout, by_blocks))
-
     def leave(self, layers: Iterable[int], in_use: Spans, by_blocks: int) -> None:
         """Give up parameters of some layers, and all KV but that in use; what is free then stays free until `fill`.
 
         Args:
             layers: held now. Their KV stays under its ids, until it is swapped or `fill`.
             in_use: blocks.
-            by_blocks: added to the ids of blocks of the layers that stay; see `rebase`.
+            by_blocks: added to the ids of blocks of the layers that stay: a multiple of `layout.unit_blocks`: their
+                KV moves there by mapping.
 
         Raises:
             ValueError: as in `holdings.left`; nothing was changed.

@@ -1,13 +1,11 @@
 """What a worker's memory is to hold next: one pure function for each thing that can happen to it.
 
     drop      parameters of some layers go, and KV of theirs that nobody reads; the pages back more blocks of the others
-    release   KV of dropped layers goes, block range by block range, as it has arrived elsewhere
-    grow      free pages back more blocks at the tail;   back: they back the ids that are named
+    grow      free pages back more blocks at the tail
     shrink    the tail's pages become free
     restore   the tail's pages become parameters and KV of layers that come back
     reside    the tail's pages become parameters of layers that others compute, and KV of theirs, or those become free
-    rebase    the same KV under other block ids
-    leave     of KV only what is in use stays, in layers that go too, until it is handed over
+    leave     of KV only what is in use stays, in layers that go too, until it is handed over; elsewhere under other ids
     hand over KV of layers that have gone goes, and that of others comes
     fill      from wherever blocks are, all that there is memory for, from the first on
 
@@ -71,16 +69,7 @@ def dropped(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_us
     return Holding(kept, holding.kv, tuple(sorted(leaving, key=lambda entry: entry[0])), holding.beside)
 
 
-def released(holding: Holding, layers: Iterable[int], blocks: Spans) -> Holding:
-    """Return the holding without some blocks of dropped layers. What is gone already does not matter."""
-    named = set(layers)
-    leaving = ((layer, left - blocks if layer in named else left) for layer, left in holding.leaving)
-    return replace(holding, leaving=tuple((layer, left) for layer, left in leaving if left))
-
-
-def grown(
-    layout: MemoryLayout, holding: Holding, *, first_block: int | None = None, max_blocks: int | None = None
-) -> Holding:
+def grown(layout: MemoryLayout, holding: Holding, max_blocks: int | None = None) -> Holding:
     """Return the holding with as many more blocks at the tail as free pages allow.
 
     The pages are spread evenly over keys and values of all layers that are held, which makes the least of them as large
@@ -89,14 +78,9 @@ def grown(
     Args:
         layout: of the memory.
         holding: before.
-        first_block: id at which the new blocks begin, a multiple of `layout.unit_blocks` and beyond all that are
-            backed; None: they follow the last.
         max_blocks: how many more at most; None: as many as fit.
-
-    Raises:
-        ValueError: the first block is not possible.
     """
-    first_page = _first_page(layout, holding, first_block)
+    first_page = holding.kv.end
     room = max(layout.pool_pages(holding) - holding.kv.total, 0)
     end_page = min(first_page + room, layout.max_pages)
     with_all = holding.kv | Spans.of((first_page, max(end_page, first_page)))
@@ -104,17 +88,6 @@ def grown(
         layout.facts.max_blocks if max_blocks is None else max_blocks
     )
     return replace(holding, kv=holding.kv | layout.covering(new))
-
-
-def _first_page(layout: MemoryLayout, holding: Holding, first_block: int | None) -> int:
-    if first_block is None:
-        return holding.kv.end
-    page, rest = divmod(first_block * layout.facts.block_bytes, layout.facts.page_bytes)
-    if first_block % layout.unit_blocks or rest:
-        raise ValueError(f"block {first_block} does not begin a page: give a multiple of {layout.unit_blocks}")
-    if page < holding.kv.end or first_block > layout.facts.max_blocks:
-        raise ValueError(f"block {first_block} does not lie behind all blocks that are backed")
-    return page
 
 
 def backed(layout: MemoryLayout, holding: Holding, blocks: Spans) -> Holding:
@@ -179,11 +152,6 @@ def room_ahead(layout: MemoryLayout, layers: Iterable[int], num_blocks: int) -> 
     return min(layout.within(Spans.of((0, pages))).total, most)
 
 
-def blocks_with(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) -> int:
-    """Return how many blocks, those with the lowest ids, could stay if some layers came back; below 0: they cannot."""
-    return _fitting(layout, _with_layers(layout, holding, layers))
-
-
 def restored(layout: MemoryLayout, holding: Holding, layers: Iterable[int], min_blocks: int) -> Holding:
     """Return the holding with some more layers; blocks at the tail make room for their parameters and KV.
 
@@ -244,15 +212,10 @@ def _with_layers(layout: MemoryLayout, holding: Holding, layers: Iterable[int]) 
     return Holding(tuple(sorted((*holding.layers, *new))), holding.kv, leaving, beside)
 
 
-def _fitting(layout: MemoryLayout, wanted: Holding) -> int:
-    """Return how many of the first blocks fit into the budget with all else that is wanted; below 0: not even that."""
-    pages = layout.pool_pages(wanted)
-    return -1 if pages < 0 else layout.within(wanted.kv.head(pages)).total
-
-
 def _fitted(layout: MemoryLayout, wanted: Holding, min_blocks: int) -> Holding:
     """Return what is wanted with as many of the first blocks as fit; raises as `restored`."""
-    usable, fitting = layout.usable(wanted), _fitting(layout, wanted)
+    usable, pages = layout.usable(wanted), layout.pool_pages(wanted)
+    fitting = -1 if pages < 0 else layout.within(wanted.kv.head(pages)).total
     if not 0 <= min_blocks <= usable.total:
         raise ValueError(f"of {usable.total} blocks {min_blocks} cannot be kept")
     if fitting < min_blocks:
@@ -261,27 +224,6 @@ def _fitted(layout: MemoryLayout, wanted: Holding, min_blocks: int) -> Holding:
     if fitting == usable.total:
         return wanted
     return replace(wanted, kv=layout.covering(usable.head(fitting)))
-
-
-def rebased(layout: MemoryLayout, holding: Holding, by_blocks: int) -> Holding:
-    """Return the holding with the KV of the layers that are held under other ids; that of dropped layers keeps its own.
-
-    Args:
-        layout: of the memory.
-        holding: before.
-        by_blocks: added to every id; a multiple of `layout.unit_blocks`.
-
-    Raises:
-        ValueError: not such a multiple, or an id would be negative or beyond those that could ever be.
-    """
-    shift = page_shift(layout, by_blocks)
-    if not holding.kv:
-        return holding
-    if holding.kv.ranges[0][0] + shift < 0:
-        raise ValueError(f"ids cannot be moved by {by_blocks}: some would be negative")
-    if layout.usable(holding).end + by_blocks > layout.facts.max_blocks:
-        raise ValueError(f"ids cannot be moved by {by_blocks}: there are {layout.facts.max_blocks}")
-    return replace(holding, kv=holding.kv.shifted(shift))
 
 
 def left(layout: MemoryLayout, holding: Holding, layers: Iterable[int], in_use: Spans, by_blocks: int) -> Holding:

@@ -7,7 +7,7 @@ stand here, once, and a test on the CPU meets what a GPU would refuse.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -37,7 +37,6 @@ class PageBook:
         """Of its own, which are another memory's now."""
         self._next_adopted = num_pages
         self.mapped: set[PageId] = set()
-        self._watchers: list[Callable[[Sequence[PageId]], None]] = []
 
     def check_open(self) -> None:
         """Raise `MappingError` if the memory is closed."""
@@ -91,16 +90,6 @@ class PageBook:
             raise MappingError(f"page {page} was adopted")
         self._handed_over.add(page)
 
-    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
-        """See `VirtualMemory.watch`."""
-        self._watchers.append(on_unmapped)
-
-    def unmapped(self, pages: Sequence[PageId]) -> None:
-        """Note that pages are mapped no more, and tell whoever watches."""
-        self.mapped.difference_update(pages)
-        for on_unmapped in self._watchers:
-            on_unmapped(pages)
-
 
 class CheckedRange(ABC):
     """A `VirtualRange` that keeps the rules; a backend adds how pages are mapped.
@@ -150,7 +139,7 @@ class CheckedRange(ABC):
         self._unmap(self.address + offset, pages)
         for place in places:
             del self._pages[place]
-        self._book.unmapped(pages)
+        self._book.mapped.difference_update(pages)
         return pages
 
     def page_at(self, offset: int) -> PageId | None:

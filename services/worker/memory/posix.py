@@ -13,7 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +66,10 @@ class PosixMemory:
         self._ranges: list[_PosixRange] = []
         self._adopted: dict[PageId, tuple[_File, int]] = {}
         """Where a page lies: file, and offset in it."""
-        self._files: dict[tuple[int, int, int], _File] = {}
-        """Of adopted pages, by device, inode and access: as many descriptors as there are files."""
+        self._files: dict[tuple[int, int], _File] = {}
+        """Of adopted pages, by device and inode: as many descriptors as there are files."""
         descriptor = os.memfd_create("sluice-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._file = _File(descriptor, _READ_WRITE)
+        self._file = _File(descriptor)
         try:
             os.ftruncate(descriptor, page_bytes * num_pages)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
@@ -107,14 +107,8 @@ class PosixMemory:
         file, offset = self._held(page)
         return PageHandle(os.dup(file.descriptor), offset)
 
-    def lend(self, page: PageId) -> PageHandle:
-        """Return a new descriptor of the file that holds a page, for reading only; see `VirtualMemory`."""
-        self._book.check_known(page)
-        file, offset = self._held(page)
-        return PageHandle(os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC), offset)
-
     def adopt(self, handle: PageHandle) -> PageId:
-        """Take in an exported or lent page; one that was lent is mapped for reading only. See `VirtualMemory`.
+        """Take in an exported page; see `VirtualMemory`.
 
         Raises:
             MappingError: the file ends before the page does or could become shorter (whoever reads behind its end is
@@ -126,11 +120,9 @@ class PosixMemory:
             raise MappingError(f"the file has no page of {self.page_bytes} bytes at {handle.offset}")
         if not _seals(handle.descriptor) & fcntl.F_SEAL_SHRINK:
             raise MappingError("the file is not sealed against shrinking")
-        access = fcntl.fcntl(handle.descriptor, fcntl.F_GETFL) & os.O_ACCMODE
-        key = (found.st_dev, found.st_ino, access)
+        key = (found.st_dev, found.st_ino)
         if key not in self._files:
-            protection = mmap.PROT_READ if access == os.O_RDONLY else _READ_WRITE
-            self._files[key] = _File(os.dup(handle.descriptor), protection)
+            self._files[key] = _File(os.dup(handle.descriptor))
         page = self._book.adopt()
         self._files[key].num_pages += 1
         self._adopted[page] = (self._files[key], handle.offset)
@@ -152,10 +144,6 @@ class PosixMemory:
         else:
             self._book.hand_over(page)
 
-    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
-        """See `VirtualMemory`."""
-        self._book.watch(on_unmapped)
-
     def close(self) -> None:
         """Give everything back; see `VirtualMemory`."""
         if not self._book.is_open:
@@ -163,7 +151,6 @@ class PosixMemory:
         self._book.is_open = False
         for reserved in self._ranges:
             _munmap(reserved.address, reserved.num_bytes)
-        self._book.unmapped(sorted(self._book.mapped))
         for file in (self._file, *self._files.values()):
             os.close(file.descriptor)
 
@@ -191,7 +178,7 @@ class PosixMemory:
 
     def _put_run(self, address: int, first: PageId, count: int) -> None:
         (file, offset), num_bytes = self._held(first), count * self.page_bytes
-        _mmap(address, num_bytes, file.protection, mmap.MAP_SHARED | _MAP_FIXED, file.descriptor, offset)
+        _mmap(address, num_bytes, _READ_WRITE, mmap.MAP_SHARED | _MAP_FIXED, file.descriptor, offset)
         if self._huge:
             self._take_huge(address, range(first, first + count))
 
@@ -218,8 +205,6 @@ class _File:
 
     descriptor: int
     """Ours."""
-    protection: int
-    """How its pages are mapped."""
     num_pages: int = 0
     """That were adopted from it."""
 

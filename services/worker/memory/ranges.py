@@ -11,7 +11,7 @@ while it moves from place to place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol
 
 if TYPE_CHECKING:
@@ -36,16 +36,6 @@ class PageHandle(NamedTuple):
 
 class VirtualRange(Protocol):
     """Consecutive addresses of one memory, some of them backed by pages. Offsets are multiples of a page's bytes."""
-
-    @property
-    def address(self) -> int:
-        """Where the range begins; never changes."""
-        ...
-
-    @property
-    def num_bytes(self) -> int:
-        """What is reserved: a whole number of pages."""
-        ...
 
     def map(self, offset: int, page: PageId) -> None:
         """Back one page of addresses. As `map_run`."""
@@ -115,12 +105,8 @@ class VirtualMemory(Protocol):
         """Return a descriptor by which another process can adopt a page. Both then see the same bytes."""
         ...
 
-    def lend(self, page: PageId) -> PageHandle:
-        """Return a descriptor as `export` does, by which a page can only be read, where the system can say so."""
-        ...
-
     def adopt(self, handle: PageHandle) -> PageId:
-        """Take in a page that another memory of the same page size exported or lent; the descriptor may be closed then.
+        """Take in a page that another memory of the same page size exported; the descriptor may be closed then.
 
         Raises:
             MappingError: the descriptor has no such page, or its owner could take it away from under a reader.
@@ -138,10 +124,6 @@ class VirtualMemory(Protocol):
         Raises:
             MappingError: it is not known, or mapped.
         """
-        ...
-
-    def watch(self, on_unmapped: Callable[[Sequence[PageId]], None]) -> None:
-        """Have it called with the pages that were unmapped, each time, in the thread that did it."""
         ...
 
     def close(self) -> None:

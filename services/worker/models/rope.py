@@ -76,11 +76,6 @@ class RopeTable:
         """Positions that are held."""
         return int(self.cos.shape[0])
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the table."""
-        return 2 * self.cos.numel() * self.cos.element_size()
-
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin at the positions [t], each [t, 1, rotary_dim]."""
         return self.cos.index_select(0, positions).unsqueeze(1), self.sin.index_select(0, positions).unsqueeze(1)

@@ -257,8 +257,3 @@ class ModelWeights:
         """Return the same buffers with only the parts that a stage needs; a use of another one is an error."""
         outer = self.outer.only([part.name for part in stage_parts(spec, layers)])
         return ModelWeights(outer, tuple(each if i in layers else each.only(()) for i, each in enumerate(self.layers)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all buffers."""
-        return self.outer.storage.numel() + sum(layer.storage.numel() for layer in self.layers)
