@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.ids import WorkerId
 from shared.messages.base import ControlMessage
 
 
@@ -28,7 +27,5 @@ class ErrandRefused(ControlMessage):
     """Nothing was done."""
 
     kind: Literal["errand_refused"] = "errand_refused"
-    worker_id: WorkerId
     reason: str
-    newest_epoch: int
-    """That the worker has heard of."""
+    """Why, in words."""

@@ -262,5 +262,5 @@ class PlanAnswer(ControlMessage):
     """Done: KV blocks that the worker has for its layers now."""
 
 
-PlanMessage = Annotated[PreparePlan | CommitPlan | AbortPlan, Field(discriminator="kind")]
-"""What a planner sends to a worker."""
+PlanMessage = PreparePlan | CommitPlan | AbortPlan
+"""What a planner sends to a worker about a plan."""

@@ -47,7 +47,6 @@ class QueueList(ControlMessage):
     """The worker's answer."""
 
     kind: Literal["queue_list"] = "queue_list"
-    worker_id: WorkerId
     requests: Annotated[tuple[QueuedPart, ...], Field(max_length=MAX_LISTED)] = ()
 
 
@@ -70,5 +69,4 @@ class QueueMoved(ControlMessage):
     """The worker's answer."""
 
     kind: Literal["queue_moved"] = "queue_moved"
-    worker_id: WorkerId
     num_moved: int = 0

@@ -121,7 +121,6 @@ def test_an_errand_of_an_older_epoch_is_not_done_and_none_lets_an_older_plan_pas
         worker.may_look.set()
         assert await worker.plan(5, 5) is PlanState.PREPARED
         refused = await worker.ask(Look(epoch=4, what="late"), ErrandRefused)
-        assert (refused.worker_id, refused.newest_epoch) == ("w0", 5)
         assert refused.reason == "epoch 4 is over: a planner of epoch 5 has spoken"
         assert (await worker.ask(Look(epoch=6, what="next"), Looked)).what == "next"
         late = await worker.ask(CommitPlan(epoch=5, plan_id=5), PlanAnswer)

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Annotated
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from services.monitor.config import MonitorSettings
 from services.planner.config import PlannerSettings
@@ -51,7 +52,7 @@ MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
 NUM_PAGES = 224
 GROUP_LIMIT_S = 1.0
 """In which the members of a group must have met."""
-_QUESTION: TypeAdapter[PlanMessage] = TypeAdapter(PlanMessage)
+_QUESTION: TypeAdapter[PlanMessage] = TypeAdapter(Annotated[PlanMessage, Field(discriminator="kind")])
 
 
 @dataclass

@@ -12,7 +12,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Final, Union
+from typing import Annotated, Any, Union
 
 from pydantic import Field, TypeAdapter
 
@@ -26,13 +26,12 @@ from services.worker.roles.role import Role
 from services.worker.roles.role_keeper import RoleKeeper
 from services.worker.roles.turn import Outcome, Turn
 from shared.messages.errand import Errand, ErrandRefused
-from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlanState, PreparePlan
+from shared.messages.plan import AbortPlan, CommitPlan, PlanAnswer, PlanMessage, PlanState, PreparePlan
 from shared.process.log import get_logger
 from shared.transport.bus import Message
 from shared.wire import decode_union_json, encode_json
 
 _log = get_logger()
-_PLAN_MESSAGES: Final = (PreparePlan, CommitPlan, AbortPlan)
 
 
 class OrderAgent:
@@ -48,8 +47,8 @@ class OrderAgent:
         self.keeper = keeper
         self._errands = errands
         self._changes = changes
-        kinds = (*_PLAN_MESSAGES, *errands)  # known only here, so no checker can read the next line
-        any_message = Annotated[Union[kinds], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
+        messages = (PlanMessage, *errands)  # known only here, so no checker can read the next line
+        any_message = Annotated[Union[messages], Field(discriminator="kind")]  # type: ignore[valid-type]  # noqa: UP007
         self._messages: TypeAdapter[Any] = TypeAdapter(any_message)
         self._newest_epoch = 0
         self._turn: Turn | None = None
@@ -70,8 +69,7 @@ class OrderAgent:
         reason = f"epoch {asked.epoch} is over: a planner of epoch {self._newest_epoch} has spoken"
         if isinstance(asked, Errand):
             if is_old:
-                worker_id, newest_epoch = self.keeper.worker_id, self._newest_epoch
-                return encode_json(ErrandRefused(worker_id=worker_id, reason=reason, newest_epoch=newest_epoch))
+                return encode_json(ErrandRefused(reason=reason))
             return encode_json(await self._errands[type(asked)](asked))
         if is_old:
             return await self._say(Outcome(asked.plan_id, PlanState.REFUSED, reason))

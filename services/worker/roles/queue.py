@@ -49,7 +49,7 @@ class WaitingQueue:
                     num_blocks=-(-int(table.num_known[row] + 1) // size),
                 )
             )
-        return QueueList(worker_id=self._worker_id, requests=tuple(parts))
+        return QueueList(requests=tuple(parts))
 
     async def move(self, asked: MoveQueued) -> QueueMoved:
         """Release those that still wait; others stay."""
@@ -62,7 +62,7 @@ class WaitingQueue:
         if num_moved:
             self._flush()
             _log.info("queued_moved", num_moved=num_moved, num_asked=len(asked.moves))
-        return QueueMoved(worker_id=self._worker_id, num_moved=num_moved)
+        return QueueMoved(num_moved=num_moved)
 
     def _may_go(self, row: int) -> bool:
         """Return whether a row waits for nothing but its turn and memory, and was never in a step."""

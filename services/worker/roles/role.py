@@ -37,11 +37,6 @@ class Role:
         """It owns the sequences of a group."""
         return self.num_stages > 1 and self.stage == 0
 
-    @property
-    def is_member(self) -> bool:
-        """It computes what another worker says."""
-        return self.stage > 0
-
 
 @dataclass(frozen=True, slots=True)
 class Alone:

@@ -270,7 +270,6 @@ MESSAGES: dict[str, ControlMessage] = {
     ),
     "list_queued": ListQueued(epoch=3, limit=64),
     "queue_list": QueueList(
-        worker_id=WorkerId("w-1"),
         requests=(
             QueuedPart(
                 request_id=RequestId("r-1"),
@@ -284,8 +283,8 @@ MESSAGES: dict[str, ControlMessage] = {
     "move_queued": MoveQueued(
         epoch=3, moves=(QueueMove(request_id=RequestId("r-1"), attempt=2, target=WorkerId("w-2")),)
     ),
-    "queue_moved": QueueMoved(worker_id=WorkerId("w-1"), num_moved=1),
-    "errand_refused": ErrandRefused(worker_id=WorkerId("w-1"), reason="epoch 3 is over", newest_epoch=4),
+    "queue_moved": QueueMoved(num_moved=1),
+    "errand_refused": ErrandRefused(reason="epoch 3 is over"),
     "event": Event(
         name="worker_dead", service="monitor", instance_id="m0", about="w0", reason="no report for 3.2 s (limit 3 s)"
     ),
