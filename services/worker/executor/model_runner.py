@@ -29,7 +29,6 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.memory.model_memory import ModelMemory
 from services.worker.sampling.choosing import Chooser
 from services.worker.sampling.own_samples import OwnSamples
-from services.worker.sampling.sampler import Choose
 from shared.layers import LayerRange
 
 T = TypeVar("T")
@@ -133,8 +132,8 @@ class ModelRunner:
     Args:
         forward: the model over its cache.
         memory: in which both lie.
+        chooser: of the rows' next tokens.
         max_rows: rows of the engine's table.
-        deterministic: results do not depend on the batch.
         samples: of the same rows.
         overlaps: its steps are to be launched before those before them have ended.
         owns_memory: the memory is closed with the runner; else somebody has lent it.
@@ -145,11 +144,10 @@ class ModelRunner:
         info: ModelInfo,
         forward: ForwardPass,
         memory: ModelMemory,
+        chooser: Chooser,
         *,
         max_rows: int,
-        deterministic: bool,
         samples: OwnSamples,
-        choose: Choose | None = None,
         overlaps: bool = False,
         owns_memory: bool = True,
     ) -> None:
@@ -164,7 +162,7 @@ class ModelRunner:
         self._is_sound = True
         self._device = forward.cache.keys[0].device
         self._tables = BlockTables(max_rows, -(-info.max_model_len // info.capacity.block_size))
-        self._chooser = Chooser(max_rows, info.eos_token_ids, info.vocab_size, row_by_row=deterministic, choose=choose)
+        self._chooser = chooser
 
     @property
     def capacity(self) -> KvCapacity:

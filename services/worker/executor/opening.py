@@ -37,6 +37,7 @@ from services.worker.memory.model_memory import ModelMemory
 from services.worker.models.rope import RopeTable
 from services.worker.models.spec import ModelSpec
 from services.worker.models.weights import ModelWeights, num_parameters
+from services.worker.sampling.choosing import Chooser
 from services.worker.sampling.logit_rules import MAX_EDITS
 from services.worker.sampling.own_samples import OwnSamples
 from services.worker.sampling.sampler import DRAW_ELEMENTS
@@ -145,14 +146,20 @@ class RunnerOpener:
             samples=self._samples,
             graphs=self._graphs,
         )
+        chooser = Chooser(
+            self._max_rows,
+            info.eos_token_ids,
+            info.vocab_size,
+            row_by_row=settings.deterministic,
+            choose=None if self._kernels.fused is None else self._kernels.fused.choose,
+        )
         return ModelRunner(
             info,
             forward,
             self._memory,
+            chooser,
             max_rows=self._max_rows,
-            deterministic=settings.deterministic,
             samples=self._samples,
-            choose=None if self._kernels.fused is None else self._kernels.fused.choose,
             overlaps=is_beside(self._device) if settings.overlap is None else settings.overlap,
             owns_memory=owns_memory,
         )
