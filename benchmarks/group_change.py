@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -33,10 +34,11 @@ from services.worker.contract.kept_kv import KeptKv
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.model_runner import RunnerSettings
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED
-from services.worker.peers.connect import StageListener
+from services.worker.peers.connect import Peers
+from services.worker.peers.greeting import PeerIdentity
 from services.worker.roles.device import GroupPlace, Led, Parting, StagePlace
 from services.worker.roles.torch_device import TorchGroupDevice
-from shared.ids import WorkerId
+from shared.ids import NOBODY, WorkerId
 from shared.layers import LayerRange, even_split
 from shared.process.config import parse_size
 from shared.types import SamplingParams
@@ -112,7 +114,7 @@ def places(devices: list[TorchGroupDevice], plan_id: int) -> list[GroupPlace]:
         StagePlace(WorkerId(f"w{i}"), device.address, layers)
         for i, (device, layers) in enumerate(zip(devices, ranges, strict=True))
     )
-    return [GroupPlace(plan_id, "benchmark", stages, i) for i in range(len(stages))]
+    return [GroupPlace(plan_id, stages, i) for i in range(len(stages))]
 
 
 async def open_devices(
@@ -120,10 +122,11 @@ async def open_devices(
 ) -> list[TorchGroupDevice]:
     """Return devices that are alone."""
     devices = []
-    for _ in range(num_stages):
+    secret = secrets.token_bytes(32)
+    for index in range(num_stages):
         model = load_elastic_model(settings, lambda _done, _what: None)
-        listener = await StageListener.open()
-        devices.append(TorchGroupDevice(model, listener, exchange_bytes=exchange_bytes, hands_over=by_pages))
+        peers = await Peers.open(PeerIdentity(WorkerId(f"w{index}"), NOBODY, secret))
+        devices.append(TorchGroupDevice(model, peers, exchange_bytes=exchange_bytes, hands_over=by_pages))
         owned.push_async_callback(devices[-1].close)
         await devices[-1].alone()
     return devices

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import quote
 
 from cli.cluster import checks
 from cli.cluster.settings import UpSettings
@@ -68,13 +68,9 @@ def named_broker(settings: UpSettings) -> BrokerAccess:
     Raises:
         ConfigError: the password cannot be read.
     """
-    parts = urlsplit(settings.nats_url.split(",")[0])
-    login = settings.nats_credentials()
-    if login is not None:
+    login = settings.nats_login()
+    if login is None or settings.nats_credentials() is not None:
         return BrokerAccess(settings.nats_url, login=login)
-    if parts.username is None or parts.password is None:
-        return BrokerAccess(settings.nats_url)
-    login = (unquote(parts.username), unquote(parts.password))
     return BrokerAccess(without_credentials(settings.nats_url), login=login, is_in_url=True)
 
 

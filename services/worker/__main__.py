@@ -31,7 +31,7 @@ async def _load(
     settings: WorkerSettings, process: ServiceProcess, spec: ModelSpec, reporter: Reporter
 ) -> Loaded | None:
     """Return what was loaded, or None if the process is told to stop first."""
-    loading = asyncio.ensure_future(load_executor(settings, spec, reporter.progress))
+    loading = asyncio.ensure_future(load_executor(settings, spec, reporter.progress, reporter.incarnation))
     stopping = asyncio.ensure_future(process.wait_stop())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

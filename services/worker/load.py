@@ -20,9 +20,11 @@ from services.worker.cost.fitting import CostFitting
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw
 from services.worker.models.spec import ModelSpec, read_spec
+from services.worker.peers.greeting import MIN_PASSWORD_BYTES, PeerIdentity, cluster_secret
 from services.worker.roles.device import GroupDevice
 from shared.cost import load_profile
 from shared.errors import StartupError
+from shared.ids import NOBODY, Incarnation, WorkerId
 from shared.systems import Preemption, UnknownSystemError, find_live_system, find_system
 
 if TYPE_CHECKING:
@@ -58,23 +60,39 @@ def check_start(settings: WorkerSettings) -> ModelSpec:
             f"max_blocks bounds a memory that does not change, but system '{settings.system}' drops parameters for more"
         )
         raise StartupError(said, "Give less memory instead")
+    if settings.executor is ExecutorKind.TORCH and find_system(settings.system).forms_groups:
+        _password(settings)
     return read_spec(settings.model)
 
 
-async def load_executor(settings: WorkerSettings, spec: ModelSpec, progress: Progress) -> Loaded:
+def _password(settings: WorkerSettings) -> str:
+    """Return the password at the broker, by which workers know each other."""
+    login = settings.nats_login()
+    num_bytes = len(login[1].encode()) if login is not None else 0
+    if login is None or num_bytes < MIN_PASSWORD_BYTES:
+        have = f"has {num_bytes} bytes, fewer than {MIN_PASSWORD_BYTES}" if login is not None else "is not set"
+        said = f"workers of system '{settings.system}' know each other by their password at the broker, which {have}"
+        raise StartupError(said, "Set SLUICE_WORKER_NATS_USER and _NATS_PASSWORD_FILE, for all of them the same")
+    return login[1]
+
+
+async def load_executor(
+    settings: WorkerSettings, spec: ModelSpec, progress: Progress, incarnation: Incarnation = NOBODY
+) -> Loaded:
     """Return the executor, loaded.
 
     Args:
         settings: of this worker.
         spec: of the model in `settings.model`.
         progress: called on the event loop with the share done (0 to 1) and what is being done.
+        incarnation: of this process.
 
     Raises:
         StartupError: the checkpoint is damaged, or the memory does not suffice.
     """
     if settings.executor is ExecutorKind.MODELLED:
         return _modelled(settings, spec)
-    return await _torch(settings, progress)
+    return await _torch(settings, progress, incarnation)
 
 
 def _modelled(settings: WorkerSettings, spec: ModelSpec) -> Loaded:
@@ -112,28 +130,33 @@ def _modelled_host(settings: WorkerSettings, block_bytes: int) -> HostMemory | N
     return HostMemory(num_blocks, block_bytes, block_bytes / (settings.host_link_gb_per_s * 1e9))
 
 
-async def _torch(settings: WorkerSettings, progress: Progress) -> Loaded:
+async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Incarnation) -> Loaded:
     loop = asyncio.get_running_loop()
 
     def report(ratio: float, text: str) -> None:
         loop.call_soon_threadsafe(progress, ratio, text)
 
     if find_system(settings.system).forms_groups:
-        return await _in_pages(settings, *await _off_the_loop(lambda: _load_elastic(settings, report)))
+        model, fitting = await _off_the_loop(lambda: _load_elastic(settings, report))
+        return await _in_pages(settings, model, fitting, incarnation)
     runner, fitting = await _off_the_loop(lambda: _load_runner(settings, report))
     from services.worker.executor.thread import ThreadExecutor
 
     return Loaded(ThreadExecutor(runner, loop), _facts(runner.info, fitting))
 
 
-async def _in_pages(settings: WorkerSettings, model: ElasticModel, fitting: CostFitting) -> Loaded:
-    from services.worker.peers.connect import StageListener
+async def _in_pages(
+    settings: WorkerSettings, model: ElasticModel, fitting: CostFitting, incarnation: Incarnation
+) -> Loaded:
+    from services.worker.peers.connect import Peers
     from services.worker.roles.torch_device import TorchGroupDevice
 
     limit_s, facts = settings.stage_limit_s, _facts(model.info, fitting)
+    secret = await _off_the_loop(lambda: cluster_secret(_password(settings), settings.cluster))
+    identity = PeerIdentity(WorkerId(settings.instance_id), incarnation, secret)
     try:
-        listener = await StageListener.open(
-            settings.stage_host, settings.stage_port, advertise=settings.stage_advertise, wait_s=limit_s
+        peers = await Peers.open(
+            identity, settings.stage_host, settings.stage_port, advertise=settings.stage_advertise, wait_s=limit_s
         )
     except OSError as error:
         model.close()
@@ -141,7 +164,7 @@ async def _in_pages(settings: WorkerSettings, model: ElasticModel, fitting: Cost
         raise StartupError(f"stages cannot be heard at {where}: {error.strerror or error}", "Set stage_host") from error
     device = TorchGroupDevice(
         model,
-        listener,
+        peers,
         limit_s=limit_s,
         exchange_bytes=settings.exchange_memory,
         exchange_limit_s=settings.exchange_limit_s,

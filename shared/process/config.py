@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -132,6 +133,14 @@ class ServiceSettings(Settings):
         if not password:
             raise ConfigError(f"user '{self.nats_user}' has no password", "Set SLUICE_NATS_PASSWORD or _PASSWORD_FILE")
         return self.nats_user, password
+
+    def nats_login(self) -> tuple[str, str] | None:
+        """Return user and password as `nats_credentials`, or those in the URL where none are set apart from it."""
+        parts = urlsplit(self.nats_url.split(",")[0])
+        login = self.nats_credentials()
+        if login is not None or parts.username is None or parts.password is None:
+            return login
+        return unquote(parts.username), unquote(parts.password)
 
     def _read_password(self) -> str:
         path = self.nats_password_file

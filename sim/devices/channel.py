@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass
 
-from services.worker.pipeline.channel import ChannelLostError
+from services.worker.peers.frames import PeerLostError
 from services.worker.pipeline.stage_messages import Activation, StageMessage
 
 
@@ -56,7 +56,7 @@ class MemoryChannel:
     def send(self, message: StageMessage) -> None:
         """Send a message; what is on the wire when the channel is cut never arrives."""
         if not self._is_open:
-            raise ChannelLostError("the channel is cut")
+            raise PeerLostError("the channel is cut")
         loop = asyncio.get_running_loop()
         self._free_s = max(loop.time(), self._free_s) + self._link.transfer_s(message)
         loop.call_at(self._free_s + self._link.latency_s, self._arrive, message, context=self._context)

@@ -17,7 +17,7 @@ from services.worker.contract.batch import Batch
 from services.worker.contract.executor import HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, layer_weight
-from services.worker.pipeline.channel import ChannelLostError
+from services.worker.peers.frames import PeerLostError
 from services.worker.pipeline.stage_messages import Close, KvOver, StageMessage
 from shared.cost import CostModel, StageCost
 from shared.layers import LayerRange, check_tiling
@@ -93,7 +93,7 @@ class ModelledStages:
         for channel in self.from_leader:
             try:
                 channel.send(message)
-            except ChannelLostError as error:
+            except PeerLostError as error:
                 asyncio.get_running_loop().call_soon(self._on_lost, str(error))
 
     async def close(self) -> None:

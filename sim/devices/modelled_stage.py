@@ -14,7 +14,8 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
 from services.worker.modelled.executor import FailureInjector, step_s
 from services.worker.modelled.shadow_kv import ShadowKv
-from services.worker.pipeline.channel import ChannelLostError, StageSender
+from services.worker.peers.frames import PeerLostError
+from services.worker.pipeline.channel import StageSender
 from services.worker.pipeline.stage import Ended, StageInbox, StageOrderError, Work, outcome, run_step
 from services.worker.pipeline.stage_messages import (
     Activation,
@@ -242,5 +243,5 @@ class ModelledStageServer:
     def _send(self, channel: StageSender, message: StageMessage) -> None:
         try:
             channel.send(message)
-        except ChannelLostError as error:
+        except PeerLostError as error:
             self.die(str(error))

@@ -10,8 +10,9 @@ import torch
 
 from services.worker.models.digests import PartKey, digest, wrong_parts
 from services.worker.models.weights import ModelWeights, ParameterBuffer, Part, buffer_bytes
-from services.worker.peers.greeting import StageWelcome
-from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.peers.frames import FrameKind, FrameSocket
+from services.worker.peers.greeting import PeerWelcome
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.layers import LayerRange
 
@@ -44,8 +45,8 @@ def test_parameters_go_from_one_buffer_of_the_device_to_another(piece_elements: 
     assert wrong_parts(digests, 0, taken) == ["qkv", "down"]
     lender = ParameterLender(ModelWeights(lent.only(()), (lent,)), LinkTurns())
     here, there = socket.socketpair()
-    lender.welcome(there, StageWelcome(num_blocks=1, block_size=16))
-    here.recv(int.from_bytes(here.recv(4), "little"), socket.MSG_WAITALL)
+    lender.welcome(there, PeerWelcome(num_blocks=1, block_size=16))
+    FrameSocket(here).receive(FrameKind.GREETING)
     source = PeerSource("w1", here, LayerRange(0, 1), ())
     assert sum(source.fill(0, taken, piece_elements)) == taken.num_bytes
     assert not wrong_parts(digests, 0, taken)

@@ -29,6 +29,7 @@ from shared.subjects import Subjects
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import accepts_connections, find_binary
 from tests.support.fault_proxy import FaultProxy
+from tests.support.peers import PASSWORD
 from tests.support.ports import free_port
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ MODEL_NAME: Final = "sluice-demo"
 START_LIMIT_S: Final = 60.0
 LOOK_S: Final = 0.03
 NATS: Final = "nats"
+WORKER_LOGIN: Final = {"SLUICE_NATS_USER": "worker", "SLUICE_NATS_PASSWORD": PASSWORD}
+"""The broker lets everybody in; workers know each other by it."""
 
 _BROKER_CONFIG: Final = """\
 listen: "127.0.0.1:{port}"
@@ -149,7 +152,7 @@ class Cluster:
         given = [*self.shape.flags.get(service, ()), *(self.shape.flags.get(name, ()) if name != service else ())]
         argv = [sys.executable, "-P", "-m", module, "--instance-id", name, "--nats-url", self._nats_url_of(name)]
         argv += ["--log-format", "json", *self._own_flags(name, service, given), *given]
-        self._spawn(name, argv, self.shape.env)
+        self._spawn(name, argv, (WORKER_LOGIN if service == "worker" else {}) | dict(self.shape.env))
 
     def _own_flags(self, name: str, service: str, given: Sequence[str]) -> list[str]:
         """Return the usual flags of a service, but for those that the shape gives."""

@@ -97,8 +97,8 @@ class LateSocket:
         self._sock = sock
         self._late = late
 
-    def receive(self, into: memoryview) -> KvProgress | None:
-        found = self._sock.receive(into)
+    def receive_chunk(self, into: memoryview) -> KvProgress | None:
+        found = self._sock.receive_chunk(into)
         if into and found is None:
             self._late.wait()
         return found

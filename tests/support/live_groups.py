@@ -28,16 +28,16 @@ from services.worker.executor.elastic_model import ElasticModel, load_elastic_mo
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.memory.spans import Spans
-from services.worker.peers.connect import StageListener
+from services.worker.peers.connect import Peers
 from services.worker.roles.device import GroupPlace, StagePlace
 from services.worker.roles.torch_device import TorchGroupDevice
 from services.worker.scheduling.registry import make_scheduler
-from shared.ids import WorkerId
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.engine_builders import new_sequence
 from tests.support.leaks import whats_open
+from tests.support.peers import identity
 from tests.support.runners import MIB, open_runner, runner_settings
 
 SHAPES = {
@@ -87,16 +87,14 @@ def ranges_of(*ends: int) -> tuple[LayerRange, ...]:
     return tuple(LayerRange(first, end) for first, end in zip((0, *ends), ends, strict=False))
 
 
-def places(
-    devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], token: str = "secret"
-) -> list[GroupPlace]:
+def places(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange]) -> list[GroupPlace]:
     """Return the group of these devices as each of them sees it."""
     stages = tuple(
-        StagePlace(WorkerId(f"w{i}"), device.address, layers)
-        for i, (device, layers) in enumerate(zip(devices, ranges, strict=True))
+        StagePlace(device._peers._identity.worker_id, device.address, layers)
+        for device, layers in zip(devices, ranges, strict=True)
     )
     plan_id = next(_plan_ids)
-    return [GroupPlace(plan_id, token, stages, i) for i in range(len(stages))]
+    return [GroupPlace(plan_id, stages, i) for i in range(len(stages))]
 
 
 @dataclass
@@ -251,12 +249,12 @@ async def live_devices(
     await asyncio.get_running_loop().getaddrinfo("127.0.0.1", 0)  # the loop's own threads come with it
     before = whats_open()
     devices = []
-    for _ in range(num):
+    for index in range(num):
         model = open_elastic_model(SHAPES[name], folder, **changes)
-        listener = await StageListener.open(wait_s=wait_s)
+        peers = await Peers.open(identity(index), wait_s=wait_s)
         device = TorchGroupDevice(
             model,
-            listener,
+            peers,
             exchange_bytes=exchange_bytes,
             exchange_bytes_per_s=link_bytes_per_s,
             peers_first=peers_first,

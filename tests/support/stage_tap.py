@@ -20,7 +20,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from services.worker.peers.greeting import StageHello, StageRole, read_greeting
+from services.worker.peers.frames import HEADER_BYTES, FrameKind, read_head
+from services.worker.peers.greeting import MAX_GREETING_BYTES, PeerHello, Purpose, read_greeting
 from tests.support.fault_cluster import Shape
 from tests.support.ports import free_port
 
@@ -29,7 +30,7 @@ T = TypeVar("T")
 LISTENS: Final = "127.0.0.1"
 ADVERTISED: Final = "127.0.0.2"
 PART_BYTES: Final = 16 * 1024
-KV_ROLES: Final = (StageRole.KV, StageRole.PARTING)
+KV_PURPOSES: Final = (Purpose.KV, Purpose.PARTING)
 
 
 def tapped(shape: Shape) -> tuple[Shape, list[int]]:
@@ -139,12 +140,13 @@ class StageTap:
         self._tasks[task] = None
         ends = [writer]
         try:
-            size = await reader.readexactly(4)
-            said = await reader.readexactly(int.from_bytes(size, "little"))
+            head = await reader.readexactly(HEADER_BYTES)
+            num_bytes = read_head(head, (FrameKind.GREETING,), MAX_GREETING_BYTES).num_bytes
+            said = await reader.readexactly(num_bytes)
             to_reader, to_writer = await asyncio.open_connection(LISTENS, port)
             ends.append(to_writer)
-            to_writer.write(size + said)
-            is_kv = read_greeting(said, StageHello).role in KV_ROLES
+            to_writer.write(head + said)
+            is_kv = read_greeting(said, PeerHello).purpose in KV_PURPOSES
             await self._join(((reader, to_writer), (to_reader, writer)), ends, is_kv=is_kv)
         except (OSError, asyncio.IncompleteReadError):
             return

@@ -50,6 +50,7 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.elastic_cases import FaultyMemory
 from tests.support.live_groups import PAGE, SHAPES, stated_peak
 from tests.support.mapped_pages import mapped_pages
+from tests.support.peers import PASSWORD
 from tests.support.runners import KERNELS, MIB
 
 SYSTEM = "kunserve"
@@ -171,6 +172,8 @@ class TorchCluster:
     def _settings_of(self, name: str, memory_bytes: int) -> WorkerSettings:
         return WorkerSettings(
             instance_id=name,
+            nats_user="worker",
+            nats_password=PASSWORD,
             model=self._folder,
             served_model_name=(MODEL_NAME,),
             system=SYSTEM,
@@ -191,11 +194,12 @@ class TorchCluster:
     async def start_worker(self, name: str) -> None:
         """Start a worker, or another process of that name; return when it is used."""
         self._num_processes += 1
+        incarnation = Incarnation(self._num_processes)
         settings = self._settings_of(name, self._memory_bytes)
         bus = self.broker.connect(name)
-        loaded = await load_executor(settings, check_start(settings), lambda _done, _what: None)
+        loaded = await load_executor(settings, check_start(settings), lambda _done, _what: None, incarnation)
         assert isinstance(loaded.device, TorchGroupDevice)
-        reporter = make_reporter(settings, bus, Incarnation(self._num_processes))
+        reporter = make_reporter(settings, bus, incarnation)
         reporter.pid = self._num_processes
         service = build_worker(settings, bus, loaded.executor, loaded.model, reporter, self._fail, device=loaded.device)
         worker = self.workers[name] = TorchWorker(service, loaded.device, bus, self._made[-1])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
-import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +45,7 @@ from tests.support.live_groups import (
     ranges_of,
     texts_of,
 )
+from tests.support.peers import PASSWORD, identity
 from tests.support.runner_driver import Driver
 from tests.support.runners import KERNELS, MIB
 
@@ -227,18 +226,20 @@ async def test_a_member_whose_process_is_gone_fails_the_group_at_once() -> None:
         await be_alone(devices[0])
 
 
-async def test_members_of_another_plan_or_token_do_not_come_together() -> None:
-    """Of another token is told at once, however late it joins; of another plan, when nobody has joined in time."""
+async def test_members_of_another_plan_or_cluster_do_not_come_together() -> None:
+    """Of another cluster is told at once, however late it joins; of another plan, when nobody has joined in time."""
     async with live_devices(2, limit_s=10) as devices:
         own, other = places(devices, HALVES), places(devices, HALVES)
-        for theirs, wait_s, reason in (
-            (replace(own[1], token="another"), 5.0, f"the token is not that of plan {own[1].plan_id}"),
-            (other[1], 0.05, f"this worker has not joined plan {own[0].plan_id} within 0.05 s"),
+        not_joined = f"it refuses: this worker has not joined plan {own[0].plan_id} within 0.05 s"
+        for theirs, secret, wait_s, reason in (
+            (own[1], "another cluster's secret", 5.0, "the listener does not know the secret of this cluster"),
+            (other[1], PASSWORD, 0.05, not_joined),
         ):
-            devices[1]._listener._wait_s = wait_s
+            devices[1]._peers._identity = identity(1, secret)
+            devices[1]._peers._wait_s = wait_s
             joining = asyncio.create_task(devices[1].join(theirs, unheard))
             (said,) = await failure_of(devices[0].lead(own[0], unheard))
-            assert said == f"w1 at {own[1].own.address}: it refuses: {reason}"
+            assert said == f"w1 at {own[1].own.address}: {reason}"
             joining.cancel()
             with pytest.raises(asyncio.CancelledError):  # it waits still: nobody came to it
                 await joining
@@ -249,7 +250,7 @@ async def test_early_callers_wait_for_a_member_that_joins_late() -> None:
     async with live_devices(2) as devices:
         own, ends = places(devices, HALVES), list[str | None]()
         leading = asyncio.create_task(devices[0].lead(own[0], unheard))
-        while devices[1]._listener.num_greeted < 2:  # it and two callers
+        while len(devices[1]._peers._door._greeted) < 2:  # it and two callers
             await asyncio.sleep(0.001)
         await devices[1].join(own[1], ends.append)
         executor = (await leading).executor
@@ -292,8 +293,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
     async with live_devices(3) as devices:
         group = await form(devices, ranges_of(1, 2, 4))
         for channel in group.executor._stages._members:  # type: ignore[attr-defined]
-            with contextlib.suppress(OSError):  # the end of the one before may have closed it
-                channel._socket.shutdown(socket.SHUT_RDWR)
+            channel._frames.shut()
         await ended(group.ends)
         assert all(len(reasons) == 1 and reasons[0] for reasons in group.ends.values())
         await group.executor.close()
@@ -303,7 +303,7 @@ async def test_a_leader_that_is_gone_is_told_to_every_member() -> None:
 async def test_a_leader_that_is_cancelled_while_it_dials_can_be_whole_again() -> None:
     async with live_devices(2, limit_s=60) as devices:
         leading = asyncio.create_task(devices[0].lead(places(devices, HALVES)[0], unheard))
-        while devices[1]._listener.num_greeted < 2:
+        while len(devices[1]._peers._door._greeted) < 2:
             await asyncio.sleep(0.001)
         leading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -513,7 +513,14 @@ async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(mo
     told: list[float] = []
 
     def settings(system: str, **changes: object) -> WorkerSettings:
-        common = {"memory": 8 * MIB, "page_bytes": PAGE, "max_batch_tokens": 96, "max_sequences": 8, "threads": 1}
+        common: dict[str, object] = {
+            "memory": 8 * MIB,
+            "page_bytes": PAGE,
+            "max_batch_tokens": 96,
+            "max_sequences": 8,
+            "threads": 1,
+        }
+        common |= {"nats_user": "worker", "nats_password": PASSWORD}
         more = {**common, "max_batch_rows": 8, "kernels": KernelKind(KERNELS), **changes}
         return WorkerSettings(instance_id="w0", model=folder, system=system, **more)  # type: ignore[arg-type]
 

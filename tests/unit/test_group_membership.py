@@ -119,7 +119,7 @@ async def test_nonsense_ends_the_membership() -> None:
     async with wired() as at:
         at.leader.sendall(b"x" * 64)
         await at.hear_end()
-    assert at.told == ["no stage message of this version"]
+    assert at.told == ["the header of a frame: the checksum is wrong"]
 
 
 async def test_who_leaves_is_not_told() -> None:

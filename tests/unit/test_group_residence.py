@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -267,7 +266,7 @@ async def test_a_source_that_dies_halfway_or_lies_is_replaced(
             if is_wrong:
                 piece[len(piece) // 2] ^= 16
             else:
-                source._sock.shutdown(socket.SHUT_RDWR)
+                source._sock.shut()
 
     monkeypatch.setattr(PeerSource, "_receive_into", receiving)
     async with live_devices(2, peers_first=True) as devices:
@@ -289,11 +288,11 @@ async def test_a_stage_that_lends_can_leave(gate: LoadingGate) -> None:
     async with live_devices(2, peers_first=True) as devices:
         group = await form(devices, HALVES)
         await all_beside(devices)
-        lender = devices[1]._peers._lender
+        lender = devices[1]._sources._lender
         assert lender is not None
         await devices[1].alone()
         assert lender._is_closed
-        assert not devices[1]._listener._lenders, "nobody is let in any more"
+        assert not devices[1]._peers._expected, "nobody is let in any more"
         with pytest.raises(ExecutorBrokenError):
             await texts_of(group.executor)
         await be_alone(*devices)

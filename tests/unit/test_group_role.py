@@ -97,7 +97,7 @@ def test_the_role_is_that_of_the_state_and_on_the_way_to_another_one_that_of_bef
     stages = tuple(
         StagePlace(WorkerId(f"w{i}"), "", LayerRange(first, end)) for i, (first, end) in enumerate([(0, 3), (3, 8)])
     )
-    leading, member = Leading(GroupPlace(7, "", stages, 0), 20, 7), Member(GroupPlace(7, "", stages, 1), 20, 9)
+    leading, member = Leading(GroupPlace(7, stages, 0), 20, 7), Member(GroupPlace(7, stages, 1), 20, 9)
     leader = reported(leading)
     assert leader == Role(LayerRange(0, 3), "w0", 0, 2, 7)
     assert leader.is_leader

@@ -24,6 +24,7 @@ from services.worker.memory.spans import Spans
 from services.worker.pages import hand_over
 from services.worker.pages.exchange import PageExchange
 from services.worker.pages.wire import PageDoor, PageSocket
+from services.worker.peers.frames import PeerLostError
 from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -97,7 +98,7 @@ def test_pages_are_handed_over_if_no_more_is_lost_so(
         return []
 
     monkeypatch.setattr(hand_over, "dial_doors", dial)
-    hand = hand_over.HandOver(GroupPlace(1, "", stages, 0), model, 1.0, is_on=True)  # type: ignore[arg-type]
+    hand = hand_over.HandOver(GroupPlace(1, stages, 0), model, 1.0, is_on=True)  # type: ignore[arg-type]
     assert hand.card.endswith("/cpu/4096/1024")
     table = hand.decide(offers, by_copies)
     assert table.by_pages == by_pages == bool(dialled)
@@ -202,7 +203,7 @@ async def test_who_is_not_to_blame_hands_over_again(monkeypatch: pytest.MonkeyPa
 
 
 def refuse_to_talk(*_arguments: object) -> None:
-    raise ConnectionResetError("made up")
+    raise PeerLostError("made up")
 
 
 async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

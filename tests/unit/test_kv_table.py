@@ -53,7 +53,7 @@ def offers_to_form(rng: np.random.Generator) -> list[KvOffer]:
     """Return offers of workers that were alone, of a group, and of a part of another of the same plan, shuffled."""
     offers = [KvOffer(WHOLE, int(rng.integers(20)), 0, kept=kept(rng, 12)) for _ in range(int(rng.integers(1, 3)))]
     for leader, left in (("a", 0), ("b", int(rng.integers(2)))):
-        of = GroupPlace(7, "", (StagePlace(WorkerId(leader), "", WHOLE),), 0).name
+        of = GroupPlace(7, (StagePlace(WorkerId(leader), "", WHOLE),), 0).name
         parts = tiling(rng, int(rng.integers(2, 4)))
         said = [kept(rng, 12), *[NOTHING_KEPT] * (len(parts) - 1)]
         group = [KvOffer(part, int(rng.integers(20)), 0, of, k) for part, k in zip(parts, said, strict=True)]

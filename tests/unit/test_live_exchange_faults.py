@@ -19,10 +19,11 @@ from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.memory.kv_cache import KVCache
+from services.worker.peers.frames import FrameKind, pack_head
+from services.worker.peers.greeting import Purpose
 from services.worker.roles import torch_device
 from services.worker.roles.device import GroupFailedError, Led, Parting
 from services.worker.roles.torch_device import TorchGroupDevice
-from shared.checksum import seal
 from shared.layers import LayerRange
 from tests.support.exchanged_kv import (
     HALVES,
@@ -74,18 +75,17 @@ def count_sends(monkeypatch: pytest.MonkeyPatch, at: int, act: object) -> list[i
 def damaged(kind: str) -> object:
     def send(self: KvSocket, data: memoryview) -> None:
         number, size, checksum = self._num_sent, len(data), zlib.crc32(data)
-        body = bytearray(data)
+        body = memoryview(bytearray(data))
         if kind == "bytes":
             body[size // 2] ^= 4
         elif kind == "length":
             size -= 1
         elif kind == "number":
             number += 1
-        header = bytearray(seal(kv_wire._HEADER.pack(number, size, checksum)))
+        header = bytearray(pack_head(FrameKind.KV_CHUNK, size, (number, 0), checksum))
         if kind == "header":
             header[2] ^= 1
-        self._sock.sendall(header)
-        self._sock.sendall(body)
+        self._send([memoryview(header), body])
         self._num_sent += 1
 
     return send
@@ -229,7 +229,7 @@ async def test_a_member_that_parts_first_waits_in_its_pipeline_for_the_leader() 
         await all_that_comes(led.arrivals)
         executor = led.executor
         parting = asyncio.ensure_future(devices[1].alone(Parting()))
-        while not devices[1]._listener._expected:
+        while (Purpose.PARTING, own[1].plan_id) not in devices[1]._peers._expected:
             await asyncio.sleep(0)
         server = Server(executor, range(6))
         await server.serve()

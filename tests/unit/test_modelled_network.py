@@ -50,7 +50,7 @@ class Party:
 
     def place(self, index: int, plan_id: int) -> GroupPlace:
         stages = [StagePlace(name, "", part) for name, part in zip(NAMES, even_split(NUM_LAYERS, 3), strict=True)]
-        return GroupPlace(plan_id, "", tuple(stages), index)
+        return GroupPlace(plan_id, tuple(stages), index)
 
     def come(self, index: int, plan_id: int = 1) -> Awaitable[object]:
         """A device takes its place in the group of all."""

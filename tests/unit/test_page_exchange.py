@@ -23,7 +23,8 @@ from services.worker.pages import exchange as page_exchange
 from services.worker.pages import wire as page_wire
 from services.worker.pages.exchange import PageExchange, PagesKeptError
 from services.worker.pages.flows import PageFlow
-from services.worker.pages.wire import BATCH_PAGES, PageDoor, PageSocket, Word, dial_doors
+from services.worker.pages.wire import BATCH_PAGES, PageDoor, PageSocket, dial_doors
+from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
 from shared.errors import WireError
 from tests.support.elastic_cases import snapshot
 from tests.support.leaks import whats_open
@@ -283,15 +284,15 @@ def test_a_decision_has_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     """The time for all is over, at both ends, when the last one has mapped what came."""
     expect, say = PageSocket.expect, PageSocket.say
 
-    def late_expect(self: PageSocket, *words: Word) -> Word:
+    def late_expect(self: PageSocket, *words: FrameKind) -> FrameKind:
         word = expect(self, *words)
-        if word is Word.MAPPED:
+        if word is FrameKind.PAGES_MAPPED:
             self.deadline_s = 0.0
         return word
 
-    def late_say(self: PageSocket, word: Word) -> None:
+    def late_say(self: PageSocket, word: FrameKind) -> None:
         say(self, word)
-        if word is Word.MAPPED:
+        if word is FrameKind.PAGES_MAPPED:
             self.deadline_s = 0.0
 
     monkeypatch.setattr(PageSocket, "expect", late_expect)
@@ -313,11 +314,11 @@ def test_who_cannot_be_told_of_the_decision(
     """If that is the first one, nobody keeps anything; else those who were told do, and so does the leader."""
     say, told = PageSocket.say, [0]
 
-    def failing_say(self: PageSocket, word: Word) -> None:
-        if word is Word.COMMIT:
+    def failing_say(self: PageSocket, word: FrameKind) -> None:
+        if word is FrameKind.PAGES_COMMIT:
             told[0] += 1
             if told[0] == failing + 1:
-                raise ConnectionResetError("made up")
+                raise PeerLostError("made up")
         say(self, word)
 
     monkeypatch.setattr(PageSocket, "say", failing_say)
@@ -356,18 +357,22 @@ def two() -> Iterator[tuple[PageSocket, socket.socket]]:
         ends[1].close()
 
 
+def packet(num_pages: int, num_bytes: int = 16) -> bytes:
+    return pack_head(FrameKind.PAGES, num_bytes, (num_pages, 0)) + bytes(num_bytes)
+
+
 @pytest.mark.parametrize(
     ("data", "num_descriptors", "why"),
     [
-        (b"", 0, ConnectionError),
-        (b"\x01\x02", 0, WireError),
-        (b"\x03\x00\x00\x00\x00", 0, WireError),
-        (b"\x01\x02\x00\x00\x00" + bytes(16), 1, WireError),
-        (b"\x01\x02\x00\x00\x00" + bytes(16), 3, WireError),
-        (b"\x01\x03\x00\x00\x00" + bytes(16), 2, WireError),
-        (b"\x01\x02\x00\x00\x00" + bytes(8), 2, WireError),
-        (b"\x01\x02\x00\x00\x00" + bytes(24), 2, WireError),
-        (b"\x01\x02\x00\x00\x00" + bytes(16), 9, WireError),
+        (b"", 0, PeerLostError),
+        (packet(2)[:9], 0, WireError),
+        (pack_head(FrameKind.PAGES_COMMIT, 0), 0, WireError),
+        (packet(2), 1, WireError),
+        (packet(2), 3, WireError),
+        (packet(3, 16), 2, WireError),
+        (packet(2, 8), 2, WireError),
+        (packet(2, 24), 2, WireError),
+        (packet(2), 9, WireError),
     ],
     ids=["gone", "short", "another word", "too few", "too many", "another number", "cut", "longer", "far too many"],
 )
@@ -399,12 +404,12 @@ def test_pages_are_answered_when_they_were_taken_and_not_before() -> None:
         assert not giving.is_alive()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(found[0].descriptor)
-        peer.say(Word.UNDO)
-        with pytest.raises(WireError, match="instead of COMMIT or MAPPED"):
-            sock.expect(Word.COMMIT, Word.MAPPED)
+        peer.say(FrameKind.PAGES_UNDO)
+        with pytest.raises(WireError, match="instead of PAGES_COMMIT or PAGES_MAPPED"):
+            sock.expect(FrameKind.PAGES_COMMIT, FrameKind.PAGES_MAPPED)
         sock.deadline_s = 0.0
         with pytest.raises(TimeoutError):
-            sock.expect(Word.COMMIT)
+            sock.expect(FrameKind.PAGES_COMMIT)
 
 
 def test_the_last_word_is_heard_of_who_leaves_something_unread() -> None:
@@ -412,12 +417,12 @@ def test_the_last_word_is_heard_of_who_leaves_something_unread() -> None:
     with two() as (sock, other):
         peer = PageSocket(other)
         peer.deadline_s = time.monotonic() + 60
-        sock.say(Word.MAPPED)
-        peer.say(Word.UNDO)
+        sock.say(FrameKind.PAGES_MAPPED)
+        peer.say(FrameKind.PAGES_UNDO)
         peer.close()
-        assert sock.expect(Word.COMMIT, Word.UNDO) is Word.UNDO
-        with pytest.raises(ConnectionError):
-            sock.expect(Word.COMMIT)
+        assert sock.expect(FrameKind.PAGES_COMMIT, FrameKind.PAGES_UNDO) is FrameKind.PAGES_UNDO
+        with pytest.raises(PeerLostError):
+            sock.expect(FrameKind.PAGES_COMMIT)
 
 
 def test_a_door_opens_for_this_user_only(monkeypatch: pytest.MonkeyPatch) -> None:

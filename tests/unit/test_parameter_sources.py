@@ -17,8 +17,9 @@ from services.worker.executor.parameter_sources import SourceLostError
 from services.worker.models.digests import digest, digests_of, wrong_parts
 from services.worker.models.loader import copy_pieces
 from services.worker.models.weights import ModelWeights, ParameterBuffer
-from services.worker.peers.greeting import StageWelcome
-from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.peers.frames import FrameKind, FrameSocket
+from services.worker.peers.greeting import PeerWelcome, read_greeting
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.roles import parameter_lending
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.errors import StartupError
@@ -29,7 +30,7 @@ from tests.support.loading_gate import wait_until_loaded
 from tests.support.processes import wait_until
 
 FIRST, LAST, WHOLE = LayerRange(0, 2), LayerRange(2, 4), LayerRange(0, 4)
-WELCOME = StageWelcome(num_blocks=1, block_size=16)
+WELCOME = PeerWelcome(num_blocks=1, block_size=16)
 PIECE = 700
 """Elements; a layer has more than ten such pieces."""
 
@@ -225,8 +226,7 @@ def connect(lender: ParameterLender) -> socket.socket:
     """Return a connection that is welcome."""
     here, there = socket.socketpair()
     lender.welcome(there, WELCOME)
-    size = int.from_bytes(here.recv(4), "little")
-    assert len(here.recv(size, socket.MSG_WAITALL)) == size
+    assert read_greeting(bytes(FrameSocket(here).receive(FrameKind.GREETING).payload), PeerWelcome) == WELCOME
     return here
 
 
@@ -330,7 +330,7 @@ def test_a_load_that_is_stopped_leaves_its_peer_and_begins_anew() -> None:
         assert reached.wait(10)
         threading.Timer(0.02, go_on.set).start()
         other.reside(FIRST, other.blocks_with(FIRST))
-        assert source._sock.fileno() == -1, "nobody is left at this end"
+        assert source._sock._sock.fileno() == -1, "nobody is left at this end"
         other.restore()
         assert bits_of(other) == bits
         lender.close()
@@ -362,10 +362,11 @@ def test_a_lender_sends_its_pieces_after_what_is_urgent(monkeypatch: pytest.Monk
         turns = LinkTurns()
         lender = ParameterLender(model.lendable, turns)
         sock = connect(lender)
+        frames = FrameSocket(sock)
         with turns.urgent():
-            sock.sendall(parameter_lending._ASK.pack(1, 4) + b"down")
-            (size,) = parameter_lending._FOUND.unpack(sock.recv(8))
-            assert size == model._opener.weights.layers[1]["down"].numel() * 4
+            frames.send(FrameKind.PARAMETER_ASK, b"down", words=(1, 0))
+            num_bytes = frames.receive_head(FrameKind.PARAMETER).num_bytes
+            assert num_bytes == model._opener.weights.layers[1]["down"].numel() * 4
             sock.settimeout(0.05)
             with pytest.raises(TimeoutError):
                 sock.recv(1)

@@ -26,9 +26,10 @@ from services.worker.kv_moves import exchange_modes, kv_wire, remote_attention
 from services.worker.kv_moves.exchange_modes import ExchangeFacts, by_price
 from services.worker.kv_moves.kv_table import AreLive, KvLot, KvTable, MovingKv
 from services.worker.kv_moves.remote_attention import KeptKeys, RemoteAttention, RemoteShape
-from services.worker.kv_moves.remote_wire import RemoteSocket, StepRows, pack_rows, unpack_rows
+from services.worker.kv_moves.remote_wire import StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies
-from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.peers.frames import FrameSocket
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.roles.device import Led
 from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import WireError
@@ -258,8 +259,7 @@ async def test_a_group_that_loses_what_it_attends_has_ended(what: str, monkeypat
             elif what == "the exchange is cut":
                 exchange._give_up("a test wants it")
             elif what == "bits flip":
-                receive = RemoteSocket._read
-                monkeypatch.setattr(RemoteSocket, "_read", lambda sock, size: flipped(receive(sock, size)))
+                flip_bits(monkeypatch)
             else:
                 monkeypatch.setattr(remote_attention, "pack_rows", lambda rows: pack_rows(rows)[:-4])
             if what == "the exchange is cut":
@@ -269,10 +269,16 @@ async def test_a_group_that_loses_what_it_attends_has_ended(what: str, monkeypat
             await goes_on_alone(server, devices, held)
 
 
-def flipped(data: bytearray) -> bytearray:
-    if len(data) > 100:
-        data[50] ^= 8
-    return data
+def flip_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what comes over connections for remote attention: they are urgent, and have checksums."""
+    fill = FrameSocket.fill
+
+    def flipping(sock: FrameSocket, view: memoryview) -> None:
+        fill(sock, view)
+        if sock._urgent is not None and sock._is_checked and len(view) > 100:
+            view[50] ^= 8
+
+    monkeypatch.setattr(FrameSocket, "fill", flipping)
 
 
 # Wire
@@ -323,7 +329,7 @@ async def test_stages_that_ask_each_other_at_once_wait_for_nothing_but_answers()
     stages = []
     for i, sock in enumerate(ends):
         kept = KeptKeys(BlockCopies(0, kv[:, :, 32 * i : 32 * i + 32]), 32, shape, partial(FixedSplitAttention, spec))
-        sockets = {1 - i: RemoteSocket(sock, LinkTurns())}
+        sockets = {1 - i: FrameSocket(sock, is_checked=True, urgent=LinkTurns())}
         stages.append(RemoteAttention(i, table, halves[i], {i: kept}, sockets, shape))
     count = 600
     rows = RaggedRows(np.array([count], np.int32), np.array([512], np.int32), np.zeros((1, 70), np.int32))

@@ -16,7 +16,7 @@ from shared.messages.plan import LoadBeside, PlannedWorker, UnloadBeside
 
 W0, W1, W2 = (WorkerId(name) for name in ("w0", "w1", "w2"))
 STAGES = (StagePlace(W0, "", LayerRange(0, 5)), StagePlace(W1, "", LayerRange(5, 8)))
-STANDS = Member(GroupPlace(3, "", STAGES, 1), 20, 3)
+STANDS = Member(GroupPlace(3, STAGES, 1), 20, 3)
 
 
 def load(*members: tuple[WorkerId, tuple[int, int]]) -> LoadBeside:

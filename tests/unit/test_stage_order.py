@@ -18,7 +18,7 @@ from services.worker.contract.executor import BatchFailedError, HostCopy
 from services.worker.contract.remote import RemoteLostError
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.pipeline.channel import ChannelLostError
+from services.worker.peers.frames import PeerLostError
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import MAX_LAUNCHED
 from services.worker.pipeline.stage_messages import Activation, Close, CopyEnded, KvOver, StageMessage, StepDone
@@ -79,7 +79,7 @@ class Heard:
         self.said: list[StageMessage] = []
         self.is_closed = False
         self._fails_at = fails_at
-        self._error = error or ChannelLostError("nobody is there")
+        self._error = error or PeerLostError("nobody is there")
         self._num_sent = 0
 
     def send(self, message: StageMessage) -> None:

@@ -21,8 +21,8 @@ from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.memory.host_link import Event
+from services.worker.peers.frames import FrameSocket
 from services.worker.pipeline import hidden_link
-from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.hidden_link import HiddenLink, HiddenShape
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
@@ -130,13 +130,13 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateStream]:
 
 def send_late(patch: pytest.MonkeyPatch, seed: int) -> None:
     """Let sockets read what they send some time after they were given it."""
-    chance, send = random.Random(seed), SocketChannel._send
+    chance, send = random.Random(seed), FrameSocket._send
 
-    def late(channel: SocketChannel, parts: list[memoryview]) -> None:
+    def late(sock: FrameSocket, parts: list[memoryview]) -> None:
         time.sleep(chance.random() * 0.004)
-        send(channel, parts)
+        send(sock, parts)
 
-    patch.setattr(SocketChannel, "_send", late)
+    patch.setattr(FrameSocket, "_send", late)
 
 
 def random_batch(step_id: int, chance: np.random.Generator) -> Batch:

@@ -31,6 +31,7 @@ def settings(system: str, **changes: Any) -> WorkerSettings:
     """A worker with a modelled device."""
     folder: Path = stored_checkpoint(CheckpointShape())[0]
     defaults = {"memory": 2**20, "host_memory": 2**18, "executor": ExecutorKind.MODELLED}
+    defaults |= {"nats_user": "worker", "nats_password": "a password of workers"}
     return WorkerSettings(instance_id="w0", model=folder, system=system, **{**defaults, **changes})
 
 
@@ -92,6 +93,26 @@ def test_a_bound_on_blocks_is_refused_where_parameters_are_dropped_for_more() ->
     with pytest.raises(StartupError, match="but system 'kunserve' drops parameters for more"):
         check_start(settings("kunserve", max_blocks=4))
     check_start(settings("kunserve"))
+
+
+@pytest.mark.parametrize(
+    ("login", "reason"),
+    [
+        ({}, "which is not set. Set SLUICE_WORKER_NATS_USER and _NATS_PASSWORD_FILE"),
+        ({"nats_user": "worker", "nats_password": "short"}, "which has 5 bytes, fewer than 16"),
+        ({"nats_url": "nats://worker:p%40ss@h:4222"}, "which has 4 bytes, fewer than 16"),
+    ],
+)
+def test_a_worker_that_others_cannot_know_does_not_start(login: dict[str, str], reason: str) -> None:
+    given = {"executor": ExecutorKind.TORCH, "nats_user": "", "nats_password": "", **login}
+    with pytest.raises(StartupError, match="know each other by their password at the broker") as caught:
+        check_start(settings("kunserve", **given))
+    assert reason in str(caught.value)
+    assert "p@ss" not in str(caught.value)
+    check_start(settings("fcfs-chunked", **given))
+    in_url = {**given, "nats_user": "", "nats_url": "nats://worker:a%20password%20of%20workers@h:4222,nats://i:4222"}
+    check_start(settings("kunserve", **in_url))
+    assert settings("kunserve", **in_url).nats_login() == ("worker", "a password of workers")
 
 
 async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:

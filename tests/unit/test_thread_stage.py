@@ -20,7 +20,8 @@ from services.worker.engine.loop import ExecutorBrokenError, StepLoop
 from services.worker.engine.stats import take_stats
 from services.worker.modelled.executor import FailureInjector
 from services.worker.modelled.shadow_kv import ShadowKv, TokenDraw, expected_outputs, layer_weight
-from services.worker.pipeline.channel import ChannelLostError, SocketChannel
+from services.worker.peers.frames import PeerLostError
+from services.worker.pipeline.channel import SocketChannel
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.stage import Ended
 from services.worker.pipeline.stage_messages import Activation, Close, Hidden, StageMessage
@@ -238,8 +239,8 @@ def test_a_channel_carries_large_activations_whole_and_in_order() -> None:
         assert (one.step_id, one.durations_s) == (other.step_id, other.durations_s)
         assert np.array_equal(one.hidden, other.hidden)
     theirs.close()
-    with pytest.raises(ChannelLostError):
+    with pytest.raises(PeerLostError):
         ours.receive()
     ours.close()
-    with pytest.raises(ChannelLostError):
+    with pytest.raises(PeerLostError):
         ours.send(Close())

@@ -9,17 +9,20 @@ welcome            ◄───── when it has all the others, it welcomes th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from services.worker.peers.connect import Seats, dial, together
-from services.worker.peers.door import what_failed
-from services.worker.peers.greeting import StageReady, StageRefusedError, StageRole, StageWelcome, read_greeting
-from services.worker.peers.messages import hear, say
+from services.worker.kv_moves.seats import GROUP_PURPOSES, Seats
+from services.worker.peers.connect import Peers, hear_greeting, say_greeting
+from services.worker.peers.frames import PeerLostError
+from services.worker.peers.greeting import PeerReady, PeerRefusedError, PeerWelcome, Purpose
 from services.worker.roles.device import GroupFailedError, GroupPlace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class LeaderLinks:
     """By stage."""
     attention: dict[int, socket.socket]
     """By stage, for remote attention; none where there is none."""
-    welcomes: tuple[StageWelcome, ...]
+    welcomes: tuple[PeerWelcome, ...]
     """Of the stages 1 and following."""
 
 
@@ -52,30 +55,93 @@ class MemberLinks:
     """By stage, for remote attention; none where there is none."""
 
 
-async def gather_as_leader(
-    place: GroupPlace, limit_s: float, sockets: contextlib.ExitStack, *, attending: bool = False
-) -> LeaderLinks:
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A stage that connects with the others of its group."""
+
+    peers: Peers
+    place: GroupPlace
+    sockets: contextlib.ExitStack
+    """Closes the connections, unless somebody takes them out."""
+    limit_s: float
+    """Seconds for all of it."""
+
+    async def dial(self, index: int, purpose: Purpose) -> tuple[socket.socket, PeerWelcome]:
+        """Return a connection to a stage that welcomes this one, and what it said.
+
+        Raises:
+            GroupFailedError: nobody is there, or this worker is not wanted.
+        """
+        stage = self.place.stages[index]
+        try:
+            sock, welcome = await self.peers.dial(stage.worker_id, stage.address, purpose, self.place.plan_id, index)
+        except (PeerLostError, PeerRefusedError) as error:
+            raise GroupFailedError(f"{stage.worker_id} at {stage.address}: {error}") from error
+        return self.sockets.enter_context(sock), welcome
+
+    @contextlib.contextmanager
+    def expecting(self, seats: Seats) -> Iterator[Seats]:
+        """Let the others dial this one meanwhile."""
+        self.sockets.callback(seats.close)
+        self.peers.expect(GROUP_PURPOSES, self.place.plan_id, seats.take)
+        try:
+            yield seats
+        finally:
+            self.peers.forget(seats.take)
+
+    async def welcome(self, sock: socket.socket, welcome: PeerWelcome, index: int) -> None:
+        """Welcome a stage that has dialled this one.
+
+        Raises:
+            GroupFailedError: it has gone.
+        """
+        try:
+            await say_greeting(sock, welcome)
+        except PeerLostError as error:
+            raise GroupFailedError(f"{self.place.stages[index].worker_id} is gone: {error}") from error
+
+    def pairs(
+        self, purpose: Purpose, seats: Seats | None, welcome: PeerWelcome, found: dict[int, socket.socket]
+    ) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return what connects a stage with each other one, by a name: whoever is before in the pipeline dials."""
+
+        async def call(index: int) -> None:
+            found[index] = (await self.dial(index, purpose))[0]
+
+        async def be_called(seats: Seats, index: int) -> None:
+            sock = await seats.of(purpose, index)
+            await self.welcome(sock, welcome, index)
+            found[index] = sock
+
+        parts = {}
+        for index, stage in enumerate(self.place.stages):
+            name = f"{stage.worker_id} for {'attention' if purpose is Purpose.ATTENTION else 'KV'}"
+            if index > self.place.index:
+                parts[name] = call(index)
+            elif seats is not None and index < self.place.index:
+                parts[name] = be_called(seats, index)
+        return parts
+
+
+async def gather_as_leader(at: Gathering, *, attending: bool = False) -> LeaderLinks:
     """Dial all members of a group.
 
     Args:
-        place: of the leader.
-        limit_s: seconds for all of it.
-        sockets: closes the connections, unless somebody takes them out.
+        at: the leader.
         attending: there are connections for remote attention.
 
     Raises:
         GroupFailedError: somebody is missing, or wants another group.
     """
-    calls = {
-        str(place.stages[i].worker_id): dial(place, i, StageRole.LEADER, sockets) for i in range(1, len(place.stages))
-    }
-    calls[f"{place.stages[1].worker_id} as the next stage"] = dial(place, 1, StageRole.PREVIOUS, sockets)
-    for i in range(1, len(place.stages)):
-        calls[f"{place.stages[i].worker_id} for KV"] = dial(place, i, StageRole.KV, sockets)
-    for i in range(1, len(place.stages)) if attending else ():
-        calls[f"{place.stages[i].worker_id} for attention"] = dial(place, i, StageRole.ATTENTION, sockets)
-    num_members = len(place.stages) - 1
-    found = await together(calls, limit_s)
+    stages = at.place.stages
+    calls = {str(stages[i].worker_id): at.dial(i, Purpose.LEADER) for i in range(1, len(stages))}
+    calls[f"{stages[1].worker_id} as the next stage"] = at.dial(1, Purpose.PREVIOUS)
+    for i in range(1, len(stages)):
+        calls[f"{stages[i].worker_id} for KV"] = at.dial(i, Purpose.KV)
+    for i in range(1, len(stages)) if attending else ():
+        calls[f"{stages[i].worker_id} for attention"] = at.dial(i, Purpose.ATTENTION)
+    num_members = len(stages) - 1
+    found = await together(calls, at.limit_s)
     members, behind, rest = found[:num_members], found[num_members], found[num_members + 1 :]
     kv, attention = rest[:num_members], rest[num_members:]
     return LeaderLinks(
@@ -87,80 +153,64 @@ async def gather_as_leader(
     )
 
 
-async def gather_as_member(
-    place: GroupPlace,
-    seats: Seats,
-    welcome: StageWelcome,
-    limit_s: float,
-    sockets: contextlib.ExitStack,
-    *,
-    attending: bool = False,
-) -> MemberLinks:
+async def gather_as_member(at: Gathering, welcome: PeerWelcome, *, attending: bool = False) -> MemberLinks:
     """Be dialled by the stages before, and dial those behind; then welcome the leader.
 
     Args:
-        place: of the member.
-        seats: where it waits for the others; closed by the caller if this raises.
+        at: the member.
         welcome: what it says.
-        limit_s: seconds for all of it.
-        sockets: as in `gather_as_leader`; the seats' are not among them.
-        attending: as there, and as the seats were made.
+        attending: as in `gather_as_leader`.
 
     Raises:
         GroupFailedError: somebody is missing, or wants another group.
     """
+    place = at.place
     behind: list[socket.socket] = []
+    kv: dict[int, socket.socket] = {}
+    attention: dict[int, socket.socket] = {}
 
-    async def be_dialled_by_previous() -> None:
-        await _welcome(await seats.previous, welcome, place, place.index - 1)
+    async def be_dialled_by_previous(seats: Seats) -> None:
+        await at.welcome(await seats.previous, welcome, place.index - 1)
 
-    async def be_dialled_by_leader() -> None:
+    async def be_dialled_by_leader(seats: Seats) -> None:
         await seats.leader
 
     async def dial_next() -> None:
-        sock, _ = await dial(place, place.index + 1, StageRole.PREVIOUS, sockets)
-        behind.append(sock)
+        behind.append((await at.dial(place.index + 1, Purpose.PREVIOUS))[0])
 
-    kv: dict[int, socket.socket] = {}
-    attention: dict[int, socket.socket] = {}
-    parts: dict[str, Coroutine[Any, Any, None]] = {
-        f"the leader, {place.stages[0].worker_id}": be_dialled_by_leader(),
-        f"{place.stages[place.index - 1].worker_id} as the stage before": be_dialled_by_previous(),
-    }
-    if place.index + 1 < len(place.stages):
-        parts[f"{place.stages[place.index + 1].worker_id} as the next stage"] = dial_next()
-    parts |= _pairs(place, StageRole.KV, seats, welcome, sockets, kv)
-    if attending:
-        parts |= _pairs(place, StageRole.ATTENTION, seats, welcome, sockets, attention)
-    await together(parts, limit_s)
-    leader = seats.leader.result()
-    await _welcome(leader, welcome, place, 0)
+    with at.expecting(Seats(place, attending=attending)) as seats:
+        parts: dict[str, Coroutine[Any, Any, None]] = {
+            f"the leader, {place.stages[0].worker_id}": be_dialled_by_leader(seats),
+            f"{place.stages[place.index - 1].worker_id} as the stage before": be_dialled_by_previous(seats),
+        }
+        if place.index + 1 < len(place.stages):
+            parts[f"{place.stages[place.index + 1].worker_id} as the next stage"] = dial_next()
+        parts |= at.pairs(Purpose.KV, seats, welcome, kv)
+        if attending:
+            parts |= at.pairs(Purpose.ATTENTION, seats, welcome, attention)
+        await together(parts, at.limit_s)
+        leader = seats.leader.result()
+        await at.welcome(leader, welcome, 0)
     return MemberLinks(leader, seats.previous.result(), behind[0] if behind else None, kv, attention)
 
 
-async def gather_for_kv(
-    place: GroupPlace,
-    purpose: StageRole,
-    seats: Seats | None,
-    welcome: StageWelcome,
-    limit_s: float,
-    sockets: contextlib.ExitStack,
-) -> dict[int, socket.socket]:
+async def gather_for_kv(at: Gathering, purpose: Purpose, welcome: PeerWelcome) -> dict[int, socket.socket]:
     """Connect every stage of a group that stands with every other; return the connections by stage.
 
     Args:
-        place: in the group.
-        purpose: to dissolve it (`PARTING`), or to copy KV before (`AHEAD`).
-        seats: for this purpose; None: of the leader, whom nobody dials. Else as in `gather_as_member`.
-        welcome: as there.
-        limit_s: as there.
-        sockets: as there.
+        at: one of the stages.
+        purpose: to dissolve the group (`PARTING`), or to copy KV before (`AHEAD`).
+        welcome: as in `gather_as_member`.
 
     Raises:
         GroupFailedError: somebody does not come.
     """
     found: dict[int, socket.socket] = {}
-    await together(_pairs(place, purpose, seats, welcome, sockets, found), limit_s)
+    if not at.place.index:  # nobody dials the leader
+        await together(at.pairs(purpose, None, welcome, found), at.limit_s)
+        return found
+    with at.expecting(Seats(at.place, purpose=purpose)) as seats:
+        await together(at.pairs(purpose, seats, welcome, found), at.limit_s)
     return found
 
 
@@ -173,45 +223,36 @@ async def all_ready(place: GroupPlace, links: LeaderLinks, limit_s: float) -> No
 
     async def wait(index: int) -> None:
         try:
-            read_greeting(await hear(links.members[index - 1]), StageReady)
-        except (OSError, StageRefusedError) as error:
-            said = what_failed(error)
-            raise GroupFailedError(f"{place.stages[index].worker_id} has left before the first step: {said}") from error
+            await hear_greeting(links.members[index - 1], PeerReady)
+        except (PeerLostError, PeerRefusedError) as error:
+            who = place.stages[index].worker_id
+            raise GroupFailedError(f"{who} has left before the first step: {error}") from error
 
     waiting = {str(place.stages[i].worker_id): wait(i) for i in range(1, len(place.stages))}
     await together(waiting, limit_s)
 
 
-def _pairs(
-    place: GroupPlace,
-    role: StageRole,
-    seats: Seats | None,
-    welcome: StageWelcome,
-    sockets: contextlib.ExitStack,
-    found: dict[int, socket.socket],
-) -> dict[str, Coroutine[Any, Any, None]]:
-    """Return what connects a stage with each other one, by a name: whoever is before in the pipeline dials."""
+async def together(parts: Mapping[str, Coroutine[Any, Any, T]], limit_s: float) -> list[T]:
+    """Run coroutines side by side and return their results, in order. When it returns or raises, none of them runs.
 
-    async def call(index: int) -> None:
-        found[index] = (await dial(place, index, role, sockets))[0]
+    Args:
+        parts: by the name of whom each waits for.
+        limit_s: for all of them.
 
-    async def be_called(seats: Seats, index: int) -> None:
-        sock = await seats.of(role, index)
-        await _welcome(sock, welcome, place, index)
-        found[index] = sock
-
-    parts = {}
-    for index, stage in enumerate(place.stages):
-        name = f"{stage.worker_id} for {'attention' if role is StageRole.ATTENTION else 'KV'}"
-        if index > place.index:
-            parts[name] = call(index)
-        elif seats is not None and index < place.index:
-            parts[name] = be_called(seats, index)
-    return parts
-
-
-async def _welcome(sock: socket.socket, welcome: StageWelcome, place: GroupPlace, index: int) -> None:
+    Raises:
+        GroupFailedError: one has failed, or they were not done in time; names them.
+    """
+    tasks = {name: asyncio.ensure_future(part) for name, part in parts.items()}
     try:
-        await say(sock, welcome)
-    except OSError as error:
-        raise GroupFailedError(f"{place.stages[index].worker_id} is gone: {what_failed(error)}") from error
+        await asyncio.wait(tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        late = [name for name, task in tasks.items() if not task.done()]
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+    for task in tasks.values():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    if late:
+        raise GroupFailedError(f"{', '.join(late)} did not come within {limit_s:g} s")
+    return [task.result() for task in tasks.values()]

@@ -18,9 +18,9 @@ from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvOffer, KvTable
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange, RemoteParts
 from services.worker.kv_moves.remote_attention import RemoteShape
-from services.worker.kv_moves.remote_wire import RemoteSocket
 from services.worker.pages.hand_over import HandOver
-from services.worker.pipeline.link_turns import LinkTurns
+from services.worker.peers.frames import FrameSocket
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.roles.device import GroupPlace
 from shared.layers import LayerRange
 from shared.systems import KvExchange
@@ -110,7 +110,7 @@ class KvExchanges:
             shape = RemoteShape(
                 spec.num_heads, spec.head_dim, self._block_size, spec.num_layers, self._model.cache.keys[0].dtype
             )
-            ends = {stage: RemoteSocket(sock, self._turns) for stage, sock in attention.items()}
+            ends = {stage: FrameSocket(sock, is_checked=True, urgent=self._turns) for stage, sock in attention.items()}
             remote = RemoteParts(ends, shape, self._model.host_attention)
         return LiveExchange(
             place.index,

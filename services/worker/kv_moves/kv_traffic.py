@@ -123,13 +123,13 @@ class KvTraffic:
             size = (chunk.end - chunk.first) * self._block_bytes
             if len(buffer) < size:
                 buffer = memoryview(bytearray(size))
-            while (progress := sock.receive(buffer[:size])) is not None:
+            while (progress := sock.receive_chunk(buffer[:size])) is not None:
                 ears.heard(peer, progress)
             self._write(cache, table.lots[chunk.lot], chunk, buffer[:size])
             if chunk.is_last:
                 land(chunk.lot, chunk.end)
         while ears.is_due(peer):
-            said = sock.receive(memoryview(b""))
+            said = sock.receive_chunk(memoryview(b""))
             if said is not None:
                 ears.heard(peer, said)
 

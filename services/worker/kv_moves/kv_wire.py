@@ -1,8 +1,7 @@
-"""KV on a socket between two stages: messages first, then chunks. Calls wait until `shut`, from this or another thread.
+"""KV between two stages: an offer and a table first (`kv_messages.py`), then chunks; frames with checksums.
 
-    message   length u32 · body (sealed by `shared.wire`)
-    chunk     number u32 · length u32 · CRC-32 of the bytes u32 · checksum of these three · bytes
-    progress  2³² - 1    · lot u32    · blocks of it that are here u32 · checksum of these three
+    KV_CHUNK      number, 0                          the bytes of consecutive blocks
+    KV_PROGRESS   lot, blocks of it that are here    nothing
 
 Both ends know from the table which chunk comes when, so a chunk says nothing of what it is, only its number. A lot
 travels piece by piece, each with all of its layers, so that sequences can go on before the whole lot is there.
@@ -10,28 +9,21 @@ travels piece by piece, each with all of its layers, so that sequences can go on
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import struct
-import threading
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.memory.block_copies import NUM_SIDES
-from shared.checksum import SEAL_BYTES, check_seal, seal
+from services.worker.peers.frames import FrameKind, FrameSocket
 from shared.errors import WireError
 from shared.layers import LayerRange
-from shared.wire import MAX_MESSAGE_BYTES
 
 CHUNK_BYTES: Final = 4 * 1024**2
 """A chunk is at most as large, unless a single block is larger."""
 PIECE_BYTES: Final = 8 * 1024**2
 """Blocks that travel together are about so large in all layers: some milliseconds on a link, less than a step."""
-_PROGRESS: Final = 2**32 - 1
-_HEADER: Final = struct.Struct("<III")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,64 +78,28 @@ def chunks_between(table: KvTable, source: int, target: int, wanted: LayerRange,
                     yield KvChunk(index, layer, side, first, end, is_last)
 
 
-class KvSocket:
-    """See the module. One thread receives while others send.
+class KvSocket(FrameSocket):
+    """See the module.
 
     Args:
         sock: connected; owned from here on.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)  # noqa: FBT003  the library's own signature
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock = sock
-        self._sending = threading.Lock()
+        super().__init__(sock, is_checked=True)
         self._num_sent = 0
         self._num_received = 0
 
-    def send_message(self, body: bytes) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        self._sock.sendall(len(body).to_bytes(4, "little") + body)
-
-    def receive_message(self) -> bytes:
-        """Return the next message.
-
-        Raises:
-            WireError: it is longer than any message.
-            OSError: the connection has ended.
-        """
-        size = int.from_bytes(self._read(4), "little")
-        if size > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {size} bytes")
-        return self._read(size)
-
     def send_chunk(self, data: memoryview) -> None:
-        """Send a chunk.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        header = seal(_HEADER.pack(self._num_sent, len(data), zlib.crc32(data)))
-        with self._sending:
-            self._sock.sendall(header)
-            self._sock.sendall(data)
+        """Send a chunk; raises `PeerLostError`."""
+        self.send(FrameKind.KV_CHUNK, data, words=(self._num_sent, 0))
         self._num_sent += 1
 
     def send_progress(self, progress: KvProgress) -> None:
-        """Send how far a lot has come.
+        """Send how far a lot has come; raises `PeerLostError`."""
+        self.send(FrameKind.KV_PROGRESS, words=(progress.lot, progress.count))
 
-        Raises:
-            OSError: the connection has ended.
-        """
-        with self._sending:
-            self._sock.sendall(seal(_HEADER.pack(_PROGRESS, progress.lot, progress.count)))
-
-    def receive(self, into: memoryview) -> KvProgress | None:
+    def receive_chunk(self, into: memoryview) -> KvProgress | None:
         """Receive the next chunk, which must be as long as the view, and return None; or the progress that comes first.
 
         Args:
@@ -151,37 +107,14 @@ class KvSocket:
 
         Raises:
             WireError: what comes is another chunk, or damaged.
-            OSError: the connection has ended.
+            PeerLostError: the connection has ended.
         """
-        header = check_seal(self._read(_HEADER.size + SEAL_BYTES), "the header of a chunk of KV")
-        number, size, checksum = _HEADER.unpack(header)
-        if number == _PROGRESS:
-            return KvProgress(size, checksum)
-        if (number, size) != (self._num_received, len(into)):
-            raise WireError(f"chunk {number} of {size} bytes came instead of {self._num_received} of {len(into)}")
-        self._fill(into)
-        if zlib.crc32(into) != checksum:
-            raise WireError(f"the checksum of chunk {number} of KV is wrong")
+        head = self.receive_head(FrameKind.KV_CHUNK, FrameKind.KV_PROGRESS, max_bytes=len(into))
+        if head.kind is FrameKind.KV_PROGRESS:
+            return KvProgress(*head.words)
+        if (head.words[0], head.num_bytes) != (self._num_received, len(into)):
+            due = f"{self._num_received} of {len(into)}"
+            raise WireError(f"chunk {head.words[0]} of {head.num_bytes} bytes came instead of {due}")
+        self.receive_payload(head, into)
         self._num_received += 1
         return None
-
-    def shut(self) -> None:
-        """End the connection: whoever waits at either end wakes. Idempotent; from any thread."""
-        with contextlib.suppress(OSError):  # it has ended already
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Give the descriptor back; nobody uses it any more. What was sent still arrives. Idempotent."""
-        self._sock.close()
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray(size)
-        self._fill(memoryview(data))
-        return bytes(data)
-
-    def _fill(self, view: memoryview) -> None:
-        while view:
-            count = self._sock.recv_into(view)
-            if not count:
-                raise ConnectionResetError("the connection has ended")
-            view = view[count:]

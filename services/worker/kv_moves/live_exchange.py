@@ -40,21 +40,22 @@ from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table
 from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
 from services.worker.kv_moves.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
-from services.worker.kv_moves.remote_wire import RemoteSocket
 from services.worker.memory.block_copies import NUM_SIDES, BlockCopies, copy_blocks, move_blocks, settle
 from services.worker.memory.kv_cache import KVCache
 from services.worker.pages.exchange import PagesKeptError
+from services.worker.peers.frames import FrameKind, FrameSocket
 from services.worker.peers.threads import in_thread
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.process.log import get_logger
+from shared.wire import MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteParts:
     """What live lots need."""
 
-    socks: Mapping[int, RemoteSocket]
+    socks: Mapping[int, FrameSocket]
     """By stage, to all others; owned by the exchange."""
     shape: RemoteShape
     attention_over: AttentionOver
@@ -345,17 +346,17 @@ class LiveExchange:
         self._arrived.put_nowait(None)
 
     def _decide(self, own: KvOffer, decide: Decide) -> KvTable:
-        offers = [own, *(unpack_offer(self._sockets[peer].receive_message()) for peer in sorted(self._sockets))]
+        offers = [own, *(unpack_offer(_message(sock, FrameKind.KV_OFFER)) for sock in self._sockets.values())]
         table = decide(offers)
         packed = pack_table(table)
         for sock in self._sockets.values():
-            sock.send_message(packed)
+            sock.send(FrameKind.KV_TABLE, packed)
         return table
 
     def _ask(self, own: KvOffer) -> KvTable:
         leader = self._sockets[0]
-        leader.send_message(pack_offer(own))
-        return unpack_table(leader.receive_message())
+        leader.send(FrameKind.KV_OFFER, pack_offer(own))
+        return unpack_table(_message(leader, FrameKind.KV_TABLE))
 
     async def _news(self, num_blocks: int) -> AsyncIterator[Arrived]:
         while (found := await self._arrived.get()) is not None:
@@ -419,3 +420,7 @@ class LiveExchange:
         if self._complete is None:
             raise WireError(f"stage {peer} tells stage {self._stage}, which does not lead, how far it is")
         self._note(peer, progress)
+
+
+def _message(sock: KvSocket, kind: FrameKind) -> bytes:
+    return bytes(sock.receive(kind, max_bytes=MAX_MESSAGE_BYTES).payload)

@@ -32,9 +32,10 @@ from services.worker.attention.remote import STATE_EXTRA, RemoteRows, new_states
 from services.worker.contract.arrays import I32, I64, Bool
 from services.worker.contract.remote import SPLIT_KEYS, RemoteLostError
 from services.worker.kv_moves.kv_table import KvTable
-from services.worker.kv_moves.remote_wire import RemoteFrame, RemoteKind, RemoteSocket, StepRows, pack_rows, unpack_rows
+from services.worker.kv_moves.remote_wire import REMOTE_KINDS, StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.memory.kv_cache import KVCache
+from services.worker.peers.frames import Frame, FrameKind, FrameSocket, PeerLostError
 from shared.errors import WireError
 from shared.layers import LayerRange
 
@@ -101,10 +102,10 @@ class _Part:
 class _Peer:
     """The connection to one other stage, and what came over it."""
 
-    def __init__(self, stage: int, sock: RemoteSocket) -> None:
+    def __init__(self, stage: int, sock: FrameSocket) -> None:
         self.stage = stage
         self.sock = sock
-        self.answers: SimpleQueue[RemoteFrame | str] = SimpleQueue()
+        self.answers: SimpleQueue[Frame | str] = SimpleQueue()
         """Or why there are no more."""
         self.is_done = False
         """It asks no more. Of the server."""
@@ -130,7 +131,7 @@ class RemoteAttention:
         table: KvTable,
         own: LayerRange,
         kept: Mapping[int, KeptKeys],
-        socks: Mapping[int, RemoteSocket],
+        socks: Mapping[int, FrameSocket],
         shape: RemoteShape,
     ) -> None:
         self._stage = stage
@@ -152,7 +153,7 @@ class RemoteAttention:
         self._is_finished = False
         self.num_asked = 0
         """Layers of steps for which others were asked."""
-        self._work: SimpleQueue[tuple[_Peer, RemoteFrame] | _Peer | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[_Peer, Frame] | _Peer | None] = SimpleQueue()
         """What the server does: a frame; who asks no more; None: this stage does not."""
         self._threads = [
             threading.Thread(target=self._read, args=(peer,), name="remote attention", daemon=True)
@@ -178,8 +179,8 @@ class RemoteAttention:
         self._parts, self._states = (), None  # what they were prepared over can go
         for peer in self._peers.values():
             try:
-                peer.sock.send(RemoteKind.DONE)
-            except OSError:  # it has gone, and knows what it needs of that
+                peer.sock.send(FrameKind.REMOTE_DONE)
+            except PeerLostError:  # it has gone, and knows what it needs of that
                 continue
         self._work.put(None)
 
@@ -235,13 +236,13 @@ class RemoteAttention:
             peer = self._peers[source]
             try:
                 if source not in part.asked:
-                    peer.sock.send(RemoteKind.STEP, part.lot, 0, pack_rows(part.rows))
+                    peer.sock.send(FrameKind.REMOTE_STEP, pack_rows(part.rows), words=(part.lot, 0))
                     part.asked[source] = None
                 parts = [_bytes_of(queries[part.tokens])]
                 if part.rows.first.any():  # else nothing is in the states yet
                     parts.append(_bytes_of(states[part.tokens]))
-                peer.sock.send(RemoteKind.ASK, part.lot, layer, *parts)
-            except OSError as error:
+                peer.sock.send(FrameKind.REMOTE_ASK, *parts, words=(part.lot, layer))
+            except PeerLostError as error:
                 raise RemoteLostError(f"stage {source} is gone: {error}") from error
             self._waiting.append((peer, part, layer))
 
@@ -253,12 +254,12 @@ class RemoteAttention:
         for peer, part, layer in waiting:
             answer = self._answer(peer)
             size = len(part.tokens) * self._shape.num_heads * (self._shape.head_dim + STATE_EXTRA) * 4
-            if (answer.lot, answer.layer, len(answer.body)) != (part.lot, layer, size):
+            if (answer.words, len(answer.payload)) != ((part.lot, layer), size):
                 raise RemoteLostError(f"stage {peer.stage} answers what was not asked")
-            given = torch.frombuffer(bytearray(answer.body), dtype=torch.float32)
+            given = torch.frombuffer(answer.payload, dtype=torch.float32)
             states[part.tokens] = given.view(len(part.tokens), *states.shape[1:])
 
-    def _answer(self, peer: _Peer) -> RemoteFrame:
+    def _answer(self, peer: _Peer) -> Frame:
         try:
             found = peer.answers.get(timeout=SILENCE_S)
         except Exception as error:  # Empty
@@ -314,17 +315,17 @@ class RemoteAttention:
         reason = "it has left"
         try:
             while True:
-                frame = peer.sock.receive()
-                if frame.kind is RemoteKind.ANSWER:
+                frame = peer.sock.receive(*REMOTE_KINDS)
+                if frame.kind is FrameKind.REMOTE_ANSWER:
                     peer.answers.put(frame)
-                elif frame.kind is RemoteKind.FAILED:
-                    peer.answers.put(bytes(frame.body).decode(errors="replace"))
-                elif frame.kind is RemoteKind.DONE:
+                elif frame.kind is FrameKind.REMOTE_FAILED:
+                    peer.answers.put(frame.payload.decode(errors="replace"))
+                elif frame.kind is FrameKind.REMOTE_DONE:
                     self._work.put(peer)
                 else:
                     self._work.put((peer, frame))
-        except (OSError, WireError) as error:
-            reason = str(error) or type(error).__name__
+        except (PeerLostError, WireError) as error:
+            reason = str(error)
         peer.sock.shut()
         peer.answers.put(reason)
         self._work.put(peer)
@@ -342,48 +343,48 @@ class RemoteAttention:
                     self._answer_to(peer, frame)
         self._kept.clear()
 
-    def _answer_to(self, peer: _Peer, frame: RemoteFrame) -> None:
+    def _answer_to(self, peer: _Peer, frame: Frame) -> None:
         try:
             self._attend(peer, frame)
-        except OSError:  # the reader hears of it
+        except PeerLostError:  # the reader hears of it
             return
         except Exception as error:  # whatever torch or the wire comes up with: the other stage has to know
             _say_failed(peer.sock, frame, f"{type(error).__name__}: {error}")
 
-    def _attend(self, peer: _Peer, frame: RemoteFrame) -> None:
-        kept = self._kept.get(frame.lot)
+    def _attend(self, peer: _Peer, frame: Frame) -> None:
+        lot, layer = frame.words
+        kept = self._kept.get(lot)
         if kept is None:
-            raise WireError(f"lot {frame.lot} is not here")
-        if frame.kind is RemoteKind.STEP:
-            rows = unpack_rows(frame.body, self._shape.block_size, kept.num_blocks)
-            peer.plans[frame.lot] = int(rows.num_tokens.sum()), kept.plan(rows)
+            raise WireError(f"lot {lot} is not here")
+        if frame.kind is FrameKind.REMOTE_STEP:
+            rows = unpack_rows(frame.payload, self._shape.block_size, kept.num_blocks)
+            peer.plans[lot] = int(rows.num_tokens.sum()), kept.plan(rows)
             return
-        if frame.layer not in kept.layers or frame.lot not in peer.plans:
-            raise WireError(f"layer {frame.layer} is not among {kept.layers}, or no rows were named")
-        num_tokens, fold = peer.plans[frame.lot]
-        queries, states = self._read_ask(frame.body, num_tokens)
-        fold(frame.layer, queries, states)
-        peer.sock.send(RemoteKind.ANSWER, frame.lot, frame.layer, _bytes_of(states))
+        if layer not in kept.layers or lot not in peer.plans:
+            raise WireError(f"layer {layer} is not among {kept.layers}, or no rows were named")
+        num_tokens, fold = peer.plans[lot]
+        queries, states = self._read_ask(frame.payload, num_tokens)
+        fold(layer, queries, states)
+        peer.sock.send(FrameKind.REMOTE_ANSWER, _bytes_of(states), words=frame.words)
 
-    def _read_ask(self, body: bytes | bytearray, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_ask(self, body: bytearray, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shape
         num_queries = num_tokens * shape.num_heads * shape.head_dim * shape.dtype.itemsize
         num_states = num_tokens * shape.num_heads * (shape.head_dim + STATE_EXTRA) * 4
         if len(body) not in (num_queries, num_queries + num_states):
             raise WireError(f"{len(body)} bytes of queries and states of {num_tokens} tokens")
-        given = bytearray(body) if isinstance(body, bytes) else body
-        queries = torch.frombuffer(given, dtype=shape.dtype, count=num_queries // shape.dtype.itemsize)
+        queries = torch.frombuffer(body, dtype=shape.dtype, count=num_queries // shape.dtype.itemsize)
         queries = queries.view(num_tokens, shape.num_heads, shape.head_dim)
         if len(body) == num_queries:
             return queries, new_states(num_tokens, shape.num_heads, shape.head_dim)
-        states = torch.frombuffer(bytearray(given[num_queries:]), dtype=torch.float32)
+        states = torch.frombuffer(body[num_queries:], dtype=torch.float32)
         return queries, states.view(num_tokens, shape.num_heads, shape.head_dim + STATE_EXTRA)
 
 
-def _say_failed(sock: RemoteSocket, frame: RemoteFrame, reason: str) -> None:
+def _say_failed(sock: FrameSocket, frame: Frame, reason: str) -> None:
     try:
-        sock.send(RemoteKind.FAILED, frame.lot, frame.layer, reason.encode())
-    except OSError:  # the reader hears of it
+        sock.send(FrameKind.REMOTE_FAILED, reason.encode(), words=frame.words)
+    except PeerLostError:  # the reader hears of it
         return
 
 

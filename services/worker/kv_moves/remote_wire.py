@@ -1,62 +1,36 @@
-"""Attention over keys that lie elsewhere, on a socket between two stages. Calls wait until `shut`, from any thread.
+"""Attention over keys that lie elsewhere, between two stages: frames with checksums, whose words are a lot and a layer.
 
-    kind u8 · lot u32 · layer u32 · length u32 · CRC-32 of the body u32 · checksum of these · body
-
-    STEP      rows of the asking stage's step: how many, then of each its tokens, start, first and end, then the places
-              in the lot of the blocks that hold positions [first, end), row by row; all int32
-    ASK       in one layer: queries as the model's type has them, then states, float32, unless all of them are
-              still empty; of the rows of the lot's last STEP
-    ANSWER    the states with the keys of that layer in them
-    FAILED    why there is no answer
-    DONE      nothing more is asked
+    REMOTE_STEP     rows of the asking stage's step: how many, then of each its tokens, start, first and end, then the
+                    places in the lot of the blocks that hold positions [first, end), row by row; all int32
+    REMOTE_ASK      in one layer: queries as the model's type has them, then states, float32, unless all of them are
+                    still empty; of the rows of the lot's last step
+    REMOTE_ANSWER   the states with the keys of that layer in them
+    REMOTE_FAILED   why there is no answer
+    REMOTE_DONE     nothing more is asked
 
 Both directions are used at the same time: each end asks and answers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import struct
-import threading
-import zlib
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Final
 
 import numpy as np
 
 from services.worker.contract.arrays import I32
-from services.worker.pipeline.link_turns import URGENT_PRIORITY, LinkTurns, set_priority
-from shared.checksum import SEAL_BYTES, check_seal, seal
+from services.worker.peers.frames import Buffer, FrameKind
 from shared.errors import WireError
 
-MAX_BODY_BYTES: Final = 2**30
-_HEADER: Final = struct.Struct("<BIIII")
+REMOTE_KINDS: Final = (
+    FrameKind.REMOTE_STEP,
+    FrameKind.REMOTE_ASK,
+    FrameKind.REMOTE_ANSWER,
+    FrameKind.REMOTE_FAILED,
+    FrameKind.REMOTE_DONE,
+)
 _I4: Final = np.dtype("<i4")
-
-
-class RemoteKind(IntEnum):
-    """What a frame is."""
-
-    STEP = 1
-    ASK = 2
-    ANSWER = 3
-    FAILED = 4
-    DONE = 5
-
-
-_KINDS: Final = frozenset(int(kind) for kind in RemoteKind)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFrame:
-    """One message."""
-
-    kind: RemoteKind
-    lot: int = 0
-    layer: int = 0
-    body: bytes | bytearray = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,73 +49,6 @@ class StepRows:
     """Blocks of these positions, row by row, in the order of the lot."""
 
 
-class RemoteSocket:
-    """See the module. One thread receives while any others send.
-
-    Args:
-        sock: connected; owned from here on.
-        turns: of this worker's connections.
-    """
-
-    def __init__(self, sock: socket.socket, turns: LinkTurns) -> None:
-        sock.setblocking(True)  # noqa: FBT003  the library's own signature
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_priority(sock, URGENT_PRIORITY)
-        self._sock = sock
-        self._turns = turns
-        self._sending = threading.Lock()
-
-    def send(self, kind: RemoteKind, lot: int = 0, layer: int = 0, *parts: memoryview | bytes) -> None:
-        """Send a frame whose body is made of these parts, one behind the other.
-
-        Raises:
-            OSError: the connection has ended.
-        """
-        checksum, size = 0, 0
-        for part in parts:
-            checksum = zlib.crc32(part, checksum)
-            size += len(part)
-        header = seal(_HEADER.pack(kind, lot, layer, size, checksum))
-        with self._turns.urgent(), self._sending:
-            self._sock.sendall(b"".join((header, *parts)))
-
-    def receive(self) -> RemoteFrame:
-        """Return the next frame.
-
-        Raises:
-            WireError: it is damaged, or unheard of.
-            OSError: the connection has ended.
-        """
-        header = check_seal(bytes(self._read(_HEADER.size + SEAL_BYTES)), "the header of a remote attention")
-        kind, lot, layer, size, checksum = _HEADER.unpack(header)
-        if kind not in _KINDS or size > MAX_BODY_BYTES:
-            raise WireError(f"a frame of kind {kind} and {size} bytes")
-        body = self._read(size)
-        if zlib.crc32(body) != checksum:
-            raise WireError("the checksum of a remote attention is wrong")
-        return RemoteFrame(RemoteKind(kind), lot, layer, body)
-
-    def shut(self) -> None:
-        """End the connection: whoever waits at either end wakes. Idempotent; from any thread."""
-        with contextlib.suppress(OSError):  # it has ended already
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Give the descriptor back; nobody uses it any more. Idempotent."""
-        self._sock.close()
-
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
-        while view:
-            count = self._sock.recv_into(view)
-            if not count:
-                raise ConnectionResetError("the connection has ended")
-            view = view[count:]
-        return data
-
-
 def pack_rows(rows: StepRows) -> bytes:
     """Return the body of a STEP."""
     columns = (rows.num_tokens, rows.start, rows.first, rows.end, rows.places)
@@ -149,7 +56,7 @@ def pack_rows(rows: StepRows) -> bytes:
     return struct.pack("<I", len(rows.num_tokens)) + packed
 
 
-def unpack_rows(body: bytes | bytearray, block_size: int, num_blocks: int) -> StepRows:
+def unpack_rows(body: Buffer, block_size: int, num_blocks: int) -> StepRows:
     """Return the rows that the body of a STEP holds.
 
     Args:

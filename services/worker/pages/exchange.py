@@ -30,7 +30,8 @@ from services.worker.memory.page_swap import PageSwap
 from services.worker.memory.pool import Place
 from services.worker.memory.ranges import PageHandle
 from services.worker.pages.flows import PageFlow
-from services.worker.pages.wire import BATCH_PAGES, PageSocket, Word
+from services.worker.pages.wire import BATCH_PAGES, PageSocket
+from services.worker.peers.frames import FrameKind, PeerLostError
 from shared.errors import WireError
 
 DECISION_S: Final = 5.0
@@ -85,14 +86,14 @@ class PageExchange:
             self._move(flows, swap)
             swap.apply()
             for sock in self._socks.values():
-                sock.expect(Word.MAPPED)
+                sock.expect(FrameKind.PAGES_MAPPED)
             self._limit(DECISION_S)
             self._commit()
         except BaseException as error:
             self._limit(DECISION_S)
             for sock in self._socks.values():
                 with contextlib.suppress(OSError):  # it has gone: nobody is left there to do anything
-                    sock.say(Word.UNDO)
+                    sock.say(FrameKind.PAGES_UNDO)
             raise self._undone(swap, error) from error
         swap.commit()
 
@@ -101,20 +102,20 @@ class PageExchange:
         try:
             self._move(flows, swap)
             swap.apply()
-            leader.say(Word.MAPPED)
+            leader.say(FrameKind.PAGES_MAPPED)
         except BaseException as error:
             leader.close()
             raise self._undone(swap, error) from error
         self._limit(self._limit_s + 2 * DECISION_S)
         try:
-            word = leader.expect(Word.COMMIT, Word.UNDO)
-        except ConnectionError as error:
+            word = leader.expect(FrameKind.PAGES_COMMIT, FrameKind.PAGES_UNDO)
+        except PeerLostError as error:
             if self._num_stages > 2:
                 raise MemoryLostError("the leader has gone, and may have told others to keep pages") from error
             raise self._undone(swap, error) from error
         except (OSError, WireError) as error:
             raise MemoryLostError(f"the leader does not say who keeps which pages: {error}") from error
-        if word is Word.COMMIT:
+        if word is FrameKind.PAGES_COMMIT:
             swap.commit()
         else:
             raise self._undone(swap, PagesKeptError("another stage could not"))
@@ -160,7 +161,7 @@ class PageExchange:
         is_told = False
         for sock in self._socks.values():
             try:
-                sock.say(Word.COMMIT)
+                sock.say(FrameKind.PAGES_COMMIT)
                 is_told = True
             except OSError:
                 sock.close()  # so that it does not wait
@@ -174,7 +175,7 @@ class PageExchange:
         swap.undo()
         if not isinstance(error, Exception):
             return error
-        is_own = not isinstance(error, ConnectionError | TimeoutError | WireError | PagesKeptError)
+        is_own = not isinstance(error, PeerLostError | TimeoutError | WireError | PagesKeptError)
         return PagesKeptError(f"{type(error).__name__}: {error}", is_own=is_own)
 
 

@@ -1,9 +1,10 @@
 """Pages on a socket between two processes of one machine, as descriptors. Calls wait, but not beyond a deadline.
 
-    packet   word u8 · number of pages u32 · of each page where it begins in its file u64 · beside it, their descriptors
+    PAGES     number of pages, 0    of each page where it begins in its file u64; beside it, their descriptors
+    others    0, 0                  nothing
 
-Packets keep their borders (SOCK_SEQPACKET), and arrive whole or not at all. Each one with pages is answered, so that
-few descriptors are on their way at a time.
+A frame is a packet, which keeps its borders (SOCK_SEQPACKET), and arrives whole or not at all. Each one with pages is
+answered, so that few descriptors are on their way at a time.
 """
 
 from __future__ import annotations
@@ -16,30 +17,19 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
 from services.worker.memory.ranges import PageHandle
-from services.worker.peers.door import check_user
+from services.worker.peers.frames import HEADER_BYTES, FrameHead, FrameKind, PeerLostError, pack_head, read_head
 from shared.errors import WireError
 
 BATCH_PAGES: Final = 64
 """Most descriptors in a packet: far fewer than a process may have open."""
-_HEAD: Final = struct.Struct("<BI")
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _OFFSET: Final = struct.Struct("<Q")
 _FD_BYTES: Final = array.array("i").itemsize
-_MOST_BYTES: Final = _HEAD.size + BATCH_PAGES * _OFFSET.size
-
-
-class Word(IntEnum):
-    """What a packet says."""
-
-    PAGES = 1
-    TAKEN = 2
-    MAPPED = 3
-    COMMIT = 4
-    UNDO = 5
+_MOST_BYTES: Final = HEADER_BYTES + BATCH_PAGES * _OFFSET.size
 
 
 class PageDoor:
@@ -103,8 +93,10 @@ class PageSocket:
         descriptors = array.array("i", [handle.descriptor for handle in handles])
         self._wait_for_time()
         along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-        self._sock.sendmsg([_HEAD.pack(Word.PAGES, len(handles)), offsets], along)
-        self.expect(Word.TAKEN)
+        head = pack_head(FrameKind.PAGES, len(offsets), (len(handles), 0))
+        with _noticing_loss():
+            self._sock.sendmsg([head, offsets], along)
+        self.expect(FrameKind.PAGES_TAKEN)
 
     @contextlib.contextmanager
     def taking(self, count: int) -> Iterator[list[PageHandle]]:
@@ -118,46 +110,49 @@ class PageSocket:
             WireError: something else has come.
         """
         self._wait_for_time()
-        data, along, flags, _ = self._sock.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(BATCH_PAGES * _FD_BYTES))
+        with _noticing_loss():
+            data, along, flags, _ = self._sock.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(BATCH_PAGES * _FD_BYTES))
         descriptors = array.array("i")
         for level, kind, part in along:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(part[: len(part) // _FD_BYTES * _FD_BYTES])
         try:
-            _, num_pages = _read_head(data, Word.PAGES)
-            is_cut = flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(data) != _HEAD.size + count * _OFFSET.size
+            num_pages = _read_head(data, FrameKind.PAGES).words[0]
+            is_cut = flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(data) != HEADER_BYTES + count * _OFFSET.size
             if is_cut or not num_pages == len(descriptors) == count:
                 raise WireError(f"{len(descriptors)} descriptors came in a packet of {num_pages}, for {count} pages")
-            offsets = [offset for (offset,) in _OFFSET.iter_unpack(data[_HEAD.size :])]
+            offsets = [offset for (offset,) in _OFFSET.iter_unpack(data[HEADER_BYTES:])]
             yield [PageHandle(*pair) for pair in zip(descriptors.tolist(), offsets, strict=True)]
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        self.say(Word.TAKEN)
+        self.say(FrameKind.PAGES_TAKEN)
 
-    def say(self, word: Word) -> None:
+    def say(self, word: FrameKind) -> None:
         """Say a word.
 
         Raises:
             OSError: the other side has gone, or takes nothing.
         """
         self._wait_for_time()
-        self._sock.send(_HEAD.pack(word, 0))
+        with _noticing_loss():
+            self._sock.send(pack_head(word, 0))
 
-    def expect(self, *words: Word) -> Word:
+    def expect(self, *words: FrameKind) -> FrameKind:
         """Return the word that comes next, which must be one of these.
 
         Raises:
-            ConnectionError: the other side has gone.
+            PeerLostError: the other side has gone.
             OSError: it takes too long.
             WireError: something else has come.
         """
         self._wait_for_time()
-        try:
-            data = self._sock.recv(_MOST_BYTES)
-        except ConnectionResetError:  # it left something of ours unread; what it had said before that is still there
-            data = self._sock.recv(_MOST_BYTES)
-        return _read_head(data, *words)[0]
+        with _noticing_loss():
+            try:
+                data = self._sock.recv(_MOST_BYTES)
+            except ConnectionResetError:  # it left something of ours unread; what it had said before is still there
+                data = self._sock.recv(_MOST_BYTES)
+        return _read_head(data, *words).kind
 
     def close(self) -> None:
         """End the connection. Idempotent."""
@@ -198,22 +193,29 @@ def dial_doors(paths: Sequence[str], limit_s: float) -> list[PageSocket]:
     return found
 
 
-def _read_head(data: bytes, *words: Word) -> tuple[Word, int]:
-    """Return the word of a packet, which must be one of these, and the number of its pages."""
+@contextlib.contextmanager
+def _noticing_loss() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as error:
+        raise PeerLostError(f"the other side has gone: {error}") from error
+
+
+def _read_head(data: bytes, *words: FrameKind) -> FrameHead:
+    """Return what a packet says, which must be one of these words."""
     if not data:
-        raise ConnectionResetError("the other side has gone")
-    if len(data) < _HEAD.size:
-        raise WireError(f"a packet of {len(data)} bytes")
-    word, count = _HEAD.unpack_from(data)
-    if word not in words:
-        raise WireError(f"a packet of kind {word} came instead of {' or '.join(each.name for each in words)}")
-    return Word(word), count
+        raise PeerLostError("the other side has gone")
+    return read_head(data[:HEADER_BYTES], words, _MOST_BYTES)
 
 
 def _of_this_user(sock: socket.socket) -> PageSocket:
-    try:
-        check_user(sock)
-    except BaseException:
-        sock.close()
-        raise
-    return PageSocket(sock)
+    """Return the connection, which ends if the process at its other end is another user's.
+
+    Raises:
+        PermissionError: it is.
+    """
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user == os.geteuid():
+        return PageSocket(sock)
+    sock.close()
+    raise PermissionError(f"its process is of user {user}, this one of {os.geteuid()}")

@@ -1,155 +1,192 @@
-"""What two workers of a group say on a connection before their stages talk. Pure; `connect.py` carries it.
+"""How two workers greet before anything else goes over a connection. Pure; `connect.py` carries it.
 
-    who dials                                         the member that listens
-    StageHello (plan, token, who, to whom) ────────►  waits until it is told of this plan itself
-                                           ◄────────  StageWelcome (what memory it has)
-                                           ◄────────  or StageRefused (reason), and the connection ends
+    dialler                                                listener
+    PeerHello (who, nonce, what for) ──────────────►
+                                     ◄──────────────  PeerAnswer (who, nonce)
+                                     ◄──────────────  PeerProof: HMAC(secret, "listener", hello, answer)
+    PeerProof: HMAC(secret, "dialler", hello, answer) ──────────────►
+                                     ◄──────────────  PeerWelcome (its memory), by whom the connection is for
+    The listener may say PeerRefused (reason) instead, and then the connection ends.
 
-A member welcomes the stage before it at once, and the leader when it has all its other connections: so a leader that is
-welcome everywhere leads a whole group. Later, when the member can compute, it says `StageReady` there. Between any two
-stages there is a connection for KV besides, for a while; the one before in the pipeline dials. While the group stands,
-who loads parameters beside its own may dial any other stage for them. The token is shown as it is: these connections
-are for networks in which nobody else reads.
+Each side proves that it knows the cluster's secret and never shows it. What was said before is part of the proof, with
+both nonces, so nothing can be changed on the way, said again later, or sent back to whoever said it. The secret lets
+in; a plan's id only selects whose the connection is. What follows is neither encrypted nor sealed against an attacker:
+these connections are for networks in which nobody else reads or writes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import secrets
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Final, Literal, Self, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter
 
-from services.worker.roles.device import GroupPlace
 from shared.errors import WireError, WireVersionError
-from shared.ids import WorkerId
+from shared.ids import Incarnation, WorkerId
 from shared.messages.base import PROTOCOL_VERSION, ControlMessage
 from shared.wire import decode_union
 
 MAX_GREETING_BYTES: Final = 4096
-"""Longest message before stages talk."""
-_MAX_REASON: Final = 256
+"""Longest part of a greeting."""
+NONCE_BYTES: Final = 32
+MIN_PASSWORD_BYTES: Final = 16
+"""A shorter password could be guessed by whoever is shown a proof."""
+MAX_REASON: Final = 256
+_Nonce = Annotated[bytes, Field(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class StageRole(StrEnum):
-    """What somebody who dials is to the member that listens."""
+class Purpose(StrEnum):
+    """What a connection is for."""
 
-    LEADER = "leader"  # its batches come over this connection, tokens and ends of copies go back
-    PREVIOUS = "previous"  # the stage before: its activations come
-    KV = "kv"  # any stage before: KV goes both ways when the group forms
-    AHEAD = "ahead"  # any stage before: KV goes both ways while the group serves, before it dissolves
-    PARTING = "parting"  # any stage before: KV goes both ways when the group dissolves
-    ATTENTION = "attention"  # any stage before: attention over KV that has not arrived, both ways
-    PARAMETERS = "parameters"  # any other stage: parameters of the stage that listens go there
-
-
-class StageHello(ControlMessage):
-    """Who dials, and for which group."""
-
-    kind: Literal["stage_hello"] = "stage_hello"
-    plan_id: int
-    token: Annotated[str, Field(max_length=128)]
-    """Of the group."""
-    role: StageRole
-    sender: WorkerId
-    target: WorkerId
-    """Who is to listen here."""
-    index: Annotated[int, Field(ge=0)]
-    """The target's place in the pipeline. The leader, 0, is dialled for parameters alone."""
-
-    @model_validator(mode="after")
-    def _check_target(self) -> Self:
-        if not self.index and self.role is not StageRole.PARAMETERS:
-            raise ValueError(f"the leader is not dialled by a {self.role}")
-        return self
+    LEADER = "leader"  # a leader's batches come over it, tokens and ends of copies go back
+    PREVIOUS = "previous"  # from the stage before: its activations come
+    KV = "kv"  # from any stage before: KV goes both ways when the group forms
+    AHEAD = "ahead"  # from any stage before: KV goes both ways while the group serves, before it dissolves
+    PARTING = "parting"  # from any stage before: KV goes both ways when the group dissolves
+    ATTENTION = "attention"  # from any stage before: attention over KV that has not arrived, both ways
+    PARAMETERS = "parameters"  # from any other stage: parameters of the stage that listens go there
 
 
-class StageWelcome(ControlMessage):
-    """The connection belongs to the stages from now on."""
+class PeerHello(ControlMessage):
+    """Who dials, and what for."""
 
-    kind: Literal["stage_welcome"] = "stage_welcome"
+    kind: Literal["peer_hello"] = "peer_hello"
+    worker_id: WorkerId
+    incarnation: Incarnation
+    """Which process of that name."""
+    nonce: _Nonce
+    """Drawn for this connection."""
+    purpose: Annotated[str, Field(max_length=32)]
+    """A `Purpose`, of this version or another."""
+    plan_id: int = 0
+    """Of the group for which it is; 0: of none."""
+    index: Annotated[int, Field(ge=0)] = 0
+    """The listener's place in the group's pipeline."""
+
+
+class PeerAnswer(ControlMessage):
+    """Who listens."""
+
+    kind: Literal["peer_answer"] = "peer_answer"
+    worker_id: WorkerId
+    incarnation: Incarnation
+    nonce: _Nonce
+
+
+class PeerProof(ControlMessage):
+    """The speaker knows the secret."""
+
+    kind: Literal["peer_proof"] = "peer_proof"
+    proof: Annotated[bytes, Field(min_length=32, max_length=32)]
+
+
+class PeerWelcome(ControlMessage):
+    """The connection belongs to both from now on."""
+
+    kind: Literal["peer_welcome"] = "peer_welcome"
     num_blocks: Annotated[int, Field(ge=0)]
-    """KV blocks that the listening stage will have for its layers."""
+    """KV blocks that the listener will have for its layers."""
     block_size: Annotated[int, Field(ge=1)]
 
 
-class StageReady(ControlMessage):
-    """A member to its leader: batches can come now."""
+class PeerReady(ControlMessage):
+    """A member of a group to its leader, later: batches can come now."""
 
-    kind: Literal["stage_ready"] = "stage_ready"
+    kind: Literal["peer_ready"] = "peer_ready"
 
 
-class StageRefused(ControlMessage):
+class PeerRefused(ControlMessage):
     """The connection ends."""
 
-    kind: Literal["stage_refused"] = "stage_refused"
-    reason: Annotated[str, Field(max_length=_MAX_REASON)]
+    kind: Literal["peer_refused"] = "peer_refused"
+    reason: Annotated[str, Field(max_length=MAX_REASON)]
 
 
-class StageRefusedError(Exception):
+class PeerRefusedError(Exception):
     """One of the two does not want the other; the text says why."""
 
 
-G = TypeVar("G", StageHello, StageWelcome, StageReady)
-Greeting = StageHello | StageWelcome | StageReady | StageRefused
+Greeting = PeerHello | PeerAnswer | PeerProof | PeerWelcome | PeerReady | PeerRefused
+G = TypeVar("G", PeerHello, PeerAnswer, PeerProof, PeerWelcome, PeerReady)
 _GREETING: Final[TypeAdapter[Greeting]] = TypeAdapter(Annotated[Greeting, Field(discriminator="kind")])
 
 
-def hello(place: GroupPlace, index: int, role: StageRole) -> StageHello:
-    """Return what a stage of a group says first to the stage at an index."""
-    return StageHello(
-        plan_id=place.plan_id,
-        token=place.token,
-        role=role,
-        sender=place.own.worker_id,
-        target=place.stages[index].worker_id,
-        index=index,
-    )
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who this worker is to others."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    secret: bytes = field(repr=False)
+    """The cluster's, the same at all of its workers."""
+
+    def hello(self, purpose: str, plan_id: int, index: int) -> PeerHello:
+        """Return what it says when it dials, for one connection."""
+        return PeerHello(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            purpose=purpose,
+            plan_id=plan_id,
+            index=index,
+        )
+
+    def answer(self) -> PeerAnswer:
+        """Return what it says when it is dialled, for one connection."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return PeerAnswer(worker_id=self.worker_id, incarnation=self.incarnation, nonce=nonce)
 
 
-def refused(reason: str) -> StageRefused:
-    """Return the message that ends a greeting."""
-    return StageRefused(reason=reason[:_MAX_REASON])
+@dataclass(frozen=True, slots=True)
+class Proofs:
+    """What proves at both ends of one connection that they know the secret."""
+
+    secret: bytes = field(repr=False)
+    hello: bytes
+    """As it was said."""
+    answer: bytes
+
+    def of(self, role: Literal["dialler", "listener"]) -> PeerProof:
+        """Return the proof of one of them."""
+        said = b"".join(len(part).to_bytes(4, "little") + part for part in (role.encode(), self.hello, self.answer))
+        return PeerProof(proof=hmac.digest(self.secret, said, hashlib.sha256))
+
+    def check(self, role: Literal["dialler", "listener"], shown: PeerProof) -> None:
+        """Return if that is the proof of one of them.
+
+        Raises:
+            PeerRefusedError: it is not.
+        """
+        if not hmac.compare_digest(shown.proof, self.of(role).proof):
+            raise PeerRefusedError(f"the {role} does not know the secret of this cluster")
+
+
+def cluster_secret(password: str, cluster: str) -> bytes:
+    """Return the secret of a cluster, made of the password with which its workers sign in at the broker.
+
+    It takes some 50 ms, so that nobody tries many passwords on a proof.
+    """
+    return hashlib.scrypt(password.encode(), salt=f"sluice peers {cluster}".encode(), n=2**14, r=8, p=1, dklen=32)
 
 
 def read_greeting(data: bytes, wanted: type[G]) -> G:
     """Return the message that is due.
 
     Raises:
-        StageRefusedError: the other side refuses, speaks another protocol, or something else.
+        PeerRefusedError: the other side refuses, speaks another protocol, or something else.
     """
     try:
         message = decode_union(data, _GREETING)
     except WireVersionError as error:
-        raise StageRefusedError(f"it speaks protocol {error.version}, this worker {PROTOCOL_VERSION}") from None
+        raise PeerRefusedError(f"it speaks protocol {error.version}, this worker {PROTOCOL_VERSION}") from None
     except WireError as error:
-        raise StageRefusedError(f"it does not greet: {error.reason}") from None
-    if isinstance(message, StageRefused):
-        raise StageRefusedError(f"it refuses: {message.reason}")
+        raise PeerRefusedError(f"it does not greet: {error.reason}") from None
+    if isinstance(message, PeerRefused):
+        raise PeerRefusedError(f"it refuses: {message.reason}")
     if not isinstance(message, wanted):
-        raise StageRefusedError(f"a {message.kind} where another part of a greeting was due")
+        raise PeerRefusedError(f"a {message.kind} where another part of a greeting was due")
     return message
-
-
-def why_refused(said: StageHello, place: GroupPlace) -> str | None:
-    """Return why the member at a place does not want a connection; None: it does.
-
-    Args:
-        said: for the plan of this place.
-        place: of the member.
-    """
-    if not hmac.compare_digest(said.token.encode(), place.token.encode()):
-        return f"the token is not that of plan {place.plan_id}"
-    if (said.target, said.index) != (place.own.worker_id, place.index):
-        return f"stage {said.index}, {said.target}, was dialled, and this is stage {place.index}, {place.own.worker_id}"
-    if said.role is StageRole.PARAMETERS:
-        others = [stage.worker_id for stage in place.stages if stage.worker_id != place.own.worker_id]
-        return None if said.sender in others else f"{said.sender} is no other stage of the group"
-    if said.role in (StageRole.KV, StageRole.AHEAD, StageRole.PARTING, StageRole.ATTENTION):
-        before = [stage.worker_id for stage in place.stages[: place.index]]
-        return None if said.sender in before else f"{said.sender} is not before stage {place.index}"
-    expected = place.stages[0 if said.role is StageRole.LEADER else place.index - 1].worker_id
-    if said.sender != expected:
-        whose = "leads" if said.role is StageRole.LEADER else f"is before stage {place.index}"
-        return f"{expected} {whose}, not {said.sender}"
-    return None

@@ -23,11 +23,10 @@ import numpy as np
 from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.batch import NO_COPIES, NO_TABLE_DELTA, Batch, BatchOutput, CopyOps, RowInit, TableDelta
 from services.worker.contract.executor import HostCopy
+from services.worker.peers.frames import Buffer
 from shared.errors import WireError
 from shared.stream_extras import StreamExtra, TokenLogprob, pack_extras, unpack_extras
 from shared.types import SamplingParams
-
-Buffer = bytes | bytearray | memoryview
 
 _BATCH: Final = struct.Struct("<q6I")
 _OUTPUT: Final = struct.Struct("<qdII")

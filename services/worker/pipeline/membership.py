@@ -8,9 +8,9 @@ import socket
 import threading
 from collections.abc import Callable
 
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.peers.threads import in_thread
 from services.worker.pipeline.channel import SocketChannel
-from services.worker.pipeline.link_turns import LinkTurns
 from services.worker.pipeline.stage import StageDevice
 from services.worker.pipeline.thread_stage import StageServer
 

@@ -1,18 +1,17 @@
-"""What the stages of a pipeline say to each other, and how it is framed as bytes. Pure.
+"""What the stages of a pipeline say to each other, and how it is said in bytes. Pure.
 
     leader ──Batch, HostCopy, KvOver, Close──► every stage    stage ──Activation or StepFailed──► the next one
     last stage ──StepDone or StepFailed──► leader             every stage ──CopyEnded──► leader
 
-Frames, little-endian: magic b"SLPS" · version u8 · kind u8 · 2 zero bytes · payload bytes u64 · payload. An
-activation's numbers follow its header as they lie in memory, so that they are sent and received without a copy.
+Each is a frame (`peers/frames.py`) without a checksum. An activation's numbers lie in it as they lie in memory, so that
+they are sent and received without a copy.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final
 
 import numpy as np
@@ -20,8 +19,8 @@ from numpy.typing import NDArray
 
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import HostCopy
+from services.worker.peers.frames import Buffer, FrameKind
 from services.worker.pipeline.batch_wire import (
-    Buffer,
     pack_batch,
     pack_copy,
     pack_output,
@@ -90,24 +89,7 @@ class Close:
 
 StageMessage = Batch | HostCopy | Activation | StepFailed | StepDone | CopyEnded | KvOver | Close
 
-
-class _Kind(IntEnum):
-    BATCH = 1
-    COPY = 2
-    ACTIVATION = 3
-    FAILED = 4
-    DONE = 5
-    COPY_ENDED = 6
-    CLOSE = 7
-    KV_OVER = 8
-
-
-FRAME: Final = struct.Struct("<4sBB2xQ")
-MAX_PAYLOAD_BYTES: Final = 2**30
-"""Largest payload: an activation of 65 536 tokens of 8 192 numbers in 16 bits."""
 MAX_STAGES: Final = 256
-_MAGIC: Final = b"SLPS"
-_VERSION: Final = 1
 _ACTIVATION: Final = struct.Struct("<qQBBHII4x")  # step, tokens, type, dimensions, stages, rows, columns
 _FAILED: Final = struct.Struct("<qHHI")  # step, stages, bytes of the cause, guilty rows
 _STAGES: Final = struct.Struct("<I")
@@ -116,71 +98,39 @@ _DTYPES: Final = (np.dtype("<f4"), np.dtype("<u2"), np.dtype("<u8"))
 _MAX_CAUSE_BYTES: Final = 4096
 
 
-def pack(message: StageMessage) -> list[Buffer]:
-    """Return the frame of a message, in parts that are to be sent one after the other."""
-    kind, parts = _pack(message)
-    size = sum(len(part) for part in parts)
-    if size > MAX_PAYLOAD_BYTES:
-        raise WireError(f"a stage message of {size} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
-    return [FRAME.pack(_MAGIC, _VERSION, kind, size), *parts]
+def pack(message: StageMessage) -> tuple[FrameKind, list[Buffer]]:
+    """Return the kind of a message's frame, and the parts of its payload."""
+    match message:
+        case Batch():
+            return FrameKind.BATCH, [pack_batch(message)]
+        case HostCopy():
+            return FrameKind.HOST_COPY, [pack_copy(message)]
+        case Activation():
+            return FrameKind.ACTIVATION, _pack_activation(message)
+        case StepFailed():
+            return FrameKind.STEP_FAILED, [_pack_failed(message)]
+        case StepDone():
+            stages = _STAGES.pack(len(message.durations_s)) + _pack_durations(message.durations_s)
+            return FrameKind.STEP_DONE, [stages, pack_output(message.output)]
+        case CopyEnded():
+            cause = (message.cause or "").encode()[:_MAX_CAUSE_BYTES]
+            return FrameKind.COPY_ENDED, [_COPY_ENDED.pack(message.copy_id, message.cause is None) + cause]
+        case Close():
+            return FrameKind.CLOSE, []
+        case KvOver():
+            return FrameKind.KV_OVER, []
 
 
-def read_frame(header: Buffer) -> tuple[int, int]:
-    """Return kind and payload bytes of a frame from its first `FRAME.size` bytes.
-
-    Raises:
-        WireError: it is no frame of this version, or over the limit.
-    """
-    magic, version, kind, size = FRAME.unpack(header)
-    if (magic, version) != (_MAGIC, _VERSION):
-        raise WireError("no stage message of this version")
-    if kind not in list(_Kind) or size > MAX_PAYLOAD_BYTES:
-        raise WireError(f"a stage message of kind {kind} and {size} bytes")
-    return kind, size
-
-
-def unpack(kind: int, payload: Buffer) -> StageMessage:
+def unpack(kind: FrameKind, payload: Buffer) -> StageMessage:
     """Return the message that a payload holds; arrays may be views of it.
 
     Raises:
         WireError: it holds anything else.
     """
-    unpackers: dict[_Kind, Callable[[Buffer], StageMessage]] = {
-        _Kind.BATCH: unpack_batch,
-        _Kind.COPY: unpack_copy,
-        _Kind.ACTIVATION: _unpack_activation,
-        _Kind.FAILED: _unpack_failed,
-        _Kind.DONE: _unpack_done,
-        _Kind.COPY_ENDED: _unpack_copy_ended,
-        _Kind.CLOSE: lambda payload: _unpack_nothing(payload, Close()),
-        _Kind.KV_OVER: lambda payload: _unpack_nothing(payload, KvOver()),
-    }
     try:
-        return unpackers[_Kind(kind)](payload)
+        return _UNPACKERS[kind](payload)
     except struct.error:
-        raise WireError(f"a stage message of kind {kind} ends too early") from None
-
-
-def _pack(message: StageMessage) -> tuple[_Kind, list[Buffer]]:
-    match message:
-        case Batch():
-            return _Kind.BATCH, [pack_batch(message)]
-        case HostCopy():
-            return _Kind.COPY, [pack_copy(message)]
-        case Activation():
-            return _Kind.ACTIVATION, _pack_activation(message)
-        case StepFailed():
-            return _Kind.FAILED, [_pack_failed(message)]
-        case StepDone():
-            stages = _STAGES.pack(len(message.durations_s)) + _pack_durations(message.durations_s)
-            return _Kind.DONE, [stages, pack_output(message.output)]
-        case CopyEnded():
-            cause = (message.cause or "").encode()[:_MAX_CAUSE_BYTES]
-            return _Kind.COPY_ENDED, [_COPY_ENDED.pack(message.copy_id, message.cause is None) + cause]
-        case Close():
-            return _Kind.CLOSE, []
-        case KvOver():
-            return _Kind.KV_OVER, []
+        raise WireError(f"{kind.name} ends too early") from None
 
 
 def _pack_activation(message: Activation) -> list[Buffer]:
@@ -251,3 +201,16 @@ def _unpack_durations(payload: Buffer, offset: int, count: int) -> tuple[Duratio
     if not all(0 <= duration_s < float("inf") for duration_s in durations_s):
         raise WireError("a stage's duration is no number of seconds")
     return durations_s, offset + 8 * count
+
+
+_UNPACKERS: Final[Mapping[FrameKind, Callable[[Buffer], StageMessage]]] = {
+    FrameKind.BATCH: unpack_batch,
+    FrameKind.HOST_COPY: unpack_copy,
+    FrameKind.ACTIVATION: _unpack_activation,
+    FrameKind.STEP_FAILED: _unpack_failed,
+    FrameKind.STEP_DONE: _unpack_done,
+    FrameKind.COPY_ENDED: _unpack_copy_ended,
+    FrameKind.CLOSE: lambda payload: _unpack_nothing(payload, Close()),
+    FrameKind.KV_OVER: lambda payload: _unpack_nothing(payload, KvOver()),
+}
+STAGE_KINDS: Final = tuple(_UNPACKERS)

@@ -28,7 +28,8 @@ from typing import Any
 from services.worker.contract.batch import Batch
 from services.worker.contract.executor import CopyFailedError, HostCopy, KvCapacity
 from services.worker.contract.remote import RemoteLostError
-from services.worker.pipeline.channel import ChannelLostError, SocketChannel, StageSender, receive_all
+from services.worker.peers.frames import PeerLostError
+from services.worker.pipeline.channel import SocketChannel, StageSender, receive_all
 from services.worker.pipeline.stage import (
     MAX_LAUNCHED,
     StageDevice,
@@ -115,7 +116,7 @@ class StageThread:
         self._end(reason)
 
     def _reason_of(self, error: Exception) -> str:
-        if isinstance(error, ChannelLostError | StageOrderError | RemoteLostError):
+        if isinstance(error, PeerLostError | StageOrderError | RemoteLostError):
             return str(error)
         return f"stage {self._device.layers} ended with {type(error).__name__}: {error}"
 
@@ -187,7 +188,7 @@ class StageThread:
         others = (*self._members, *(() if self._to_next is None else (self._to_next,)))
         if reason is None:
             for channel in others:
-                with contextlib.suppress(ChannelLostError):  # it has heard of the end from somebody else
+                with contextlib.suppress(PeerLostError):  # it has heard of the end from somebody else
                     channel.send(Close())
         else:
             self._is_broken = True

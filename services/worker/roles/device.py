@@ -40,8 +40,6 @@ class GroupPlace:
 
     plan_id: int
     """Same for all members, and for no other group of theirs; a plan may form several groups."""
-    token: str
-    """Shown by whoever connects."""
     stages: tuple[StagePlace, ...]
     """In the order of the pipeline; more than one."""
     index: int

@@ -1,8 +1,8 @@
 """Parameters from one stage of a group to another, which loads them beside its own while the group serves.
 
     who loads                                        the stage that computes with them
-    ask (layer, name of a part) ────────────────►    its bytes as they lie in memory, in pieces, each of them
-                                ◄────────────────    after the activations that wait; or: it has no such part
+    PARAMETER_ASK layer, name of a part ─────────►   its bytes as they lie in memory, in pieces, each of them
+                              PARAMETER ◄─────────   after the activations that wait; none: it has no such part
 
 A connection is of two threads, one at each end. Whoever loads checks the bytes by their digest, and asks another source
 if they are wrong, if the connection breaks, or if nothing comes for a while.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 from collections.abc import Collection, Iterator
 from typing import Final
@@ -24,8 +23,10 @@ import torch
 
 from services.worker.executor.parameter_sources import SourceLostError
 from services.worker.models.weights import ModelWeights, ParameterBuffer
-from services.worker.peers.greeting import StageWelcome
-from services.worker.pipeline.link_turns import BULK_PRIORITY, LinkTurns, set_priority
+from services.worker.peers.frames import FrameKind, FrameSocket, PeerLostError
+from services.worker.peers.greeting import PeerWelcome
+from services.worker.peers.link_turns import BULK_PRIORITY, LinkTurns, set_priority
+from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.wire import encode
 
@@ -35,11 +36,9 @@ SILENCE_S: Final = 5.0
 """Longest time without a byte; then the source counts as lost."""
 TURN_LIMIT_S: Final = 1.0
 """Longest time that a piece waits for activations."""
-_ASK: Final = struct.Struct("<iB")
-"""Layer, or -1: outside of the layers; and the length of the part's name, which follows."""
-_FOUND: Final = struct.Struct("<Q")
-"""Bytes of the part, which follow; 0: there is no such part here."""
-_OUTER: Final = -1
+_MAX_NAME_BYTES: Final = 255
+_OUTER: Final = 2**32 - 1
+"""Instead of a layer: a part outside of them."""
 
 
 class ParameterLender:
@@ -53,19 +52,21 @@ class ParameterLender:
     def __init__(self, weights: ModelWeights, turns: LinkTurns) -> None:
         self._weights = weights
         self._turns = turns
-        self._lending: dict[socket.socket, threading.Thread] = {}
+        self._lending: dict[FrameSocket, threading.Thread] = {}
         self._is_closed = False
         self._changing = threading.Lock()
 
-    def welcome(self, sock: socket.socket, said: StageWelcome) -> None:
+    def welcome(self, sock: socket.socket, said: PeerWelcome) -> None:
         """Welcome a connection, which is owned from now on, and answer what is asked in a thread of its own."""
         with self._changing:
             if self._is_closed:
                 sock.close()
                 return
-            sock.settimeout(None)
-            thread = threading.Thread(target=self._work, args=(sock, said), name="parameter lending", daemon=True)
-            self._lending[sock] = thread
+            frames = FrameSocket(sock)
+            set_priority(sock, BULK_PRIORITY)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PIECE_BYTES)
+            thread = threading.Thread(target=self._work, args=(frames, said), name="parameter lending", daemon=True)
+            self._lending[frames] = thread
             thread.start()
 
     def close(self) -> None:
@@ -74,21 +75,18 @@ class ParameterLender:
             self._is_closed = True
             lending, self._lending = self._lending, {}
         for sock, thread in lending.items():
-            with contextlib.suppress(OSError):  # the other end has gone
-                sock.shutdown(socket.SHUT_RDWR)
+            sock.shut()
             thread.join()
 
-    def _work(self, sock: socket.socket, welcome: StageWelcome) -> None:
+    def _work(self, sock: FrameSocket, welcome: PeerWelcome) -> None:
         """Body of the thread."""
-        with sock, contextlib.suppress(OSError, EOFError):  # the other end has enough, or has gone
-            body = encode(welcome)
-            sock.sendall(len(body).to_bytes(4, "little") + body)
-            set_priority(sock, BULK_PRIORITY)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PIECE_BYTES)
+        with contextlib.closing(sock), contextlib.suppress(PeerLostError, WireError):  # the other end has enough
+            sock.send(FrameKind.GREETING, encode(welcome))
             while True:
-                layer, size = _ASK.unpack(_read(sock, _ASK.size))
-                name = _read(sock, size).decode(errors="replace")
-                self._send(sock, self._find(layer, name))
+                asked = sock.receive(FrameKind.PARAMETER_ASK, max_bytes=_MAX_NAME_BYTES)
+                part = self._find(asked.words[0], asked.payload.decode(errors="replace"))
+                num_bytes = 0 if part is None else len(part)
+                sock.send_pieces(FrameKind.PARAMETER, num_bytes, () if part is None else self._pieces(part))
         with self._changing:
             self._lending.pop(sock, None)
 
@@ -99,15 +97,12 @@ class ParameterLender:
         part = (self._weights.outer if layer == _OUTER else self._weights.layers[layer]).get(name)
         return None if part is None else part.reshape(-1).view(torch.uint8)
 
-    def _send(self, sock: socket.socket, part: torch.Tensor | None) -> None:
-        if part is None:
-            sock.sendall(_FOUND.pack(0))
-            return
-        sock.sendall(_FOUND.pack(len(part)))
+    def _pieces(self, part: torch.Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of a part, each piece when it may be sent."""
         for first in range(0, len(part), PIECE_BYTES):
             piece = part[first : first + PIECE_BYTES].cpu().numpy().data
             self._turns.wait(TURN_LIMIT_S)
-            sock.sendall(piece)
+            yield piece
 
 
 class PeerSource:
@@ -122,10 +117,9 @@ class PeerSource:
 
     def __init__(self, name: str, sock: socket.socket, layers: LayerRange, outer: Collection[str]) -> None:
         self._name = name
-        self._sock = sock
+        self._sock = FrameSocket(sock, silence_s=SILENCE_S)
         self._layers = layers
         self._outer = frozenset(outer)
-        sock.settimeout(SILENCE_S)
 
     @property
     def name(self) -> str:
@@ -142,20 +136,19 @@ class PeerSource:
         try:
             for part in buffer.parts:
                 yield from self._receive(layer, part.name, buffer[part.name].reshape(-1).view(torch.uint8), piece_bytes)
-        except (OSError, EOFError) as error:
+        except (PeerLostError, WireError) as error:
             self.close()
-            raise SourceLostError(str(error) or type(error).__name__) from error
+            raise SourceLostError(str(error)) from error
 
     def close(self) -> None:
         """End the connection. Idempotent."""
         self._sock.close()
 
     def _receive(self, layer: int | None, name: str, target: torch.Tensor, piece_bytes: int) -> Iterator[int]:
-        asked = name.encode()
-        self._sock.sendall(_ASK.pack(_OUTER if layer is None else layer, len(asked)) + asked)
-        (size,) = _FOUND.unpack(_read(self._sock, _FOUND.size))
+        self._sock.send(FrameKind.PARAMETER_ASK, name.encode(), words=(_OUTER if layer is None else layer, 0))
+        size = self._sock.receive_head(FrameKind.PARAMETER).num_bytes
         if size != len(target):
-            raise EOFError(f"it has {size} bytes of '{name}', {len(target)} are needed")
+            raise WireError(f"it has {size} bytes of '{name}', {len(target)} are needed")
         for first in range(0, size, piece_bytes):
             piece = target[first : first + piece_bytes]
             self._receive_into(piece)
@@ -163,22 +156,8 @@ class PeerSource:
 
     def _receive_into(self, piece: torch.Tensor) -> None:
         if piece.device.type == "cpu":
-            _read_into(self._sock, piece.numpy().data)
+            self._sock.fill(piece.numpy().data)
         else:
             data = bytearray(len(piece))
-            _read_into(self._sock, memoryview(data))
+            self._sock.fill(memoryview(data))
             piece.copy_(torch.frombuffer(data, dtype=torch.uint8))
-
-
-def _read(sock: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    _read_into(sock, memoryview(data))
-    return bytes(data)
-
-
-def _read_into(sock: socket.socket, view: memoryview) -> None:
-    while view:
-        count = sock.recv_into(view)
-        if not count:
-            raise EOFError("the connection has ended")
-        view = view[count:]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.peers.connect import StageListener, dial
-from services.worker.peers.greeting import StageRole, StageWelcome
+from services.worker.kv_moves.gather import Gathering
+from services.worker.kv_moves.seats import check_place
+from services.worker.peers.connect import Peers
+from services.worker.peers.greeting import PeerHello, PeerWelcome, Purpose
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.peers.threads import in_thread
-from services.worker.pipeline.link_turns import LinkTurns
 from services.worker.roles.device import GroupFailedError, GroupPlace
 from services.worker.roles.parameter_lending import ParameterLender, PeerSource
 from shared.process.log import get_logger
@@ -22,14 +25,14 @@ class ParameterPeers:
 
     Args:
         model: whose parameters are lent and loaded.
-        listener: where the others connect.
+        peers: this worker among the others.
         turns: of this worker's connections.
         limit_s: in which another stage has to answer.
     """
 
-    def __init__(self, model: ElasticModel, listener: StageListener, turns: LinkTurns, limit_s: float) -> None:
+    def __init__(self, model: ElasticModel, peers: Peers, turns: LinkTurns, limit_s: float) -> None:
         self._model = model
-        self._listener = listener
+        self._peers = peers
         self._turns = turns
         self._limit_s = limit_s
         self._place: GroupPlace | None = None
@@ -39,15 +42,13 @@ class ParameterPeers:
     def stand(self, place: GroupPlace) -> None:
         """Lend the parameters of the layers that are held to the other stages of a group, until `leave`."""
         self._place = place
-        lender = self._lender = ParameterLender(self._model.lendable, self._turns)
-        welcome = StageWelcome(num_blocks=self._model.cache.num_blocks, block_size=self._model.info.capacity.block_size)
-        self._listener.lend(place, lambda sock: lender.welcome(sock, welcome))
+        self._lender = ParameterLender(self._model.lendable, self._turns)
+        self._peers.expect((Purpose.PARAMETERS,), place.plan_id, self._lend)
 
     async def leave(self) -> None:
         """Lend nothing any more, and wait until nobody reads the parameters. Idempotent; can be called again."""
-        if self._place is not None:
-            self._listener.lend_no_more(self._place)
-            self._place = None
+        self._peers.forget(self._lend)
+        self._place = None
         if self._lender is not None:
             await in_thread(self._lender.close, "parameter lending")
             self._lender = None
@@ -66,9 +67,18 @@ class ParameterPeers:
         with contextlib.ExitStack() as sockets:
             try:
                 async with asyncio.timeout(self._limit_s):
-                    sock, _ = await dial(place, index, StageRole.PARAMETERS, sockets)
+                    at = Gathering(self._peers, place, sockets, self._limit_s)
+                    sock, _ = await at.dial(index, Purpose.PARAMETERS)
             except (GroupFailedError, TimeoutError) as error:
                 _log.warning("parameter_source_lost", source=str(stage.worker_id), reason=str(error) or "silent")
                 return None
             sockets.pop_all()
         return PeerSource(str(stage.worker_id), sock, stage.layers, self._model.outer_names(stage.layers))
+
+    def _lend(self, said: PeerHello, sock: socket.socket) -> None:
+        """Welcome another stage of the group that stands."""
+        assert self._place is not None, "nobody is expected"
+        assert self._lender is not None, "nobody is expected"
+        check_place(said, self._place)
+        num_blocks, block_size = self._model.cache.num_blocks, self._model.info.capacity.block_size
+        self._lender.welcome(sock, PeerWelcome(num_blocks=num_blocks, block_size=block_size))

@@ -35,18 +35,17 @@ from services.worker.executor.elastic_model import ElasticModel
 from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.copy_ahead import CopyAhead
-from services.worker.kv_moves.gather import all_ready, gather_as_leader, gather_as_member, gather_for_kv
+from services.worker.kv_moves.gather import Gathering, all_ready, gather_as_leader, gather_as_member, gather_for_kv
 from services.worker.kv_moves.kv_exchanges import KvExchanges
 from services.worker.kv_moves.kv_table import KvOffer, table_to_part
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
-from services.worker.peers.connect import StageListener
-from services.worker.peers.door import what_failed
-from services.worker.peers.greeting import StageReady, StageRole, StageWelcome
-from services.worker.peers.messages import say
+from services.worker.peers.connect import Peers, say_greeting
+from services.worker.peers.frames import PeerLostError
+from services.worker.peers.greeting import PeerReady, PeerWelcome, Purpose
+from services.worker.peers.link_turns import LinkTurns
 from services.worker.peers.threads import in_thread
 from services.worker.pipeline.channel import SocketChannel
-from services.worker.pipeline.link_turns import LinkTurns
 from services.worker.pipeline.membership import Membership
 from services.worker.pipeline.pipeline import PipelineExecutor
 from services.worker.pipeline.runner_stage import RunnerStage
@@ -74,7 +73,7 @@ class TorchGroupDevice:
 
     Args:
         model: owned; no runner of it is open.
-        listener: where other stages connect; owned.
+        peers: this worker among the others; owned.
         limit_s: in which the stages of a group have to find each other.
         exchange_bytes: host memory for KV that changes hands, beside a chunk (4 MiB or a block) for each other stage;
             taken while it does. 0: all KV is computed again.
@@ -91,7 +90,7 @@ class TorchGroupDevice:
     def __init__(  # noqa: PLR0913  limits by name
         self,
         model: ElasticModel,
-        listener: StageListener,
+        peers: Peers,
         *,
         limit_s: float = GROUP_LIMIT_S,
         exchange_bytes: int = EXCHANGE_BYTES,
@@ -105,7 +104,7 @@ class TorchGroupDevice:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
-        self._listener = listener
+        self._peers = peers
         self._limit_s = limit_s
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
@@ -121,7 +120,7 @@ class TorchGroupDevice:
             cost=cost or CostEstimate(),
             hands_over=hands_over,
         )
-        self._peers = ParameterPeers(model, listener, self._turns, part_limit_s)
+        self._sources = ParameterPeers(model, peers, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
         self._membership: Membership | None = None
@@ -176,7 +175,7 @@ class TorchGroupDevice:
     @property
     def address(self) -> str:
         """Where other stages connect."""
-        return self._listener.address
+        return self._peers.address
 
     def refusal(self, layers: LayerRange) -> str | None:
         """Return why this device cannot come to hold exactly these layers; see `GroupDevice`."""
@@ -203,7 +202,8 @@ class TorchGroupDevice:
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                links = await gather_as_leader(place, self._limit_s, sockets, attending=self._kv.may_attend)
+                at = Gathering(self._peers, place, sockets, self._limit_s)
+                links = await gather_as_leader(at, attending=self._kv.may_attend)
                 capacity = _least(KvCapacity(offer.num_blocks, self._block_size), links.welcomes)
                 exchange = self._kv.to_form(place, links.kv, links.attention)
                 sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
@@ -219,7 +219,7 @@ class TorchGroupDevice:
                 sockets.pop_all()
             executor = PipelineExecutor(stages, self._loop.time, on_end)
             self._executor, self._place = executor, place
-            self._peers.stand(place)
+            self._sources.stand(place)
 
             def over() -> None:
                 """Give blocks without KV to others; where sequences go on without it, the group has ended."""
@@ -247,28 +247,22 @@ class TorchGroupDevice:
             self._check(place)
             with contextlib.ExitStack() as sockets:
                 offer = await self._leave_with(kept, place.own.layers)
-                welcome = StageWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
-                seats = self._listener.expect(place, attending=self._kv.may_attend)
-                sockets.callback(seats.close)
-                try:
-                    links = await gather_as_member(
-                        place, seats, welcome, self._limit_s, sockets, attending=self._kv.may_attend
-                    )
-                finally:
-                    self._listener.forget(seats)
+                welcome = PeerWelcome(num_blocks=offer.num_blocks, block_size=self._block_size)
+                at = Gathering(self._peers, place, sockets, self._limit_s)
+                links = await gather_as_member(at, welcome, attending=self._kv.may_attend)
                 exchange = self._kv.to_form(place, links.kv, links.attention)
                 sockets.callback(exchange.shut)  # before they are closed: a close wakes nobody who reads
                 stage = await self._become(place, exchange, offer)
                 try:
-                    await say(links.leader, StageReady())
+                    await say_greeting(links.leader, PeerReady())
                 except BaseException as error:
                     stage.close()
-                    if isinstance(error, OSError):
-                        raise GroupFailedError(f"the leader is gone: {what_failed(error)}") from error
+                    if isinstance(error, PeerLostError):
+                        raise GroupFailedError(f"the leader is gone: {error}") from error
                     raise
                 self._membership = Membership(stage, links.leader, links.previous, links.behind, on_end, self._turns)
                 self._place = place
-                self._peers.stand(place)
+                self._sources.stand(place)
                 sockets.pop_all()
             return offer.num_blocks
 
@@ -280,7 +274,7 @@ class TorchGroupDevice:
             await self._stop_copying()
             if self._exchange_now is not None:
                 await self._exchange_now.stop()  # its part is over, or too late: it writes to blocks that may go
-            peers = await self._peers.sources() if layers != self._layers else ()
+            peers = await self._sources.sources() if layers != self._layers else ()
             before, after = (peers, ()) if self._peers_first else ((), peers)
             try:
                 return await in_thread(
@@ -304,7 +298,7 @@ class TorchGroupDevice:
         if place is None or ahead is None:
             return False
         with contextlib.ExitStack() as sockets:
-            socks = await self._meet(place, StageRole.AHEAD, sockets)
+            socks = await self._meet(place, Purpose.AHEAD, sockets)
             if socks is None or self._place is not place or self._copying is not None:
                 return False
             sockets.pop_all()
@@ -354,7 +348,7 @@ class TorchGroupDevice:
         async with self._changing:
             self._closed = True
             await self._leave()
-            await self._listener.close()
+            await self._peers.close()
             await in_thread(self._model.close, "model closing")
 
     def _note_layers(self) -> None:
@@ -368,7 +362,7 @@ class TorchGroupDevice:
         """End what runs on the model. Cancelled, it can be called again."""
         self._place = None
         await self._stop_copying()
-        await self._peers.leave()
+        await self._sources.leave()
         if self._exchange_now is not None:
             await self._exchange_now.stop()
             self._exchange_now = None
@@ -443,7 +437,7 @@ class TorchGroupDevice:
         if self._copying is not None and self._copying.is_complete:
             socks, self._copying = self._copying.hand_on(), None
         await self._stop_copying()
-        if socks is None and (met := await self._meet(place, StageRole.PARTING, sockets)) is not None:
+        if socks is None and (met := await self._meet(place, Purpose.PARTING, sockets)) is not None:
             socks = {peer: KvSocket(sock) for peer, sock in met.items()}
         if socks is None:
             return None
@@ -455,21 +449,17 @@ class TorchGroupDevice:
         return exchange
 
     async def _meet(
-        self, place: GroupPlace, purpose: StageRole, sockets: contextlib.ExitStack
+        self, place: GroupPlace, purpose: Purpose, sockets: contextlib.ExitStack
     ) -> dict[int, socket.socket] | None:
         """Return connections to the other stages of a group that stands, by stage; None: not all have come."""
-        welcome = StageWelcome(num_blocks=self.whole_blocks, block_size=self._block_size)
-        seats = self._listener.expect(place, purpose=purpose) if place.index else None
-        if seats is not None:
-            sockets.callback(seats.close)
+        at = Gathering(self._peers, place, sockets, self._part_limit_s)
         try:
-            return await gather_for_kv(place, purpose, seats, welcome, self._part_limit_s, sockets)
+            return await gather_for_kv(
+                at, purpose, PeerWelcome(num_blocks=self.whole_blocks, block_size=self._block_size)
+            )
         except GroupFailedError as error:
             _log.warning("kv_not_exchanged", stage=place.index, reason=str(error))
             return None
-        finally:
-            if seats is not None:
-                self._listener.forget(seats)
 
     def _check(self, place: GroupPlace) -> None:
         try:
@@ -483,7 +473,7 @@ class TorchGroupDevice:
             raise GroupFailedError(reason)
 
 
-def _least(own: KvCapacity, members: tuple[StageWelcome, ...]) -> KvCapacity:
+def _least(own: KvCapacity, members: tuple[PeerWelcome, ...]) -> KvCapacity:
     """Return what every stage has."""
     sizes = {own.block_size, *(welcome.block_size for welcome in members)}
     if len(sizes) > 1:

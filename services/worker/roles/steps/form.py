@@ -41,7 +41,7 @@ class Form(Change):
         stages = self._step.stages
         places = tuple(StagePlace(stage.worker_id, stage.address, LayerRange(*stage.layers)) for stage in stages)
         index = [stage.worker_id for stage in stages].index(self._keeper.worker_id)
-        place = GroupPlace(asked.plan_id, asked.token, places, index)
+        place = GroupPlace(asked.plan_id, places, index)
         return await (self._join(place) if index else self._lead(place))
 
     async def _lead(self, place: GroupPlace) -> int:
