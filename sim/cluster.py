@@ -72,7 +72,6 @@ class SimCluster:
             PlannerSettings(**{**params.planner, "instance_id": "planner", "system": params.system}),
             self.broker.connect("planner"),
             on_failure=self._fail,
-            make_token=lambda: "same in every run",
         )
         settings = DispatcherSettings(
             instance_id="dispatcher",

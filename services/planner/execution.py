@@ -21,7 +21,6 @@ No decision is taken here. Source: the project's own design (KunServe says nothi
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -70,8 +69,6 @@ class ExecutionParams:
     """Pause before it is asked again, where nobody answers."""
     commit_limit_s: float = 60.0
     """After which a worker that is alive but does not answer counts as failed."""
-    make_token: Callable[[], str] = secrets.token_hex
-    """Returns what the stages of a group show each other: for each group another secret."""
 
     def __post_init__(self) -> None:
         if min(self.prepare_limit_s, self.move_limit_s, self.ask_limit_s, self.retry_s, self.commit_limit_s) <= 0:
@@ -156,7 +153,6 @@ class PlanExecution:
                 epoch=plan.epoch,
                 plan_id=plan.plan_id,
                 step=step,
-                token=self._params.make_token(),
                 limit_s=self._params.prepared_limit_s,
             )
             patient = message.model_copy(update={"limit_s": message.limit_s + move_s})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from services.planner.book import PlanBook, SupersededError
@@ -53,7 +53,6 @@ class Planner:
         bus: connected; the caller closes it after `stop`.
         levers: the ladder, in its order; None: that of the settings' system.
         on_failure: called with a task's name and error when a task of the planner dies.
-        make_token: makes what the stages of a group show each other; None: by chance that nobody can guess.
 
     Raises:
         StartupError: there is no such system.
@@ -65,11 +64,8 @@ class Planner:
         bus: Bus,
         levers: Sequence[Lever] | None = None,
         on_failure: Callable[[str, BaseException], None] | None = None,
-        make_token: Callable[[], str] | None = None,
     ) -> None:
         self._execution_params = settings.execution()
-        if make_token is not None:
-            self._execution_params = replace(self._execution_params, make_token=make_token)
         self._settings = settings
         self._bus = bus
         self._levers = settings.levers() if levers is None else tuple(levers)
@@ -371,7 +367,6 @@ def build_planner(
     *,
     levers: Sequence[Lever] | None = None,
     on_failure: Callable[[str, BaseException], None] | None = None,
-    make_token: Callable[[], str] | None = None,
 ) -> Planner:
     """Return a planner that is ready to `start`. See `Planner`."""
-    return Planner(settings, bus, levers, on_failure, make_token)
+    return Planner(settings, bus, levers, on_failure)

@@ -215,8 +215,6 @@ class PreparePlan(ControlMessage):
     plan_id: Annotated[int, Field(ge=1)]
     step: _AnyStep
     """The one that the worker takes part in."""
-    token: Annotated[str, Field(max_length=128)] = ""
-    """What the stages of the group show each other when they connect."""
     limit_s: Annotated[float, Field(gt=0, le=600)] = 5.0
     """Seconds after which a worker that has heard nothing more goes on as it was."""
 

@@ -322,12 +322,9 @@ class PlannerNode(Node):
         self.settings = settings
         self.planner: Planner | None = None
 
-    def _draw_token(self) -> str:
-        return f"{int(self.random.integers(2**62)):016x}"
-
     async def serve(self, bus: MemoryBus) -> None:
         """See `Node`."""
-        self.planner = Planner(self.settings, bus, on_failure=self.on_failure, make_token=self._draw_token)
+        self.planner = Planner(self.settings, bus, on_failure=self.on_failure)
         await self.planner.start()
 
     async def leave(self, limit_s: float) -> None:

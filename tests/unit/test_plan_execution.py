@@ -31,7 +31,7 @@ SUBJECTS = Subjects()
 NAMES = (WorkerId("w0"), WorkerId("w1"))
 PLAN_ID = 2
 """The epoch of the claim is 1."""
-PARAMS = ExecutionParams(make_token=lambda: "token")
+PARAMS = ExecutionParams()
 PREPARED, DONE, ABORTED = PlanState.PREPARED, PlanState.DONE, PlanState.ABORTED
 Said = Callable[[WorkerId], PlanAnswer]
 

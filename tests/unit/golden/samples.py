@@ -257,7 +257,7 @@ MESSAGES: dict[str, ControlMessage] = {
         ),
         wanted=WantedInstances(num_instances=5, num_before=2, lacking_tokens=416, reason="no room"),
     ),
-    "prepare_plan": PreparePlan(epoch=2, plan_id=2, step=_FORM, token="t0k3n", limit_s=2.0),
+    "prepare_plan": PreparePlan(epoch=2, plan_id=2, step=_FORM, limit_s=2.0),
     "commit_plan": CommitPlan(epoch=3, plan_id=2),
     "abort_plan": AbortPlan(epoch=3, plan_id=2),
     "plan_answer": PlanAnswer(
