@@ -15,7 +15,6 @@ from shared.messages.plan import (
     PlanAnswer,
     PlannedStage,
     PlannedWorker,
-    PlanState,
     PreparePlan,
     RestoreInstance,
     Step,
@@ -121,41 +120,3 @@ class PlanDriver:
         kind = CommitPlan if commit else AbortPlan
         answers = await asyncio.gather(*(self.ask(w, kind(epoch=self.epoch, plan_id=plan_id)) for w in workers))
         return dict(zip(workers, answers, strict=True))
-
-    async def carry_out(self, *steps: Step) -> dict[str, PlanAnswer | None]:
-        """Prepare; commit if all are prepared, else abort. Return the last answers."""
-        plan_id, answers = await self.prepare(*steps)
-        good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
-        return await self.finish(plan_id, list(answers), commit=good)
-
-    async def drop(self, workers: Sequence[str], ranges: Sequence[LayerRange]) -> dict[str, PlanAnswer | None]:
-        """Form a group of these workers by their newest reports."""
-        return await self.carry_out(group_of([self.reports[w] for w in workers], ranges))
-
-    async def load(self, workers: Sequence[str], num_blocks: int) -> dict[str, PlanAnswer | None]:
-        """Have a group of these workers, in its order, load what it lacks beside serving."""
-        return await self._in_turns(load_beside([self.reports[w] for w in workers], num_blocks))
-
-    async def unload(self, workers: Sequence[str], num_blocks: int) -> dict[str, PlanAnswer | None]:
-        """Have it give that back."""
-        return await self._in_turns(unload_beside([self.reports[w] for w in workers], num_blocks))
-
-    async def _in_turns(self, step: Step) -> dict[str, PlanAnswer | None]:
-        plan_id, answers = await self.prepare(step)
-        good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
-        said: dict[str, PlanAnswer | None] = {}
-        for turn in step.turns:
-            said |= await self.finish(plan_id, [worker.worker_id for worker in turn], commit=good)
-            good &= all(answer is not None and answer.state is PlanState.DONE for answer in said.values())
-        return said
-
-    async def restore(self, workers: Sequence[str]) -> dict[str, PlanAnswer | None]:
-        """Make these workers whole again by their newest reports."""
-        return await self.carry_out(*(alone(self.reports[w]) for w in workers))
-
-
-def states(answers: dict[str, PlanAnswer | None]) -> list[str]:
-    """Return what each worker says, in order of the workers' names."""
-    return [
-        answer.state.value if (answer := answers[worker_id]) is not None else "silent" for worker_id in sorted(answers)
-    ]

@@ -17,7 +17,6 @@ from shared.messages.event import Event
 from shared.messages.plan import CommitPlan, Plan, PlanAnswer, PlanState
 from shared.transport.nats_bus import NatsBus
 from shared.wire import decode_json, encode_json
-from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import Stage, set_up_with
 from tests.support.fault_checks import unchanged
 from tests.support.fault_cluster import Cluster, running, until, until_async
@@ -35,6 +34,7 @@ from tests.support.group_changes import (
     shape,
     struck,
 )
+from tests.support.hand_planner import HandPlanner, states
 from tests.support.stage_tap import StageTap, tapped, tapping
 from tests.support.waiting import rounds
 
@@ -228,7 +228,7 @@ def crowd(num_blocks: int) -> list[Ask]:
 
 async def restore_all_the_same(bus: NatsBus, plan: Plan) -> None:
     """Speak as the planner does, under its epoch, but without its judgement."""
-    driver = PlanDriver(bus)
+    driver = HandPlanner(bus)
     await driver.start()
     await until(lambda: len(driver.reports) == 2, "both have reported")
     driver.epoch = plan.plan_id

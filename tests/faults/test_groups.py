@@ -17,7 +17,6 @@ from cli.status import run_status
 from shared.messages.plan import Plan, PlanPhase
 from shared.messages.report import WorkerReport
 from shared.transport.nats_bus import NatsBus
-from sim.plan_driver import PlanDriver, states
 from tests.faults.conftest import set_up_with
 from tests.support.fault_checks import among_prompts, unchanged
 from tests.support.fault_cluster import Cluster, Shape, run_apart, running, until, until_async
@@ -45,6 +44,7 @@ from tests.support.group_changes import (
     service_answers,
     shape,
 )
+from tests.support.hand_planner import HandPlanner, states
 from tests.support.mapped_pages import check_process
 from tests.support.stage_tap import StageTap, tapped, tapping
 from tests.support.waiting import rounds
@@ -191,7 +191,7 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
     with running(tmp_path_factory.mktemp("cluster"), shape(2)) as cluster:
         stage = set_up_with(cluster, asks)
         async with cluster.bus() as bus:
-            driver = PlanDriver(bus)
+            driver = HandPlanner(bus)
             await driver.start()
             await until(lambda: len(driver.reports) == 2, "both have reported")
             room = int(ratio * min(report.num_blocks for report in driver.reports.values()))
@@ -211,7 +211,7 @@ async def test_kv_moves_while_a_group_serves_and_little_is_left_when_it_dissolve
 
 
 async def copy_and_dissolve(
-    cluster: Cluster, bus: NatsBus, driver: PlanDriver, num_blocks: int, num_answers: int
+    cluster: Cluster, bus: NatsBus, driver: HandPlanner, num_blocks: int, num_answers: int
 ) -> tuple[str, int]:
     """Have a group formed, its KV copied as it serves, and its members parted: who led it, how many decoded then?"""
     await change_until_done(cluster, bus, "drop")

@@ -30,8 +30,9 @@ from shared.transport.bus import Message
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
-from sim.plan_driver import PlanDriver, group_of
+from sim.plan_driver import group_of
 from sim.worker import SimWorker, SimWorkerParams
+from tests.support.hand_planner import HandPlanner
 
 LIMIT_S = 15.0
 SYSTEM = "kunserve"
@@ -236,7 +237,7 @@ async def test_a_restore_for_which_there_is_no_room_is_refused_with_an_event(nat
 
 
 @asynccontextmanager
-async def worker(nats_url: str) -> AsyncIterator[tuple[Room, PlanDriver]]:
+async def worker(nats_url: str) -> AsyncIterator[tuple[Room, HandPlanner]]:
     """A real agent, and a planner by hand."""
     bus = await NatsBus.connect(nats_url, name="w0")
     params = SimWorkerParams(
@@ -244,7 +245,7 @@ async def worker(nats_url: str) -> AsyncIterator[tuple[Room, PlanDriver]]:
     )
     own = SimWorker(params, bus)
     async with room(nats_url, "default") as here:
-        driver = PlanDriver(here.bus)
+        driver = HandPlanner(here.bus)
         await driver.start()
         await own.start()
         try:

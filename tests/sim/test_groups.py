@@ -18,9 +18,10 @@ from shared.ids import WorkerId
 from shared.layers import LayerRange, even_split
 from shared.types import QoeTarget
 from sim.devices.channel import ModelledLink
-from sim.plan_driver import alone, group_of, states
+from sim.plan_driver import alone, group_of
 from sim.requests import SimRequest
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
+from tests.support.hand_planner import states
 
 LINK_BYTES_PER_S = 1e6
 

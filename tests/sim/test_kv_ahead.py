@@ -17,8 +17,9 @@ from sim.cluster import ClusterParams
 from sim.devices import modelled_network
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_exchange import Share, carry
-from sim.plan_driver import alone, states
+from sim.plan_driver import alone
 from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room
+from tests.support.hand_planner import states
 
 WHOLE = LayerRange(0, NUM_LAYERS)
 HALVES = even_split(NUM_LAYERS, 2)

@@ -23,8 +23,9 @@ from shared.transport.bus import Message
 from shared.wire import decode_json
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
-from sim.plan_driver import alone, states
+from sim.plan_driver import alone
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
+from tests.support.hand_planner import states
 
 WHOLE = LayerRange(0, NUM_LAYERS)
 HALVES = even_split(NUM_LAYERS, 2)

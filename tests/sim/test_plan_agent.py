@@ -28,14 +28,15 @@ from shared.transport.bus import Message
 from shared.wire import decode_json
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
-from sim.plan_driver import PlanDriver, alone, group_of, states
+from sim.plan_driver import alone, group_of
 from tests.support.group_room import NUM_LAYERS, Room, draw_requests, group_params, in_room
+from tests.support.hand_planner import HandPlanner, states
 
 NAMES = ("w0", "w1")
 HALVES = even_split(NUM_LAYERS, 2)
 
 
-def pair(driver: PlanDriver) -> FormGroup:
+def pair(driver: HandPlanner) -> FormGroup:
     """The group of both, as they are now."""
     return group_of([driver.reports[name] for name in NAMES], HALVES)
 

@@ -14,8 +14,9 @@ from shared.layers import LayerRange, even_split
 from shared.messages.plan import CommitPlan, PlanState, PreparePlan
 from sim.cluster import ClusterParams
 from sim.devices.modelled_device import ModelledGroupDevice
-from sim.plan_driver import load_beside, states, unload_beside
+from sim.plan_driver import load_beside, unload_beside
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, draw_requests, group_params, in_room
+from tests.support.hand_planner import states
 
 WHOLE = LayerRange(0, NUM_LAYERS)
 HALVES = even_split(NUM_LAYERS, 2)

@@ -21,9 +21,9 @@ from shared.systems import KvExchange
 from sim.cluster import ClusterParams
 from sim.devices.channel import ModelledLink
 from sim.devices.modelled_device import ModelledGroupDevice
-from sim.plan_driver import states
 from sim.requests import SimRequest
 from tests.support.group_room import NUM_LAYERS, PAGE_BYTES, Room, group_params, in_room
+from tests.support.hand_planner import states
 
 WHOLE = LayerRange(0, NUM_LAYERS)
 HALVES = even_split(NUM_LAYERS, 2)

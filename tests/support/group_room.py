@@ -11,10 +11,10 @@ from shared.cost import load_profile
 from shared.messages.report import ElasticFacts
 from shared.types import FinishReason
 from sim.cluster import ClusterParams, SimCluster
-from sim.plan_driver import PlanDriver
 from sim.requests import SimAnswer, SimRequest
 from sim.virtual_time import run
 from sim.worker import SimWorkerParams
+from tests.support.hand_planner import HandPlanner
 
 NUM_LAYERS = 8
 PAGE_BYTES = 4096
@@ -68,7 +68,7 @@ def draw_requests(seed: int, count: int) -> list[SimRequest]:
 class Room:
     """A cluster, a planner by hand, and readers."""
 
-    def __init__(self, cluster: SimCluster, driver: PlanDriver) -> None:
+    def __init__(self, cluster: SimCluster, driver: HandPlanner) -> None:
         self.cluster = cluster
         self.driver = driver
         self.answers: list[asyncio.Task[SimAnswer]] = []
@@ -100,7 +100,7 @@ def in_room(test: Callable[[Room], Awaitable[None]], cluster_params: ClusterPara
 
     async def main() -> None:
         async with SimCluster(cluster_params) as cluster:
-            driver = PlanDriver(cluster.broker.connect("hand"))
+            driver = HandPlanner(cluster.broker.connect("hand"))
             await driver.start()
             await asyncio.sleep(1.0)
             await test(Room(cluster, driver))

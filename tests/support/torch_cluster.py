@@ -43,11 +43,11 @@ from shared.subjects import Subjects
 from shared.transport.bus import BusError, KvEntry, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json
-from sim.plan_driver import PlanDriver
 from sim.requests import SimAnswer, SimRequest, new_answers, serve_choices
 from sim.worker import MODEL_NAME, NO_FOLDER
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.elastic_cases import FaultyMemory
+from tests.support.hand_planner import HandPlanner
 from tests.support.live_groups import PAGE, SHAPES, stated_peak
 from tests.support.mapped_pages import mapped_pages
 from tests.support.peers import PASSWORD
@@ -124,7 +124,7 @@ class TorchCluster:
         patch.setattr(model_memory, "PosixMemory", self._make_memory)
         patch.setattr(opening, "peak_bytes", stated_peak)
         self.bus = self.broker.connect("test")
-        self.driver = PlanDriver(self.broker.connect("hand"))
+        self.driver = HandPlanner(self.broker.connect("hand"))
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
         settings = PlannerSettings(instance_id="planner", system=SYSTEM, restore_ratio=0, cooldown_s=0)
         self.planner: Planner = build_planner(settings, self.broker.connect("planner"), on_failure=self._fail)

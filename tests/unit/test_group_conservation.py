@@ -21,8 +21,9 @@ from shared.layers import LayerRange
 from shared.messages.plan import CommitPlan, FormGroup, PlanState
 from shared.messages.report import WorkerReport
 from shared.types import FinishReason
-from sim.plan_driver import group_of, states
+from sim.plan_driver import group_of
 from sim.requests import SimAnswer, SimRequest
+from tests.support.hand_planner import states
 from tests.support.mapped_pages import rule_of
 from tests.support.runners import MIB
 from tests.support.torch_cluster import STAGE_LIMIT_S, TorchCluster

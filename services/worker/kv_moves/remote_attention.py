@@ -136,7 +136,6 @@ class RemoteAttention:
     ) -> None:
         self._stage = stage
         self._table = table
-        self._own = own
         self._kept = dict(kept)
         self._shape = shape
         self._peers = {index: _Peer(index, sock) for index, sock in socks.items()}
@@ -146,7 +145,6 @@ class RemoteAttention:
         for lot in table.lots:
             if stage in lot.targets and any(table.held[source].overlap(own) is not None for source in lot.sources):
                 self._is_missing[lot.first : lot.first + len(lot.ids)] = True
-        self._num_missing = int(self._is_missing.sum())
         self._parts: tuple[_Part, ...] = ()
         self._waiting: list[tuple[_Peer, _Part, int]] = []
         self._states: torch.Tensor | None = None

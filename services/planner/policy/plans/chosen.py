@@ -30,20 +30,18 @@ def plan_chosen(facts: ClusterFacts, params: DropParams, names: Sequence[WorkerI
     index = [number for number, each in enumerate(facts.instances) if each.instance_id in chosen]
     nodes = [int(node) for node in np.unique(merger.groups.of_instance[index])]
     if nodes[0] < 0:
-        return DropRefusal(
-            RefusalKind.NO_PARTNER, 1, "one of them is in a group that lacks layers; it is restored soon"
-        )
+        return DropRefusal(RefusalKind.NO_PARTNER, "one of them is in a group that lacks layers; it is restored soon")
     if len(nodes) == 1:
-        return DropRefusal(RefusalKind.NO_PARTNER, 1, "they are one group already")
+        return DropRefusal(RefusalKind.NO_PARTNER, "they are one group already")
     if merger.num_groups - len(nodes) + 1 < merger.min_groups:
-        return DropRefusal(RefusalKind.NO_SECOND_COPY, 1, Obstacle.COPIES)
+        return DropRefusal(RefusalKind.NO_SECOND_COPY, Obstacle.COPIES)
     union = merger.union(nodes)
     if union is None:
-        return DropRefusal(RefusalKind.NO_GAIN, 1, "; ".join(merger.obstacles))
+        return DropRefusal(RefusalKind.NO_GAIN, "; ".join(merger.obstacles))
     merger.adopt(union, nodes)
     plan = assemble(merger, params, 1)
     if not plan.groups:
-        return DropRefusal(RefusalKind.NO_GAIN, 1, "nothing would be gained with the budgets as they are")
+        return DropRefusal(RefusalKind.NO_GAIN, "nothing would be gained with the budgets as they are")
     return replace(
         plan,
         reason=f"{'+'.join(chosen)} as asked, with room for {plan.gained_tokens} more tokens; "
@@ -55,14 +53,12 @@ def _why_not(facts: ClusterFacts, chosen: Sequence[WorkerId]) -> DropRefusal | N
     by_id = {each.instance_id: each for each in facts.instances}
     for name in chosen:
         if name not in by_id:
-            return DropRefusal(
-                RefusalKind.NO_PARTNER, 1, f"'{name}' is no worker that is ready and can drop parameters"
-            )
+            return DropRefusal(RefusalKind.NO_PARTNER, f"'{name}' is no worker that is ready and can drop parameters")
     if len(chosen) < 2:
-        return DropRefusal(RefusalKind.NO_PARTNER, 1, "a group takes two workers at least")
+        return DropRefusal(RefusalKind.NO_PARTNER, "a group takes two workers at least")
     groups = {by_id[name].group for name in chosen}
     for each in facts.instances:
         if each.group in groups and each.instance_id not in chosen:
             reason = f"'{each.instance_id}' is in a group with some of them; name it too, or restore the group first"
-            return DropRefusal(RefusalKind.NO_PARTNER, 1, reason)
+            return DropRefusal(RefusalKind.NO_PARTNER, reason)
     return None

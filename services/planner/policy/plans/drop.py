@@ -98,7 +98,7 @@ def plan_drop(
         ValueError: the optimum is asked for in a cluster that is too large for it.
     """
     if required_tokens <= 0:
-        return DropRefusal(RefusalKind.NOT_NEEDED, required_tokens, "there is room for all that is asked for")
+        return DropRefusal(RefusalKind.NOT_NEEDED, "there is room for all that is asked for")
     plan = _plan(facts, params, required_tokens, strategy)
     if worth_s is None or isinstance(plan, DropRefusal) or plan.price.total_s <= worth_s:
         return plan
@@ -106,7 +106,7 @@ def plan_drop(
     if part is not None:
         return part
     reason = f"{plan.reason}; the room would save {worth_s:.2f} s, and no part of it is worth its price"
-    return DropRefusal(RefusalKind.NOT_WORTH_IT, required_tokens, reason)
+    return DropRefusal(RefusalKind.NOT_WORTH_IT, reason)
 
 
 def _plan(
@@ -165,9 +165,9 @@ def _refusal(merger: Merger, required_tokens: int) -> DropRefusal:
     num_groups = len(merger.groups.size)
     if num_groups < 2:
         reason = f"{required}; {_count(num_groups, 'group')} can serve, and none has a partner"
-        return DropRefusal(RefusalKind.NO_PARTNER, required_tokens, reason)
+        return DropRefusal(RefusalKind.NO_PARTNER, reason)
     kind = next((_KINDS[obstacle] for obstacle in _KINDS if obstacle in merger.obstacles), RefusalKind.NO_GAIN)
-    return DropRefusal(kind, required_tokens, f"{required}{_because(merger)}")
+    return DropRefusal(kind, f"{required}{_because(merger)}")
 
 
 def _because(merger: Merger) -> str:

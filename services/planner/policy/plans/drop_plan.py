@@ -102,5 +102,4 @@ class DropRefusal:
     """Why nothing is dropped."""
 
     kind: RefusalKind
-    required_tokens: int
     reason: str

@@ -46,11 +46,6 @@ class KindIndex:
             Holding(LayerRange(int(first), int(end)), int(pages), int(limit)) for first, end, pages, limit in rows.T
         ]
 
-    @property
-    def num_searches(self) -> int:
-        """How often ranges were searched for."""
-        return self._search.num_searches
-
     def bag(self, kinds: Sequence[int]) -> int:
         """Return the number of a bag of instances of these kinds."""
         key = tuple(sorted(kinds))

@@ -53,8 +53,6 @@ class Merger:
         self.min_groups = max(1, NUM_COPIES - fewest_host_copies(facts))
         self.num_groups = len(self.groups.size)
         self.gained_blocks = 0
-        self.num_trials = 0
-        """How often it was asked what two groups would gain; a bulk of equal pairs counts once."""
         self.obstacles: dict[Obstacle, None] = {}
         self.unions: dict[int, Union] = {}
         """Of merged nodes."""
@@ -112,7 +110,6 @@ class Merger:
 
     def union(self, nodes: Sequence[int]) -> Union | None:
         """Return what the nodes would be as one group, or None where they cannot be or would gain nothing."""
-        self.num_trials += 1
         if self.size[list(nodes)].sum() > self.max_size:
             self.obstacles[Obstacle.SIZE] = None
             return None

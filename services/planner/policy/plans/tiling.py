@@ -56,8 +56,6 @@ class Tiling:
     """By stage."""
     num_blocks: int
     """Of the smallest stage."""
-    slowest_layers: float
-    """Time of the slowest stage, in layers' time."""
 
 
 class TilingSearch:
@@ -73,8 +71,6 @@ class TilingSearch:
         self._times[0, :] += model.first_cost_layers
         self._times[:, -1] += model.last_cost_layers
         self._blocks: dict[Holding, Table] = {}
-        self.num_searches = 0
-        """How often ranges were searched for."""
 
     def find(self, holdings: Sequence[Holding], counts: Sequence[int], imbalance_ratio: float) -> Tiling | None:
         """Return the best ranges for these members, or None if there are none.
@@ -84,7 +80,6 @@ class TilingSearch:
             counts: how many members there are of each.
             imbalance_ratio: by how much the slowest stage may take longer than it must; infinite: only room counts.
         """
-        self.num_searches += 1
         blocks = [self._blocks_of(holding) for holding in holdings]
         times = [np.where(table >= 1, self._times, np.inf) for table in blocks]
         slowest = _least(counts, times, np.maximum)
@@ -99,7 +94,6 @@ class TilingSearch:
             order=tuple(order),
             layers=tuple(LayerRange(first, end) for first, end in pairwise(edges)),
             num_blocks=int(num_blocks),
-            slowest_layers=max(float(self._times[i, j]) for i, j in pairwise(edges)),
         )
 
     def _blocks_of(self, holding: Holding) -> Table:
