@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.worker.scheduling.view import I32, Columns, SchedulerView
+
+Places = NDArray[np.intp]
+"""Rows by where they stand in an order."""
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

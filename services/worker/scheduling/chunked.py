@@ -8,6 +8,7 @@ all its known tokens fit.
 
 from __future__ import annotations
 
+from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.view import SchedulerOutput, SchedulerView
@@ -21,9 +22,9 @@ class ChunkedScheduler:
         if (plain := plain_decode(view)) is not None:
             return plain
         plan = StepPlan(view)
-        plan.decode()
-        plan.continue_prefills()
+        decode_lane(plan)
+        plan.prefill()
         plan.rescue()
         if not plan.preempts:
-            plan.admit(whole=False)
+            plan.admit()
         return plan.output()

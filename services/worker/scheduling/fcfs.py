@@ -16,6 +16,7 @@ prompt and outputs. Deviations:
 
 from __future__ import annotations
 
+from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.view import SchedulerOutput, SchedulerView
@@ -29,9 +30,9 @@ class FcfsScheduler:
         if (plain := plain_decode(view)) is not None:
             return plain
         plan = StepPlan(view)
-        plan.continue_prefills()
+        plan.prefill()
         plan.admit(whole=True)
         if plan.is_empty:
-            plan.decode()
+            decode_lane(plan)
         plan.rescue()
         return plan.output()

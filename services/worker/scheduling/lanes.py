@@ -12,25 +12,36 @@ Source: KunServe v2, section 4.3, and design of vLLM's pipelines: as many microb
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from services.worker.scheduling.blocks_math import num_known
+from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.view import I32, SchedulerView
 from shared.cost import CostModel
-
-Places = NDArray[np.intp]
 
 _LEEWAY = 1e-9
 """Relative; keeps rounding from asking for one decode more."""
 
 
-def lane_share(view: SchedulerView, running: I32, decodes: Places) -> Places:
+def decode_lane(plan: StepPlan, cost: CostModel | None = None) -> None:
+    """Choose this lane's share of the running rows that decode.
+
+    Args:
+        plan: nobody is chosen yet.
+        cost: to share them by; None: lanes have equal numbers.
+    """
+    decoding = plan.decoding
+    share = lane_share(plan.view, decoding) if cost is None else lane_share_by_cost(plan.view, decoding, cost)
+    plan.decode(share)
+    if not plan.num_decodes and share.size < decoding.size:  # they lack blocks; others may go on without any
+        plan.decode(plan.decoding)
+
+
+def lane_share(view: SchedulerView, decodes: I32) -> I32:
     """Return which of the decodes the next step takes, in their order: all of them with one lane.
 
     Args:
         view: of this moment.
-        running: rows that run.
-        decodes: places in `running` of those with one token to compute.
+        decodes: rows with one token to compute.
     """
     if view.limits.num_lanes == 1 or not decodes.size:
         return decodes
@@ -39,30 +50,28 @@ def lane_share(view: SchedulerView, running: I32, decodes: Places) -> Places:
     share = least + int(num_larger < rest)  # as many lanes as the rest have one more
     if decodes.size <= share:
         return decodes
-    longest_ago = np.argsort(view.columns.last_step[running[decodes]], kind="stable")[:share]
-    chosen: Places = np.sort(decodes[longest_ago])
+    longest_ago = np.argsort(view.columns.last_step[decodes], kind="stable")[:share]
+    chosen: I32 = decodes[np.sort(longest_ago)]
     return chosen
 
 
-def lane_share_by_cost(view: SchedulerView, running: I32, decodes: Places, cost: CostModel) -> Places:
+def lane_share_by_cost(view: SchedulerView, decodes: I32, cost: CostModel) -> I32:
     """Return which of the decodes the next step takes, in their order: this lane's part of what all of them cost.
 
     As few as cost at least the lane's part, so that all lanes together take everybody.
 
     Args:
         view: of this moment.
-        running: rows that run.
-        decodes: places in `running` of those with one token to compute.
+        decodes: rows with one token to compute.
         cost: of a token, and of reading KV.
     """
     if view.limits.num_lanes == 1 or not decodes.size:
         return decodes
-    columns, rows = view.columns, running[decodes]
-    cost_s = cost.token_s + cost.d_s * columns.num_computed[rows]
-    ends = view.in_flight_ends[num_known(columns, view.in_flight) <= view.in_flight_ends]
-    ends_s = cost.token_s + cost.d_s * ends
+    columns = view.columns
+    cost_s = cost.token_s + cost.d_s * columns.num_computed[decodes]
+    ends_s = cost.token_s + cost.d_s * view.in_flight_ends[num_known(columns, view.in_flight) <= view.in_flight_ends]
     due_s = (float(cost_s.sum()) + float(ends_s.sum())) / view.limits.num_lanes
-    longest_ago = np.argsort(columns.last_step[rows], kind="stable")
+    longest_ago = np.argsort(columns.last_step[decodes], kind="stable")
     count = int(np.searchsorted(cost_s[longest_ago].cumsum(), due_s * (1 - _LEEWAY))) + 1
-    chosen: Places = np.sort(decodes[longest_ago[:count]])
+    chosen: I32 = decodes[np.sort(longest_ago[:count])]
     return chosen

@@ -20,6 +20,7 @@ import numpy as np
 
 from services.worker.scheduling.blocks_math import num_known
 from services.worker.scheduling.chunked import ChunkedScheduler
+from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plan import StepPlan
 from services.worker.scheduling.shares import Line, Room, Shares
 from services.worker.scheduling.view import I32, SchedulerOutput, SchedulerView
@@ -53,51 +54,36 @@ class LookaheadScheduler:
         return self._single.schedule(view)  # only memory can be in the way, so lanes do not matter
 
     def _next(self, view: SchedulerView, cost: CostModel) -> SchedulerOutput:
-        plan = LinePlan(view, cost)
-        plan.decode(cost)
-        line, room = _line(view, cost, plan.room_blocks()), Room.beside(plan.num_decodes, view.limits, cost)
-        plan.take(self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
-        plan.continue_prefills()
+        plan = StepPlan(view)
+        decode_lane(plan, cost)
+        line, room = _line(view, cost, plan.unpromised_blocks), Room.beside(plan.num_decodes, view.limits, cost)
+        plan.budget = _Share(cost, self._shares.next_s(line, room, is_alone=not _any_decodes(view)))
+        plan.prefill()
         if not plan.preempts:
-            plan.admit(whole=False)
+            plan.admit()
         return plan.output()
 
 
-class LinePlan(StepPlan):
-    """A step that takes prompts up to the work that is due."""
+class _Share:
+    """Takes prompts up to the work that is due in a step."""
 
-    def __init__(self, view: SchedulerView, cost: CostModel) -> None:
-        super().__init__(view)
+    def __init__(self, cost: CostModel, due_s: float) -> None:
         self._cost = cost
-        self._left_s = 0.0
+        self._left_s = due_s
+        self._is_untouched = True
 
-    @property
-    def num_decodes(self) -> int:
-        """Decodes that are chosen."""
-        return int(self._decodes.size)
-
-    def room_blocks(self) -> int:
-        """Return the blocks that nobody has been promised."""
-        return self._running.free_blocks - self._promised_blocks()
-
-    def take(self, share_s: float) -> None:
-        """Let the step take prompts up to so much work."""
-        self._left_s = share_s
-
-    def _cut(self, row: int, computed: int, left: int) -> int:
-        del row
-        chunk = self._cost.largest(computed, self._left_s)
-        if not chunk and not self._chunk_rows and self._left_s > 0:
+    def most(self, begin: int) -> int:
+        chunk = self._cost.largest(begin, self._left_s)
+        if not chunk and self._is_untouched and self._left_s > 0:
             chunk = 1  # a share may be less than a token
         if not chunk:
             self._left_s = 0.0  # nobody behind is cheaper to begin with
-        return min(chunk, left, self._tokens_left)
+        return chunk
 
-    def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
-        super()._choose(row, num_tokens, computed, held)
-        self._left_s -= self._cost.chunk_s(computed, num_tokens)
-        columns = self._view.columns
-        if computed + num_tokens < columns.num_prompt[row] + columns.num_output[row]:
+    def take(self, begin: int, num_tokens: int, *, is_cut: bool) -> None:
+        self._left_s -= self._cost.chunk_s(begin, num_tokens)
+        self._is_untouched = False
+        if is_cut:
             self._left_s = 0.0  # what it is cut to is all that is due
 
 

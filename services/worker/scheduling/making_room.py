@@ -1,6 +1,7 @@
 """The running rows of a step in the making, and who of them gives way.
 
-When blocks run out the rows admitted last go, as many as needed and no more; the first never does. Where there is host
+They stand in the policy's order: when blocks run out the last ones go, as many as needed and no more; the first never
+does. Where there is host
 memory, a row that goes is copied there if that wastes less than computing it again (`giving_way.py`). Such a row frees
 its blocks only when the copy is done, so it is sent one step before the blocks run out; a row that lacks one meanwhile
 sits that step out.
@@ -10,19 +11,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import num_kept, num_known
+from services.worker.scheduling.blocks_math import Places, missing_blocks, num_kept, num_known
 from services.worker.scheduling.giving_way import Leaving
 from services.worker.scheduling.view import EMPTY_ROWS, I32, NO_WAYS, U8, PreemptHow, SchedulerView
 
 
 class Running:
-    """Rows that run on, in order of admission, the blocks that are left for more, and the rows that give way."""
+    """Rows that run on, in the policy's order, the blocks that are left for more, and the rows that give way."""
 
-    def __init__(self, view: SchedulerView) -> None:
+    def __init__(self, view: SchedulerView, order: I32) -> None:
         columns = view.columns
-        self.rows = view.running
-        self.computed: I32 = columns.num_computed[view.running]
-        self.remaining: I32 = num_known(columns, view.running) - self.computed
+        self.rows = order
+        self.computed: I32 = columns.num_computed[order]
+        self.remaining: I32 = num_known(columns, order) - self.computed
         self.free_blocks = view.free_blocks
         self.coming_blocks = 0 if view.host is None else view.host.leaving_blocks
         """Blocks that are free once the copies to the host are done."""
@@ -30,14 +31,56 @@ class Running:
         """Rows that give way and move to the host."""
         self.dropped: I32 = EMPTY_ROWS
         """Rows that give way and are computed again."""
+        self.arriving = EMPTY_ROWS if view.host is None else view.host.arriving
+        """Rows that run when their KV is back from the host."""
+        self.come: set[int] = set()
+        """Parked rows that come in."""
+        self._come_blocks = 0  # promised to them
+        self._given_blocks = 0  # of what is promised to anybody
+        self._view = view
         self._blocks = view.blocks
         self._leaving = None if view.host is None else Leaving(view.host, view.block_size, view.cost)
         self._freeable: I32 | None = None
 
     @property
+    def count(self) -> int:
+        """Rows that run, are in flight, or come in."""
+        return int(self.rows.size + self.arriving.size) + self._view.num_in_flight + len(self.come)
+
+    @property
     def any_gone(self) -> bool:
         """Somebody gives way."""
         return bool(self.swapped.size or self.dropped.size)
+
+    def missing(self, places: Places, num_tokens: int) -> I32:
+        """Return the blocks that rows, named by their places, lack for their next tokens."""
+        return missing_blocks(self._view, self.rows[places], self.computed[places] + num_tokens)
+
+    def come_in(self, row: int, num_blocks: int) -> None:
+        """Let a parked row run, which will need so many blocks."""
+        self.come.add(row)
+        self._come_blocks += num_blocks
+
+    def give(self, num_blocks: int) -> None:
+        """Give some row blocks for its known tokens, or for its KV that is on the host."""
+        self.free_blocks -= num_blocks
+        self._given_blocks += num_blocks
+
+    def promised_blocks(self) -> int:
+        """Return the blocks that nobody else may have, besides those that were given.
+
+        One for each row, in flight or not, the rest of each prefill, and what those that come in need.
+        """
+        view = self._view
+        prefills = (self.remaining > 1).nonzero()[0]
+        promised = int(self.rows.size) + self._come_blocks - self._given_blocks
+        for others in (self.arriving, view.in_flight):
+            if others.size:
+                promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
+        if prefills.size:
+            ends = (self.computed + self.remaining)[prefills]
+            promised += int(missing_blocks(view, self.rows[prefills], ends).sum())
+        return promised
 
     def freeable(self) -> I32:
         """Return [n]: blocks that each row frees now if it and all after it are dropped, besides those dropped so far.
@@ -67,19 +110,19 @@ class Running:
             if kept > 0:
                 self._drop_from(kept)
 
-    def exchange(self, candidates: I32, num_blocks: int, *, lacks_place: bool) -> None:
-        """Let the first of the candidates give way, as few as free enough; nobody if all of them would not.
+    def preempt(self, victims: I32, num_blocks: int, *, lacks_place: bool) -> None:
+        """Let the first of the victims give way, as few as free enough; nobody if all of them would not.
 
         Args:
-            candidates: some of the rows, in the order in which they are to go.
+            victims: some of the rows, in the order in which they are to go.
             num_blocks: that are wanted beyond those free or coming; each row that goes also frees its headroom of one.
             lacks_place: one has to go in any case.
         """
-        freed = self._blocks.freeable(candidates[::-1])[::-1].cumsum() + np.arange(1, candidates.size + 1)
+        freed = self._blocks.freeable(victims[::-1])[::-1].cumsum() + np.arange(1, victims.size + 1)
         enough = (freed >= num_blocks).nonzero()[0]
         if not enough.size or not (lacks_place or num_blocks > 0):
             return
-        victims = candidates[: int(enough[0]) + 1]
+        victims = victims[: int(enough[0]) + 1]
         swaps = np.array([self._swaps(int(self.computed[self.rows == row][0])) for row in victims.tolist()])
         self.dropped = np.concatenate([victims[~swaps], self.dropped])
         self.swapped = np.concatenate([victims[swaps], self.swapped])
@@ -87,7 +130,7 @@ class Running:
         self._keep(~np.isin(self.rows, victims))
 
     def gone(self) -> tuple[I32, U8]:
-        """Return the rows that give way, and how each does, [n] `PreemptHow`; those admitted last come last."""
+        """Return the rows that give way, and how each does, [n] `PreemptHow`; the last of the order come last."""
         if not self.any_gone:
             return EMPTY_ROWS, NO_WAYS
         how = np.repeat([PreemptHow.RECOMPUTE, PreemptHow.SWAP], [self.dropped.size, self.swapped.size])

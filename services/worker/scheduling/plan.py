@@ -1,56 +1,92 @@
-"""A step in the making: the parts from which first-come-first-served policies are put together.
+"""A step in the making: the parts from which scheduling policies are put together.
 
-Rules that all parts keep:
+A policy says who and in which order; the plan does the arithmetic of blocks, tokens and rows, and keeps the contract of
+`Scheduler.schedule`. Parts may be left out, and come in another order, but nobody gives way for memory any more
+once somebody is chosen:
 
-- *Who gives way.* When blocks run out the running rows admitted last are preempted, as many as needed and no more
-  (`making_room.py`).
+    plan = StepPlan(view, order)       running rows: who comes first keeps its memory longest
+    plan.preempt_for(row, victims)     the first victims give way so that a row fits that waits or was preempted
+    plan.decode(rows)                  some of `plan.decoding`; the last of the order give way if blocks run out
+    plan.prefill(rows)                 some of `plan.begun`, in this order
+    plan.rescue()                      the first of the order goes on if nobody could
+    plan.admit(line)                   rows that wait or were preempted, in this order
+    plan.output()
+
+What a policy may do by it:
+
+- *Choose victims in any order.* `order` is that of keeping: when blocks run out rows go from its end, as many as needed
+  and no more (`making_room.py`). `preempt_for` takes another one, so that somebody can come in.
+- *Admit in any order.* `line` is any of the parked rows. Admission ends with the first that does not fit, which `admit`
+  returns: with the rest of the line the policy may try those behind it, or not.
+- *Pause without eviction.* A running row that is not named to `decode` or `prefill` keeps its KV and goes on whenever
+  it is named again. Paused rows count as running: `max_running` is how many rows may hold KV, if not as many as run.
+- *Keep partial prefills.* What is computed of a prompt stays while it is not named to `prefill`, whoever comes first.
+- *Take less of the prompts than fits*, by a `Budget` of its own.
+
+Rules that the parts keep, whatever the order:
+
 - *Nobody comes in too early.* A row is admitted only if all its known tokens fit, next to what the running rows still
   need for theirs and one block of headroom for each of them. A row admitted on its first chunk alone would be
   preempted before it gave a token.
-- *Nobody jumps the queue for being small.* A row that does not fit stops the admission, as in vLLM: smaller ones
-  behind it would else keep it waiting for ever.
 - *Nobody computes what another row is computing.* A row that waits and lacks a block that a running row has begun is
-  passed over until that block is there; it keeps its place. The running row goes on in every step that it can, so this
-  ends with its prefill.
-- *Every lane gets its part.* With several lanes the decodes are spread evenly over them: a step takes at most its share
-  of those that decode or are in flight, first who has waited longest since its last step. Prefills are cut by the token
-  budget of a step alone, as in Sarathi-Serve, so lanes with prefills may differ in time. The chunks of one prompt may
-  be in several lanes, one behind the other.
-- *Somebody finishes.* The first running row (of those in no batch in flight: the others cannot be preempted at all) is
-  never preempted for want of blocks, so the first of all ends, and then the next one.
-  If it lacks blocks that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and
-  who needs no block goes on.
+  passed over until that block is there; it keeps its place. This ends if the policy lets running rows go on.
+- *Somebody finishes.* The first of the order is never preempted for want of blocks, so if that stays the same row while
+  it runs, it ends, and then the next one. (Rows in a batch in flight cannot be preempted at all.) If it lacks blocks
+  that only pins, copies or a batch in flight can give back, nobody gives way for it: it waits, and who needs no block
+  goes on.
+
+Policies that come first, serve first (`fcfs`, `chunked`, `round_robin`, `lookahead`) use the order of admission, and
+stop at who does not fit, as in vLLM: smaller ones behind would else keep it waiting for ever. Their lanes: `lanes.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 
-from services.worker.scheduling.blocks_math import ceil_div, missing_blocks, num_known
-from services.worker.scheduling.lanes import Places, lane_share, lane_share_by_cost
+from services.worker.scheduling.blocks_math import Places, ceil_div
 from services.worker.scheduling.making_room import Running
 from services.worker.scheduling.view import EMPTY_ROWS, I32, SchedulerOutput, SchedulerView
-from shared.cost import CostModel
 
 MAX_PASSED_OVER = 64
 """Rows beyond those that a step could take that are looked at, in case some of the first are passed over."""
 
 
-class StepPlan:
-    """Rows chosen so far, and the tokens, rows and blocks that are left for more."""
+class Budget(Protocol):
+    """How much of the prompts a step takes, besides what its limits allow."""
 
-    def __init__(self, view: SchedulerView) -> None:
-        self._view = view
-        self._running = Running(view)
-        self._arriving = EMPTY_ROWS if view.host is None else view.host.arriving
+    def most(self, begin: int) -> int:
+        """Return the most tokens of the next chunk, which begins at this position; 0: none."""
+        ...
+
+    def take(self, begin: int, num_tokens: int, *, is_cut: bool) -> None:
+        """Count a chunk that is chosen; it is cut if known tokens are left behind it."""
+        ...
+
+
+class StepPlan:
+    """Rows chosen so far, and the tokens, rows and blocks that are left for more.
+
+    Args:
+        view: of this moment.
+        order: all of `view.running`, who keeps its memory longest first; None: as they were admitted.
+        max_running: rows that may hold KV, paused ones and those in flight included; None: as many as can be in steps.
+    """
+
+    def __init__(self, view: SchedulerView, order: I32 | None = None, max_running: int | None = None) -> None:
+        self.view = view
+        self.budget: Budget | None = None
+        """Of prompts; None: only the limits of the step. The policy sets it before it chooses any."""
+        self._running = Running(view, view.running if order is None else order)
+        self._max_running = view.limits.max_batch_rows * view.limits.num_lanes if max_running is None else max_running
         self._decodes: I32 = EMPTY_ROWS
         self._chunk_rows: list[int] = []
-        self._chunk_begins: list[int] = []
         self._chunk_tokens: list[int] = []
         self._resume: list[int] = []
-        self._num_come = 0  # parked rows among those chosen
+        self._coming_names: set[bytes] = set()  # of blocks that rows admitted by this step compute
         self._tokens_left = view.limits.max_batch_tokens
         self._rows_left = view.limits.max_batch_rows
 
@@ -70,135 +106,154 @@ class StepPlan:
         return bool(self._resume)
 
     @property
-    def any_parked(self) -> bool:
-        """Somebody waits, or has been preempted."""
-        return bool(self._view.preempted.size or self._view.waiting.size)
+    def num_decodes(self) -> int:
+        """Decodes that are chosen."""
+        return int(self._decodes.size)
 
-    def decode(self, cost: CostModel | None = None) -> None:
-        """Choose this lane's share of the running rows with one token to compute, and make room for them.
+    @property
+    def decoding(self) -> I32:
+        """Running rows with one token to compute that are not chosen yet, in the plan's order."""
+        decoding: I32 = self._running.rows[self._decoding()]
+        return decoding
 
-        Args:
-            cost: of a step, to share them by; None: lanes have equal numbers.
+    @property
+    def begun(self) -> dict[int, int]:
+        """Rows with a prompt that was begun and not chosen yet, and where their next chunks begin.
+
+        Those with a chunk in flight come first.
         """
-        running = self._running
-        decodes = (running.remaining == 1).nonzero()[0]
-        if cost is None:
-            share = lane_share(self._view, running.rows, decodes)
-        else:
-            share = lane_share_by_cost(self._view, running.rows, decodes, cost)
-        self._decode(share)
-        if not self._decodes.size and share.size < decodes.size:  # they lack blocks; others may go on without any
-            self._decode((running.remaining == 1).nonzero()[0])
+        view, running = self.view, self._running
+        places = (running.remaining > 1).nonzero()[0]
+        rows = chain(view.extensible.tolist(), running.rows[places].tolist())
+        begins = chain(view.extensible_begins.tolist(), running.computed[places].tolist())
+        return {row: begin for row, begin in zip(rows, begins, strict=True) if row not in self._chunk_rows}
 
-    def _decode(self, decodes: Places) -> None:
-        """Choose decodes among the running rows, named by their places, and make room for them."""
-        view, running = self._view, self._running
+    @property
+    def unpromised_blocks(self) -> int:
+        """Free blocks beside those that the running rows, and those that come in, are still to get."""
+        return self._running.free_blocks - self._running.promised_blocks()
+
+    def decode(self, rows: I32) -> None:
+        """Choose some rows of `decoding`, in the plan's order.
+
+        If blocks run out the last of the order give way; if somebody is chosen already, who lacks one sits out.
+        """
+        running, decodes = self._running, self._decoding()
+        if rows.size < decodes.size:
+            decodes = decodes[np.isin(running.rows[decodes], rows)]
         decodes = decodes[: min(self._tokens_left, self._rows_left)]
         if not decodes.size:
             return
-        missing = self._missing(decodes, 1)
+        missing = running.missing(decodes, 1)
         total = int(missing.sum())
         ahead, most = missing, total
-        if view.host is not None and not self._resume:
-            ahead = self._missing(decodes, 2)
+        if self.view.host is not None and not self._resume:
+            ahead = running.missing(decodes, 2)
             most = int(ahead.sum())
         if most > running.free_blocks:
-            needs = np.zeros((2, running.rows.size), dtype=np.int32)
-            needs[:, decodes] = missing, ahead
-            running.make_room(*needs)
+            if self.is_empty:
+                needs = np.zeros((2, running.rows.size), dtype=np.int32)
+                needs[:, decodes] = missing, ahead
+                running.make_room(*needs)
             stays = decodes < running.rows.size
             decodes, missing = decodes[stays], missing[stays]
             goes_on = (missing == 0) | (missing.cumsum() <= running.free_blocks)
             decodes, total = decodes[goes_on], int(missing[goes_on].sum())
-        self._decodes = running.rows[decodes]
+        self._decodes = np.concatenate([self._decodes, running.rows[decodes]])
         running.free_blocks -= total
         self._tokens_left -= int(decodes.size)
         self._rows_left -= int(decodes.size)
 
-    def continue_prefills(self) -> None:
-        """Choose the rows that have begun a prompt, each with what the limits and blocks allow.
+    def prefill(self, rows: I32 | None = None) -> None:
+        """Choose prompts that were begun, each with what the limits, the budget and the blocks allow.
 
-        First those with a chunk in flight, then the running ones with more than one token to compute.
+        Args:
+            rows: in the order in which they are served, those that are not in `begun` are left out; None: all of it.
         """
-        view, running = self._view, self._running
-        begun = [*zip(view.extensible.tolist(), view.extensible_begins.tolist(), strict=True)]
-        for i in (running.remaining > 1).nonzero()[0].tolist():
-            begun.append((int(running.rows[i]), int(running.computed[i])))
-        for row, computed in begun:
+        begun = self.begun
+        for row in begun if rows is None else rows.tolist():
             if self._tokens_left == 0 or self._rows_left == 0:
                 return
-            self._continue_prefill(row, computed)
+            if row in begun:
+                self._continue_prefill(row, begun[row])
 
     def rescue(self) -> None:
-        """Make room for the first running row's next chunk if nobody has been chosen for lack of blocks."""
+        """Make room for the next chunk of the first of the order if nobody has been chosen for lack of blocks."""
         running = self._running
         if not self.is_empty or not running.rows.size or running.remaining[0] == 1:
             return
-        if running.coming_blocks or self._arriving.size:
-            return  # a copy's end brings blocks, or a row that can give way
-        end = running.computed[:1] + np.minimum(running.remaining[:1], self._tokens_left)
-        needs = np.zeros_like(running.rows)
-        missing = int(missing_blocks(self._view, running.rows[:1], end)[0])
+        if running.coming_blocks or running.arriving.size:  # a copy's end brings blocks, or a row that can give way
+            return
+        needs, chunk = np.zeros_like(running.rows), min(int(running.remaining[0]), self._tokens_left)
+        missing = int(running.missing(np.zeros(1, dtype=np.intp), chunk)[0])
         freeable = int(running.freeable()[1:].sum())
         needs[0] = min(missing, running.free_blocks + freeable)  # less than all is progress too
         running.make_room(needs, needs)
         self._continue_prefill(int(running.rows[0]), int(running.computed[0]))
 
-    def admit(self, *, whole: bool) -> None:
-        """Choose preempted rows, then waiting ones, until one of them does not fit.
+    def admit(self, line: I32 | None = None, *, whole: bool = False) -> int | None:
+        """Choose parked rows until one of them does not fit.
 
         A row whose KV is on the host is brought back, which takes no token of the step.
 
         Args:
+            line: preempted and waiting rows, who comes in first first; None: as they arrived, the preempted ones first.
             whole: take a row only if the step has tokens left for all of it; a row that no step has tokens enough for
                 comes first in its step and is cut to what fits.
+
+        Returns:
+            The row that does not fit; None if the line or the step ended before.
         """
-        view, columns = self._view, self._view.columns
-        room = self._running.free_blocks - self._promised_blocks()
-        begun: set[bytes] = set()
-        for row in self._parked():
+        columns, room = self.view.columns, self.unpromised_blocks
+        for row in self._parked(line):
             if self._places() <= 0:
-                return
+                return None
             need = self._num_to_fit(row)
             if columns.host_tokens[row]:
                 if need > room:
-                    return
+                    return row
                 self._resume.append(row)
-                self._num_come += 1
-                self._running.free_blocks -= ceil_div(int(columns.host_tokens[row]), view.block_size)
+                self._running.come_in(row, need + 1)
+                self._running.give(ceil_div(int(columns.host_tokens[row]), self.view.block_size))
                 room -= need + 1
                 continue
             if self._tokens_left == 0:
-                return
-            cached = view.blocks.cached(row)
-            if cached.is_coming or cached.next_block in begun:
+                return None
+            cached = self.view.blocks.cached(row)
+            if cached.is_coming or cached.next_block in self._coming_names:
                 continue  # it would compute what another row is computing
             shared = 0 if self.preempts else cached.num_shared_blocks  # who gives way may be the other holder
-            left = int(columns.num_prompt[row]) + int(columns.num_output[row]) - cached.num_tokens
-            chunk = self._cut(row, cached.num_tokens, left)
+            left = self._num_known(row) - cached.num_tokens
+            chunk = self._cut(cached.num_tokens, left)
             if need - shared > room or not chunk or (whole and chunk < left and not self.is_empty):
-                return
+                return row
             self._choose(row, chunk, cached.num_tokens, shared)
-            self._num_come += 1
+            self._running.come_in(row, need - shared + 1)
             room -= need - shared + 1
             if cached.next_block is not None:
-                begun.add(cached.next_block)
+                self._coming_names.add(cached.next_block)
+        return None
 
-    def exchange(self, candidates: I32) -> bool:
-        """Let some of the candidates give way so that the first parked row fits; `admit` has just found that none does.
+    def head(self, line: I32 | None = None) -> int | None:
+        """Return the first of the line that `admit` would not pass over; None: there is none."""
+        on_host, blocks = self.view.columns.host_tokens, self.view.blocks
+        return next((row for row in self._parked(line) if on_host[row] or not blocks.cached(row).is_coming), None)
+
+    def preempt_for(self, row: int, victims: I32) -> bool:
+        """Let some of the victims give way if the row does not fit, as few as make it fit; nobody is chosen yet.
 
         Args:
-            candidates: running rows, in the order in which they are to go; nobody is chosen yet.
+            row: a parked one that is not passed over.
+            victims: running rows, in the order in which they are to go.
 
         Returns:
             Whether somebody gives way by recompute, so that `admit` finds room now.
         """
+        assert self.is_empty, "who is chosen already must not give way"
         running = self._running
-        head = next((row for row in self._parked() if self._may_come(row)), None)
-        if head is None or not candidates.size:
-            return False
-        room = running.free_blocks + running.coming_blocks - self._promised_blocks()
-        running.exchange(candidates, self._num_to_fit(head) - room, lacks_place=self._places() <= 0)
+        if victims.size:
+            room = self.unpromised_blocks + running.coming_blocks
+            running.preempt(victims, self._num_to_fit(row) - room, lacks_place=self._places() <= 0)
         return bool(running.dropped.size)
 
     def output(self) -> SchedulerOutput:
@@ -211,92 +266,64 @@ class StepPlan:
             rows = np.concatenate([rows, np.array(self._chunk_rows, dtype=np.int32)])
         num_tokens = np.ones(rows.size, dtype=np.int32)
         num_tokens[self._decodes.size :] = self._chunk_tokens
-        return SchedulerOutput(
-            rows=rows,
-            num_tokens=num_tokens,
-            preempt=preempt,
-            preempt_how=how,
-            reason=self._reason(),
-            resume=np.array(self._resume, dtype=np.int32) if self._resume else EMPTY_ROWS,
-        )
+        resume = np.array(self._resume, dtype=np.int32) if self._resume else EMPTY_ROWS
+        return SchedulerOutput(rows, num_tokens, preempt, how, _reason(self, len(self._chunk_rows)), resume)
 
-    def _reason(self) -> str:
-        if self._running.any_gone:
-            return "kv-full"
-        if self.is_empty:
-            return "resume" if self._resume else "nothing"
+    def _decoding(self) -> Places:
+        decodes: Places = (self._running.remaining == 1).nonzero()[0]
         if self._decodes.size:
-            return "mixed" if self._chunk_rows else "decode"
-        return "prefill"
+            decodes = decodes[~np.isin(self._running.rows[decodes], self._decodes)]
+        return decodes
 
-    def _missing(self, places: Places, num_tokens: int) -> I32:
-        """Return the blocks that running rows, named by their places, lack for their next tokens."""
-        running = self._running
-        return missing_blocks(self._view, running.rows[places], running.computed[places] + num_tokens)
-
-    def _parked(self) -> chain[int]:
+    def _parked(self, line: I32 | None) -> Iterator[int]:
         """Return the rows that may come in, as many as could be of use."""
         most = max(self._places(), 0) + MAX_PASSED_OVER
-        return chain(self._view.preempted[:most].tolist(), self._view.waiting[:most].tolist())
-
-    def _may_come(self, row: int) -> bool:
-        return bool(self._view.columns.host_tokens[row]) or not self._view.blocks.cached(row).is_coming
-
-    def _num_running(self) -> int:
-        """Return how many rows run or will, those chosen to come in included."""
-        return int(self._running.rows.size + self._arriving.size) + self._num_come
+        queues = (self.view.preempted, self.view.waiting) if line is None else (line,)
+        rows = chain.from_iterable(queue[:most].tolist() for queue in queues)
+        return (row for row in rows if row not in self._running.come)
 
     def _places(self) -> int:
         """Return how many more rows may come in."""
-        limits = self._view.limits
-        num_places = limits.max_batch_rows * limits.num_lanes - self._view.num_in_flight
-        return min(self._rows_left, num_places - self._num_running())
+        return min(self._rows_left, self._max_running - self._running.count)
+
+    def _num_known(self, row: int) -> int:
+        return int(self.view.columns.num_prompt[row]) + int(self.view.columns.num_output[row])
 
     def _num_to_fit(self, row: int) -> int:
         """Return the blocks that a parked row must find to come in: for its known tokens and, beside others, the next.
 
         Others are those that run or are in flight; alone it may use every block.
         """
-        columns = self._view.columns
-        known = int(columns.num_prompt[row]) + int(columns.num_output[row])
-        is_alone = self._num_running() == 0 and self._view.num_in_flight == 0
-        return ceil_div(known if is_alone else known + 1, self._view.block_size)
+        known = self._num_known(row)
+        return ceil_div(known + 1 if self._running.count else known, self.view.block_size)
 
     def _continue_prefill(self, row: int, computed: int) -> None:
-        columns = self._view.columns
-        held, known = int(columns.held_blocks[row]), int(columns.num_prompt[row]) + int(columns.num_output[row])
-        slots = (held + self._running.free_blocks) * self._view.block_size - computed
-        chunk = min(self._cut(row, computed, known - computed), slots)
+        held = int(self.view.columns.held_blocks[row])
+        slots = (held + self._running.free_blocks) * self.view.block_size - computed
+        chunk = min(self._cut(computed, self._num_known(row) - computed), slots)
         if chunk > 0:
             self._choose(row, chunk, computed, held)
 
-    def _cut(self, row: int, computed: int, left: int) -> int:
-        """Return how many of the tokens that a row has left the step takes, if it has the blocks; 0: none."""
-        del row, computed  # here only the number counts
-        return min(left, self._tokens_left)
+    def _cut(self, begin: int, left: int) -> int:
+        """Return how many of the tokens that a prompt has left the step takes, if it has the blocks; 0: none."""
+        chunk = min(left, self._tokens_left)
+        return chunk if self.budget is None else min(self.budget.most(begin), chunk)
 
-    def _choose(self, row: int, num_tokens: int, computed: int, held: int) -> None:
+    def _choose(self, row: int, num_tokens: int, begin: int, held: int) -> None:
         self._chunk_rows.append(row)
-        self._chunk_begins.append(computed)
         self._chunk_tokens.append(num_tokens)
-        self._running.free_blocks -= max(ceil_div(computed + num_tokens, self._view.block_size) - held, 0)
+        self._running.give(max(ceil_div(begin + num_tokens, self.view.block_size) - held, 0))
         self._tokens_left -= num_tokens
         self._rows_left -= 1
+        if self.budget is not None:
+            self.budget.take(begin, num_tokens, is_cut=begin + num_tokens < self._num_known(row))
 
-    def _promised_blocks(self) -> int:
-        """Return the blocks that the running rows need besides those that the plan has given out.
 
-        One more for each of them, those in flight included, and for a prefill under way the rest of its known tokens.
-        """
-        view, running = self._view, self._running
-        prefills = (running.remaining > 1).nonzero()[0]
-        promised = int(running.rows.size)
-        for others in (self._arriving, view.in_flight):
-            if others.size:
-                promised += int(others.size + missing_blocks(view, others, num_known(view.columns, others)).sum())
-        if prefills.size:
-            rows, ends = running.rows[prefills], (running.computed + running.remaining)[prefills]
-            promised += int(missing_blocks(view, rows, ends).sum())
-        for row, begin, chunk in zip(self._chunk_rows, self._chunk_begins, self._chunk_tokens, strict=True):
-            promised -= max(ceil_div(begin + chunk, view.block_size) - int(view.columns.held_blocks[row]), 0)
-        return promised
+def _reason(plan: StepPlan, num_chunks: int) -> str:
+    if plan.preempts:
+        return "kv-full"
+    if plan.is_empty:
+        return "resume" if plan.resumes else "nothing"
+    if not plan.num_decodes:
+        return "prefill"
+    return "mixed" if num_chunks else "decode"

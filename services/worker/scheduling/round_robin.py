@@ -14,14 +14,13 @@ ran out, keeps its place in the line. BROS calls another policy round-robin: alt
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from services.worker.scheduling.blocks_math import num_known
+from services.worker.scheduling.lanes import decode_lane
 from services.worker.scheduling.plain import plain_decode
 from services.worker.scheduling.plan import StepPlan
-from services.worker.scheduling.view import EMPTY_ROWS, F64, I32, Bool, Columns, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import F64, I32, Bool, Columns, SchedulerOutput, SchedulerView
 
 TURN_TOKENS = 50
 """Output tokens of a turn (source: above)."""
@@ -42,27 +41,29 @@ class RoundRobinScheduler:
         """Choose the next step."""
         if (plain := plain_decode(view)) is not None:
             return plain
-        plan = StepPlan(self._in_line(view))
-        plan.continue_prefills()
-        plan.admit(whole=True)
-        if plan.is_empty and not plan.resumes and plan.any_parked and plan.exchange(self._over(view)):
-            plan.admit(whole=True)
+        plan, line = StepPlan(view), self._line(view)
+        plan.prefill()
+        plan.admit(line, whole=True)
+        if plan.is_empty and not plan.resumes:
+            head = plan.head(line)
+            if head is not None and plan.preempt_for(head, self._over(view)):
+                plan.admit(line, whole=True)
         if plan.is_empty:
-            plan.decode()
+            decode_lane(plan)
         plan.rescue()
         output = plan.output()
         self._remember(view, output)
         return output
 
-    def _in_line(self, view: SchedulerView) -> SchedulerView:
-        """Return the view with the rows that do not run in the order of the line."""
+    def _line(self, view: SchedulerView) -> I32:
+        """Return the rows that do not run in the order of the line."""
         rows = np.concatenate([view.preempted, view.waiting]) if view.preempted.size else view.waiting
         if not rows.size:
-            return view
+            return rows
         self._meet(view.columns, rows)
         self._begun[view.waiting] = view.columns.num_output[view.waiting]  # outputs of earlier attempts
-        line = rows[np.lexsort((self._order[rows], self._joined_s[rows]))]
-        return replace(view, preempted=line, waiting=EMPTY_ROWS)
+        line: I32 = rows[np.lexsort((self._order[rows], self._joined_s[rows]))]
+        return line
 
     def _over(self, view: SchedulerView) -> I32:
         """Return the running rows whose turn is over, in order of admission."""
