@@ -149,7 +149,7 @@ async def test_all_who_price_anything_see_one_model(worker: str, system: str, tm
         assert estimates[0].now is built.cost
         view = built.engine._viewing.view(0.0, built.engine.limits)
         assert view.cost is built.cost
-        assert vars(Running(replace(view, host=host_view())))["_leaving"]._cost is built.cost
+        assert vars(Running(replace(view, host=host_view()), view.running))["_leaving"]._cost is built.cost
         report = built.reporter.make_report(asyncio.get_running_loop().time())
         assert report.token_s == built.cost.token_s
 
