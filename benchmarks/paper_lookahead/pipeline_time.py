@@ -6,7 +6,7 @@
 Stages work first in, first out. How many microbatches may be in flight at once (`depth`, the lanes of the engine)
 matters too: with as many as there are stages, one enters only when one has come back, so that all stages move in step.
 
-Source: KunServe, version 2, appendix, equation (4), which is two stages at depth two (`two_stage_s`); the recurrence is
+Source: KunServe, version 2, appendix, equation (4), which is two stages at depth two; the recurrence is
 the same for any number of stages. Deviations: without a depth, finished activations wait in front of the next stage
 instead of holding the stage before it, which equation (4) does not allow, and which is never slower.
 """
@@ -57,17 +57,6 @@ def finish_times(cost_s: F64, depth: int | None = None) -> F64:
 def makespan_s(cost_s: F64, depth: int | None = None) -> float:
     """Return when the last microbatch leaves the last stage; the arguments are those of `finish_times`."""
     return float(finish_times(cost_s, depth)[-1, -1]) if cost_s.size else 0.0
-
-
-def two_stage_s(cost_s: F64) -> float:
-    """Return the time of two stages that move in step: b1, the larger one of each two neighbours, the last one.
-
-    Args:
-        cost_s: [m] seconds of each microbatch on one stage, equal on both.
-    """
-    if not cost_s.size:
-        return 0.0
-    return float(cost_s[0] + np.maximum(cost_s[:-1], cost_s[1:]).sum() + cost_s[-1])
 
 
 def bubble_ratio(cost_s: F64, depth: int | None = None) -> float:

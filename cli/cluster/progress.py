@@ -38,10 +38,6 @@ class StartProgress:
         """Hear reports until the subscription is closed."""
         return await bus.subscribe(subjects.all_reports(), self._on_report)
 
-    def report_of(self, name: str) -> WorkerReport | None:
-        """Return the newest report of a worker."""
-        return self._reports.get(name)
-
     def show(self, elapsed_s: float) -> None:
         """Show the present state."""
         if self._console.is_terminal:

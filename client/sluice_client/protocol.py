@@ -32,17 +32,13 @@ class AnswerRecord:
     model: str | None = None
     server_stats: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, data: str) -> Piece | None:
-        """Take the data of one event; returns the text it brings, if any.
+    def take_chunk(self, chunk: dict[str, Any]) -> Piece | None:
+        """Take the object of one event; returns the text it brings, if any.
 
         Raises:
             APIStreamError: it is an error event.
             ProtocolError: it is not a chunk.
         """
-        return self.take_chunk(parse_object(data))
-
-    def take_chunk(self, chunk: dict[str, Any]) -> Piece | None:
-        """Take an event's object; as `take`."""
         if chunk.get("error") is not None:
             message, code, kind = parse_error(chunk)
             raise APIStreamError(message, code=code, kind=kind, request_id=self.request_id)

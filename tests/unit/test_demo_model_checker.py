@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.demo_model.checker import accepts, check
+from tools.demo_model.checker import Message, check
 from tools.demo_model.grammar import ABOUT_STORY, FULL_STORY_EXCHANGE, SUMS, Grammar, Turn, sample_conversations
 from tools.demo_model.words import FRIENDS, HEROES, KINDS, PLACES
 
@@ -19,6 +20,10 @@ SEEDS = st.integers(0, 10**6)
 def story(seed: int) -> Turn:
     """Return a turn whose prompt fixes kind, place and wish."""
     return Grammar(seed).turn(FULL_STORY_EXCHANGE, {})
+
+
+def accepts(messages: Sequence[Message], answer: str) -> bool:
+    return check(messages, answer).accepted
 
 
 def ask(prompt: str) -> list[dict[str, str]]:
@@ -142,7 +147,6 @@ def test_an_unknown_prompt_has_the_fallback_as_its_answer() -> None:
     fallback = "I do not know much about that. But I could tell you a little story about an owl."
     verdict = check(ask("Please prove Fermat's last theorem."), fallback)
     assert verdict.accepted
-    assert verdict.exchanges == ("foreign",)
     assert not accepts(ask("Please prove Fermat's last theorem."), story(2).answer)
     assert not accepts(ask("Tell me a story."), fallback)
 

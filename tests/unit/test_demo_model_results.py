@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tools.demo_model.checker import accepts
+from tools.demo_model.checker import check
 from tools.demo_model.evaluate import PLAN, SEED, Prompt, held_out_prompts, sample, weights_digest
 from tools.demo_model.tokenizer import train_on_grammar
 
@@ -62,5 +62,5 @@ def test_a_sample_of_held_out_prompts_is_answered_well(prompts: list[Prompt]) ->
     model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     torch.manual_seed(1)
     answers = sample(model, tokenizer, [prompt.messages for prompt in prompts])
-    accepted = [accepts(prompt.messages, answer or "") for prompt, answer in zip(prompts, answers, strict=True)]
+    accepted = [check(prompt.messages, answer or "").accepted for prompt, answer in zip(prompts, answers, strict=True)]
     assert accepted.count(False) <= 5

@@ -24,12 +24,10 @@ class Verdict:
 
     Attributes:
         accepted: some derivation produces the whole answer.
-        exchanges: the kinds of turn as which the prompt can be read; the fallback's alone if it is unknown.
         explained: the longest beginning of the answer that some derivation explains; the whole answer if accepted.
     """
 
     accepted: bool
-    exchanges: tuple[str, ...]
     explained: str
 
 
@@ -50,14 +48,9 @@ def check(messages: Sequence[Message], answer: str) -> Verdict:
     for exchange, env in asked:
         reader = Reader(answer)
         if any(after == len(answer) for after, _ in exchange.answer.read(reader, 0, env)):
-            return Verdict(accepted=True, exchanges=_names(asked), explained=answer)
+            return Verdict(accepted=True, explained=answer)
         furthest = max(furthest, reader.furthest)
-    return Verdict(accepted=False, exchanges=_names(asked), explained=answer[:furthest])
-
-
-def accepts(messages: Sequence[Message], answer: str) -> bool:
-    """Return `check(...).accepted`."""
-    return check(messages, answer).accepted
+    return Verdict(accepted=False, explained=answer[:furthest])
 
 
 def _sides(messages: Sequence[Message]) -> tuple[list[str], list[str]]:
@@ -98,7 +91,3 @@ def _distinct(envs: Iterable[Env]) -> list[Env]:
         identity = tuple(sorted((variable, id(entity)) for variable, entity in env.items()))
         found.setdefault(identity, env)
     return list(found.values())
-
-
-def _names(asked: Sequence[tuple[Exchange, Env]]) -> tuple[str, ...]:
-    return tuple(sorted({exchange.name for exchange, _ in asked}))

@@ -33,7 +33,6 @@ _ABOUT = _T.any_of(
     " with {kind.a} [called {hero}|named {hero}|in it]",
 )
 _WHERE = _T.any_of("", " {place}", " who lives {place}")
-_WANTS = _T.any_of("", " who wants to {wish}", " and the wish to {wish}")
 _SECOND = _T.any_of(
     "[.|!|?||, please.|, please]",
     "[.|, please.] It [should happen|happens|takes place] {place}.",

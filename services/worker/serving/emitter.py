@@ -31,7 +31,6 @@ class Emitter:
 
     def __init__(self, worker_id: WorkerId, subjects: Subjects, bus: Bus) -> None:
         self.worker_id = worker_id
-        self.num_dropped = 0
         self._subjects = subjects
         self._bus = bus
         self._channels: dict[tuple[DispatcherId, Incarnation], int] = {}
@@ -98,7 +97,6 @@ class Emitter:
             self._queue.append((subject, part.pack()))
         while len(self._queue) > MAX_QUEUED_MESSAGES:
             self._queue.popleft()
-            self.num_dropped += 1
         self._wake.set()
 
     @property
@@ -122,7 +120,6 @@ class Emitter:
                 try:
                     await self._bus.publish(subject, data)
                 except BusError as error:
-                    self.num_dropped += 1
                     _log.warning("tokens_not_sent", subject=subject, error=str(error))
             self._sending = False
 
