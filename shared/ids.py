@@ -20,9 +20,6 @@ Incarnation = NewType("Incarnation", int)
 StreamId = NewType("StreamId", int)
 """A dispatcher's short handle (u32) for one running request; what token batches carry instead of the request id."""
 
-BlockId = NewType("BlockId", int)
-"""One fixed group of KV token slots on a worker."""
-
 
 NOBODY = Incarnation(0)
 """A process that is not told apart from others of its name."""

@@ -24,9 +24,8 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -38,13 +37,11 @@ from shared.subjects import check_token
 
 __all__ = [
     "ConfigError",
-    "Loaded",
     "ModelNames",
     "ServiceSettings",
     "Settings",
     "Size",
     "load",
-    "load_with_origin",
     "parse_size",
 ]
 
@@ -156,15 +153,6 @@ class ServiceSettings(Settings):
 S = TypeVar("S", bound=Settings)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded(Generic[S]):
-    """Settings, and where each value came from."""
-
-    settings: S
-    origins: Mapping[str, str]
-    """Per field: `--port`, `SLUICE_PORT`, `port in sluice.toml, line 3`, or `default`."""
-
-
 def load(
     model: type[S],
     section: str,
@@ -185,18 +173,6 @@ def load(
     Raises:
         ConfigError: the text is one line that says what is wrong, where, and what is allowed.
     """
-    return load_with_origin(model, section, argv, env, path=path).settings
-
-
-def load_with_origin(
-    model: type[S],
-    section: str,
-    argv: Sequence[str] | None = None,
-    env: Mapping[str, str] | None = None,
-    *,
-    path: Path | None = None,
-) -> Loaded[S]:
-    """Return the settings as `load` does, with the origin of each value."""
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     schema = Schema(model, section, _common_fields(model))
@@ -209,11 +185,9 @@ def load_with_origin(
     given |= read_env(schema, env)
     given |= read_flags(schema, argv)
     try:
-        settings = model.model_validate({name: item.value for name, item in given.items()})
+        return model.model_validate({name: item.value for name, item in given.items()})
     except ValidationError as error:
         raise _explain(error, schema, given) from None
-    origins = {name: given[name].origin if name in given else "default" for name in model.model_fields}
-    return Loaded(settings, origins)
 
 
 def _common_fields(model: type[Settings]) -> frozenset[str]:

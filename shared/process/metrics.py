@@ -89,10 +89,6 @@ class Gauge(_Labelled[prometheus_client.Gauge]):
         """Replace the value."""
         self._child(labels).set(value)
 
-    def add(self, amount: float, **labels: str) -> None:
-        """Change the value by an amount, which may be negative."""
-        self._child(labels).inc(amount)
-
     def clear(self) -> None:
         """Forget every labelled series; those that are set again reappear."""
         self._forget_children()

@@ -144,10 +144,6 @@ class KeyValue(Protocol):
         """Remove the value; no error if there is none."""
         ...
 
-    async def keys(self) -> list[str]:
-        """Return the keys that have a value, sorted."""
-        ...
-
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
         """Call the handler with the present value of each matching key, then with every change, in revision order.
 

@@ -121,13 +121,6 @@ class MemoryKeyValue:
         """See `KeyValue.delete`."""
         await self._write(key, None, None)
 
-    async def keys(self) -> list[str]:
-        """See `KeyValue.keys`."""
-        await self._go("keys")
-        keys = sorted(entry.key for entry in self._bucket.present())
-        await self._go("keys", back=True)
-        return keys
-
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
         """See `KeyValue.watch`. When it returns, the handler has seen the present values."""
         if not has_wildcard(check_pattern(key)):

@@ -44,11 +44,6 @@ class Link:
         self._on_mend: dict[Callable[[], None], None] = {}
 
     @property
-    def sends(self) -> bool:
-        """Whether a message that leaves now arrives at the broker."""
-        return self.is_up and self.carries_out
-
-    @property
     def receives(self) -> bool:
         """Whether a message from the broker arrives now."""
         return self.is_up and self.carries_in

@@ -29,7 +29,6 @@ _T = TypeVar("_T")
 class Delivery:
     """One message about to reach one receiver: what a `DeliveryPolicy` decides about."""
 
-    now_s: float
     sender: str
     """Name of the connection that published it."""
     receiver: str
@@ -264,9 +263,8 @@ class Router:
         if self.deliver is None:
             receiver.take(packet)
             return
-        now_s = asyncio.get_running_loop().time()
         message = packet.message
-        delivery = Delivery(now_s, packet.sender, receiver.name, message.subject, len(message.data))
+        delivery = Delivery(packet.sender, receiver.name, message.subject, len(message.data))
         for extra_s in self.deliver(delivery):
             if extra_s > 0:
                 self.after(extra_s, partial(_arrive_late, receiver, packet))

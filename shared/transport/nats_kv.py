@@ -141,17 +141,6 @@ class NatsKeyValue:
         with _translated(self._name):
             await self._attempt(lambda bucket: bucket.delete(key))
 
-    async def keys(self) -> list[str]:
-        """See `KeyValue.keys`."""
-        found: dict[str, KvEntry] = {}
-
-        def note(entry: KvEntry) -> None:
-            found[entry.key] = entry
-
-        watch = await self._start_watch(">", note)
-        await watch.close()
-        return sorted(key for key, entry in found.items() if entry.value is not None)
-
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
         """See `KeyValue.watch`. When it returns, the handler has seen the present values."""
         if not has_wildcard(check_pattern(key)):

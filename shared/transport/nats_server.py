@@ -29,12 +29,10 @@ class EmbeddedNats:
 
     Attributes:
         url: where it listens; empty while it does not run.
-        monitoring_url: its HTTP monitoring; empty if that was not asked for.
     """
 
     def __init__(self) -> None:
         self.url = ""
-        self.monitoring_url = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -47,7 +45,6 @@ class EmbeddedNats:
         store_dir: Path,
         *,
         port: int = 0,
-        monitoring_port: int | None = None,
         passwords: Mapping[Role, str] | None = None,
         clusters: Sequence[str] = ("default",),
     ) -> str:
@@ -56,7 +53,6 @@ class EmbeddedNats:
         Args:
             store_dir: for its configuration, its log and JetStream's files; created if need be.
             port: 0 = any free one.
-            monitoring_port: of the HTTP monitoring; 0 = any free one, None = none.
             passwords: of the users, one per role; None: anybody may do everything.
             clusters: names of the Sluice clusters in which the users may act.
 
@@ -67,7 +63,7 @@ class EmbeddedNats:
         binary = find_binary()
         directory = store_dir.absolute()
         try:
-            config = _write_config(directory, port, monitoring_port, passwords or {}, clusters)
+            config = _write_config(directory, port, passwords or {}, clusters)
             with (directory / "nats-server.log").open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603  (our own binary and file, no shell)
                     [binary, "--config", str(config)],
@@ -86,13 +82,12 @@ class EmbeddedNats:
             self.stop()
             raise
         self.url = ports["nats"][0]
-        self.monitoring_url = (ports.get("monitoring") or [""])[0]
         return self.url
 
     def stop(self) -> None:
         """End the process, by force if it does not end by itself; wait for it. Idempotent."""
         process, self._process = self._process, None
-        self.url = self.monitoring_url = ""
+        self.url = ""
         if process is None:
             return
         process.terminate()
@@ -151,7 +146,7 @@ def server_command(store_dir: Path, port: int, passwords: Mapping[Role, str], cl
         StartupError: there is no binary.
         OSError: the folder cannot be used.
     """
-    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, None, passwords, [cluster]))]
+    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, passwords, [cluster]))]
 
 
 def accepts_connections(url: str) -> bool:
@@ -162,7 +157,6 @@ def accepts_connections(url: str) -> bool:
 def _write_config(
     directory: Path,
     port: int,
-    monitoring_port: int | None,
     passwords: Mapping[Role, str],
     clusters: Sequence[str],
 ) -> Path:
@@ -172,7 +166,6 @@ def _write_config(
     config = BrokerConfig(
         listen=f"127.0.0.1:{port or -1}",
         store_dir=str(directory / "jetstream"),
-        http="" if monitoring_port is None else f"127.0.0.1:{monitoring_port or -1}",
         ports_file_dir=str(directory),
         passwords=passwords,
         clusters=tuple(clusters),

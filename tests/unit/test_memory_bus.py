@@ -148,7 +148,7 @@ def test_a_policy_may_lose_double_and_delay_each_delivery() -> None:
         return got
 
     assert run(main()) == [(1, 0.001), (3, 0.001), (5, 0.001), (3, 0.101), (4, 0.501)]
-    assert asked[0] == Delivery(0.001, "p", "r", "news", 1)
+    assert asked[0] == Delivery("p", "r", "news", 1)
     assert [delivery.size_bytes for delivery in asked] == [1, 2, 3, 4, 5], "asked once per message and receiver"
 
 
