@@ -6,7 +6,7 @@ The first branch of the maximum is bound by reading the weights, the second by c
 prefill attention computes pairs. Files hold milliseconds, this module seconds.
 
 Source: fitted on 400 random mixed batches that were composed from AIConfigurator's public per-operator measurements
-(Apache-2.0); KunServe's form from its section on lookahead formulation. Deviations: none.
+(Apache-2.0). Deviations: none.
 """
 
 from __future__ import annotations
@@ -127,25 +127,6 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
-class KunServeCost:
-    """KunServe's own form for a prefill chunk, α·(p·c + (c² + c)/2) + β·c + γ, in seconds.
-
-    Fitted for chunks of at least 512 tokens. It has no term for decodes: add `CostModel.d_s` per token of their KV.
-    """
-
-    alpha_s: float
-    """Per query-key pair."""
-    beta_s: float
-    """Per token."""
-    gamma_s: float
-    """Per microbatch."""
-
-    def chunk_s(self, prefix: int, chunk: int) -> float:
-        """Return the duration of one prefill chunk of `chunk` tokens after `prefix` tokens, seconds."""
-        return self.alpha_s * prefill_pairs(prefix, chunk) + self.beta_s * chunk + self.gamma_s
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """Cost of one model on one kind of instance, with its provenance."""
 
@@ -155,8 +136,6 @@ class Profile:
     tp: int
     """GPUs of the instance (tensor parallel)."""
     cost: CostModel
-    kunserve: KunServeCost | None
-    """KunServe's form, where it was fitted."""
     source: str
     """Where the coefficients come from."""
     mean_error_ratio: float
@@ -178,12 +157,6 @@ class _StepMs(Value):
     era: _Coefficient = 0.0
 
 
-class _KunServeMs(Value):
-    alpha: _Coefficient
-    beta: _Coefficient
-    gamma: _Coefficient
-
-
 class _ProfileFile(Value):
     model: str
     gpu: str
@@ -192,7 +165,6 @@ class _ProfileFile(Value):
     mean_error_percent: _Coefficient
     p95_error_percent: _Coefficient | None = None
     step_ms: _StepMs
-    kunserve_ms: _KunServeMs | None = None
 
 
 def profile_names() -> list[str]:
@@ -226,9 +198,6 @@ def profile_toml(profile: Profile) -> str:
         lines.append(f"p95_error_percent = {100 * profile.p95_error_ratio:.2f}")
     lines += ["", "# milliseconds per step: max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P + era", "[step_ms]"]
     lines += [f"{name} = {_toml_ms(getattr(profile.cost, f'{name}_s'))}" for name in _StepMs.model_fields]
-    if profile.kunserve is not None:
-        lines += ["", "[kunserve_ms]"]
-        lines += [f"{name} = {_toml_ms(getattr(profile.kunserve, f'{name}_s'))}" for name in _KunServeMs.model_fields]
     return "\n".join([*lines, ""])
 
 
@@ -251,7 +220,7 @@ def _read(path: Path) -> _ProfileFile:
 
 
 def _from_file(name: str, file: _ProfileFile) -> Profile:
-    ms, kunserve = file.step_ms, file.kunserve_ms
+    ms = file.step_ms
     return Profile(
         name=name,
         model=file.model,
@@ -266,12 +235,7 @@ def _from_file(name: str, file: _ProfileFile) -> Profile:
             a_s=ms.a * _MS,
             era_s=ms.era * _MS,
         ),
-        kunserve=None if kunserve is None else _kunserve_cost(kunserve),
         source=file.source,
         mean_error_ratio=file.mean_error_percent / 100,
         p95_error_ratio=None if file.p95_error_percent is None else file.p95_error_percent / 100,
     )
-
-
-def _kunserve_cost(ms: _KunServeMs) -> KunServeCost:
-    return KunServeCost(alpha_s=ms.alpha * _MS, beta_s=ms.beta * _MS, gamma_s=ms.gamma * _MS)

@@ -109,7 +109,6 @@ def make_profile(report: WorkerReport, fit: Fit, name: str, how: str = "") -> Pr
         gpu=_hardware(report),
         tp=1,
         cost=fit.cost,
-        kunserve=None,
         source=f"sluice profile, {day}, step log of a live worker ({report.system}{how}): {counts}",
         mean_error_ratio=fit.mean_error_ratio,
         p95_error_ratio=fit.p95_error_ratio,

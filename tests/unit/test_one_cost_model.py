@@ -61,7 +61,7 @@ async def simulated(system: str, _folder: Path) -> AsyncIterator[Built]:
 
 def settings_of(system: str, folder: Path, kind: ExecutorKind) -> WorkerSettings:
     profile = folder / "seven.toml"
-    profile.write_text(profile_toml(Profile("seven", "m", "g", 1, COST, None, "a test", 0.0)), encoding="utf-8")
+    profile.write_text(profile_toml(Profile("seven", "m", "g", 1, COST, "a test", 0.0)), encoding="utf-8")
     return WorkerSettings(
         instance_id="w0",
         model=stored_checkpoint(CheckpointShape())[0],

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from shared.cost import (
     PROFILES,
     CostModel,
-    KunServeCost,
     Profile,
     load_profile,
     prefill_pairs,
@@ -38,14 +37,6 @@ TABLE = {
     "qwen2.5-14b-tp1-h200": (8.88, 0.0184, 1.78, 0.0380, 4.89e-5, 1.49e-6, 2.2),
     "llama-3-70b-tp4-h200": (12.43, 0.0476, 6.12, 0.0717, 1.88e-5, 8.87e-7, 1.8),
 }
-KUNSERVE = {  # alpha, beta, gamma in milliseconds
-    A800: (5.33e-6, 0.0976, 15.3),
-    "llama-2-13b-tp1-a100": (4.37e-6, 0.0943, 10.3),
-    "llama-3-70b-tp4-a100": (3.72e-6, 0.1661, 27.3),
-    "qwen2.5-72b-tp4-a100": (3.72e-6, 0.1684, 28.0),
-    "llama-2-7b-tp1-a100": (2.83e-6, 0.0528, 3.9),
-    "opt-13b-tp2-a100": (2.32e-6, 0.0556, 15.4),
-}
 
 
 def test_the_profiles_that_ship_are_those_of_the_table() -> None:
@@ -65,16 +56,6 @@ def test_a_profile_holds_the_table_in_seconds_and_its_provenance(name: str) -> N
     assert name.rsplit("-", 1)[1].upper() in profile.gpu
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
-def test_kunserves_form_is_there_where_it_was_fitted(name: str) -> None:
-    form = load_profile(name).kunserve
-    if name not in KUNSERVE:
-        assert form is None
-        return
-    assert form is not None
-    assert [1000 * x for x in (form.alpha_s, form.beta_s, form.gamma_s)] == pytest.approx(KUNSERVE[name], rel=1e-12)
-
-
 def test_a_prefill_of_2048_tokens_on_an_a800_takes_225_7_ms() -> None:
     """14.64 + 0.0975 · 2048 + 5.44e-6 · (2048² + 2048) / 2 = 14.64 + 199.68 + 11.41 ms."""
     cost = load_profile(A800).cost
@@ -84,13 +65,6 @@ def test_a_prefill_of_2048_tokens_on_an_a800_takes_225_7_ms() -> None:
 def test_decoding_128_requests_over_243_k_tokens_takes_59_4_ms() -> None:
     """20.60 + 0.0510 · 128 + 1.33e-4 · 243 000 = 20.60 + 6.53 + 32.32 ms."""
     assert load_profile(A800).cost.step_s(128, 243_000, 0) * 1000 == pytest.approx(59.4, abs=0.05)
-
-
-def test_kunserves_form_prices_the_same_prefill_alike() -> None:
-    """5.33e-6 · 2 098 176 + 0.0976 · 2048 + 15.3 = 226.4 ms."""
-    form = load_profile(A800).kunserve
-    assert form is not None
-    assert form.chunk_s(0, 2048) * 1000 == pytest.approx(226.4, abs=0.05)
 
 
 def test_overhead_of_the_imitated_engine_is_added_to_each_step() -> None:
@@ -142,7 +116,7 @@ def test_a_profile_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text((PROFILES / f"{A800}.toml").read_text())
     mine, shipped = load_profile(path), load_profile(A800)
-    assert (mine.name, mine.cost, mine.kunserve) == ("mine", shipped.cost, shipped.kunserve)
+    assert (mine.name, mine.cost) == ("mine", shipped.cost)
     assert load_profile(str(path)) == mine
 
 
@@ -152,11 +126,8 @@ def test_a_written_profile_is_read_as_it_was(tmp_path: Path, name: str) -> None:
     path = tmp_path / f"{name}.toml"
     path.write_text(profile_toml(profile), encoding="utf-8")
     found = load_profile(path)
-    assert replace(found, cost=profile.cost, kunserve=profile.kunserve) == profile
+    assert replace(found, cost=profile.cost) == profile
     assert asdict(found.cost) == pytest.approx(asdict(profile.cost), rel=1e-4)
-    if profile.kunserve is not None:
-        assert found.kunserve is not None
-        assert asdict(found.kunserve) == pytest.approx(asdict(profile.kunserve), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -184,8 +155,3 @@ def test_a_malformed_profile_is_refused_by_its_field(tmp_path: Path, old: str, n
 def test_a_profile_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="cannot be read: No such file"):
         load_profile(tmp_path / "none.toml")
-
-
-def test_kunserves_form_grows_with_prefix_and_chunk() -> None:
-    form = KunServeCost(alpha_s=1.0, beta_s=10.0, gamma_s=100.0)
-    assert form.chunk_s(2, 3) == (2 * 3 + 6) + 30 + 100
