@@ -33,6 +33,7 @@ from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.model_runner import RunnerSettings
+from services.worker.kv_moves.kv_exchanges import ExchangeParams
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED
 from services.worker.peers.connect import Peers
 from services.worker.peers.greeting import PeerIdentity
@@ -126,7 +127,7 @@ async def open_devices(
     for index in range(num_stages):
         model = load_elastic_model(settings, lambda _done, _what: None)
         peers = await Peers.open(PeerIdentity(WorkerId(f"w{index}"), NOBODY, secret))
-        devices.append(TorchGroupDevice(model, peers, exchange_bytes=exchange_bytes, hands_over=by_pages))
+        devices.append(TorchGroupDevice(model, peers, ExchangeParams(exchange_bytes, hands_over=by_pages)))
         owned.push_async_callback(devices[-1].close)
         await devices[-1].alone()
     return devices

@@ -148,6 +148,7 @@ async def _torch(settings: WorkerSettings, progress: Progress, incarnation: Inca
 async def _in_pages(
     settings: WorkerSettings, model: ElasticModel, fitting: CostFitting, incarnation: Incarnation
 ) -> Loaded:
+    from services.worker.kv_moves.kv_exchanges import ExchangeParams
     from services.worker.peers.connect import Peers
     from services.worker.roles.torch_device import TorchGroupDevice
 
@@ -165,14 +166,16 @@ async def _in_pages(
     device = TorchGroupDevice(
         model,
         peers,
+        ExchangeParams(
+            memory_bytes=settings.exchange_memory,
+            limit_s=settings.exchange_limit_s,
+            bytes_per_s=settings.exchange_gb_per_s * 1e9,
+            mode=find_system(settings.system).exchange,
+            hands_over=model.device.type == "cuda" if settings.hand_over_pages is None else settings.hand_over_pages,
+        ),
         limit_s=limit_s,
-        exchange_bytes=settings.exchange_memory,
-        exchange_limit_s=settings.exchange_limit_s,
-        exchange_bytes_per_s=settings.exchange_gb_per_s * 1e9,
         peers_first=settings.load_from is LoadFrom.PEERS,
-        kv_exchange=find_system(settings.system).exchange,
         cost=facts.cost,
-        hands_over=model.device.type == "cuda" if settings.hand_over_pages is None else settings.hand_over_pages,
     )
     return Loaded((await device.alone()).executor, facts, device)
 

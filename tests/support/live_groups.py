@@ -27,6 +27,7 @@ from services.worker.executor import opening
 from services.worker.executor.elastic_model import ElasticModel, load_elastic_model
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.arrivals import Arrivals
+from services.worker.kv_moves.kv_exchanges import ExchangeParams
 from services.worker.memory.spans import Spans
 from services.worker.peers.connect import Peers
 from services.worker.roles.device import GroupPlace, StagePlace
@@ -255,13 +256,9 @@ async def live_devices(
         device = TorchGroupDevice(
             model,
             peers,
-            exchange_bytes=exchange_bytes,
-            exchange_bytes_per_s=link_bytes_per_s,
+            ExchangeParams(exchange_bytes, exchange_limit_s, link_bytes_per_s, kv_exchange, hands_over),
             peers_first=peers_first,
-            kv_exchange=kv_exchange,
-            hands_over=hands_over,
             limit_s=limit_s,
-            exchange_limit_s=exchange_limit_s,
             part_limit_s=20.0,
         )
         devices.append(device)

@@ -535,7 +535,7 @@ async def test_a_worker_whose_system_drops_is_loaded_in_pages_with_its_device(mo
     limits = {"exchange_memory": "3KiB", "exchange_limit_s": 7}
     device, texts = await load(settings("dropping", deterministic=True, stage_advertise="worker-0", **limits))
     assert isinstance(device, TorchGroupDevice)
-    assert (device._kv._memory_bytes, device._kv.limit_s) == (3072, 7)
+    assert (device._kv._params.memory_bytes, device._kv.limit_s) == (3072, 7)
     assert told[-1] == 1
     assert device.layers == LayerRange(0, 4)
     assert device.facts.page_bytes == PAGE

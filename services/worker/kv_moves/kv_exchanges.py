@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from services.worker.attention.remote import STATE_EXTRA
 from services.worker.contract.kept_kv import KeptKv
@@ -29,41 +30,50 @@ MESSAGE_S = 200e-6
 """Assumed of a message of remote attention between two stages, from thread to thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeParams:
+    """How KV changes hands, and what that may take."""
+
+    memory_bytes: int = 256 * 1024**2
+    """Host memory for it, beside a chunk (4 MiB or a block) for each other stage; taken while it does. 0: all KV is
+    computed again."""
+    limit_s: float = 30.0
+    """In which it has to; else KV is computed again."""
+    bytes_per_s: float = 0.0
+    """At which it does, as reported; 0: unknown."""
+    mode: KvExchange = KvExchange.COORDINATED
+    """How KV comes to a group that forms; the same for all of its stages."""
+    hands_over: bool = False
+    """Where all stages of a group that forms are on one device, KV is handed over in its pages."""
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of this worker's link, each way; 0: unknown, or nothing is copied."""
+        return self.bytes_per_s if self.memory_bytes else 0.0
+
+
 class KvExchanges:
     """Of one device.
 
     Args:
         model: of the device.
         turns: of its connections.
-        memory_bytes: of the host for KV that changes hands; 0: none is copied.
-        limit_s: in which KV has to change hands.
-        link_bytes_per_s: at which it does; 0: unknown.
-        mode: how KV comes to a group that forms.
+        params: limits.
         cost: of a step.
-        hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
     """
 
-    def __init__(  # noqa: PLR0913  limits by name
-        self,
-        model: ElasticModel,
-        turns: LinkTurns,
-        *,
-        memory_bytes: int,
-        limit_s: float,
-        link_bytes_per_s: float,
-        mode: KvExchange,
-        cost: CostEstimate,
-        hands_over: bool,
-    ) -> None:
+    def __init__(self, model: ElasticModel, turns: LinkTurns, params: ExchangeParams, cost: CostEstimate) -> None:
         self._model = model
         self._turns = turns
-        self._memory_bytes = memory_bytes
-        self.limit_s = limit_s
-        """In which KV has to change hands."""
-        self._link_bytes_per_s = link_bytes_per_s
+        self._params = params
         self._cost = cost
-        self._hands_over = hands_over
-        self._mode = usable(mode, self._block_size)
+        self._hands_over = params.hands_over
+        self._mode = usable(params.mode, self._block_size)
+
+    @property
+    def limit_s(self) -> float:
+        """In which KV has to change hands."""
+        return self._params.limit_s
 
     @property
     def may_attend(self) -> bool:
@@ -86,7 +96,7 @@ class KvExchanges:
         """
         num_blocks = self._model.blocks_with(layers)
         room = self._room(len(self._held))
-        return KvOffer(self._held, room, num_blocks, group, kept, self._link_bytes_per_s, step_s)
+        return KvOffer(self._held, room, num_blocks, group, kept, self._params.link_bytes_per_s, step_s)
 
     def offer_to_part(self, place: GroupPlace) -> KvOffer:
         """Return what this device brings when its group parts, or copies ahead."""
@@ -156,7 +166,7 @@ class KvExchanges:
 
     def _room(self, num_layers: int) -> int:
         """Return of how many blocks so many layers may be kept aside."""
-        return self._memory_bytes // (2 * self._model.facts.block_bytes * num_layers)
+        return self._params.memory_bytes // (2 * self._model.facts.block_bytes * num_layers)
 
     @property
     def _costs(self) -> ExchangeCosts:

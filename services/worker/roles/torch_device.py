@@ -36,7 +36,7 @@ from services.worker.executor.parameter_load import ParameterLoad
 from services.worker.executor.thread import ThreadExecutor
 from services.worker.kv_moves.copy_ahead import CopyAhead
 from services.worker.kv_moves.gather import Gathering, all_ready, gather_as_leader, gather_as_member, gather_for_kv
-from services.worker.kv_moves.kv_exchanges import KvExchanges
+from services.worker.kv_moves.kv_exchanges import ExchangeParams, KvExchanges
 from services.worker.kv_moves.kv_table import KvOffer, table_to_part
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
@@ -55,16 +55,11 @@ from services.worker.roles.parameter_peers import ParameterPeers
 from shared.layers import LayerRange, check_tiling
 from shared.messages.report import ElasticFacts
 from shared.process.log import get_logger
-from shared.systems import KvExchange
 
 GROUP_LIMIT_S = 5.0
 """Longest time in which the stages of a group have to find each other."""
 PART_LIMIT_S = 1.0
 """Longest time in which those of a group that dissolves have to find each other: meanwhile they serve nobody."""
-EXCHANGE_BYTES = 256 * 1024**2
-"""Host memory for KV that changes hands, while it does."""
-EXCHANGE_LIMIT_S = 30.0
-"""Longest time in which KV has to change hands."""
 _log = get_logger()
 
 
@@ -74,33 +69,24 @@ class TorchGroupDevice:
     Args:
         model: owned; no runner of it is open.
         peers: this worker among the others; owned.
+        exchange: how KV changes hands; None: as `ExchangeParams` has it.
         limit_s: in which the stages of a group have to find each other.
-        exchange_bytes: host memory for KV that changes hands, beside a chunk (4 MiB or a block) for each other stage;
-            taken while it does. 0: all KV is computed again.
-        exchange_limit_s: in which KV has to change hands; else it is computed again.
         part_limit_s: in which the stages of a group that dissolves have to find each other.
-        exchange_bytes_per_s: at which KV changes hands, as reported.
         peers_first: parameters come back beside a group from its other stages, and from the checkpoint what those do
             not give; else the other way round.
-        kv_exchange: how KV comes to a group that forms; the same for all of its stages.
         cost: of a step; None: unknown, KV that does not come in time costs nothing then.
-        hands_over: where all stages of a group that forms are on one device, KV is handed over in its pages.
     """
 
     def __init__(  # noqa: PLR0913  limits by name
         self,
         model: ElasticModel,
         peers: Peers,
+        exchange: ExchangeParams | None = None,
         *,
         limit_s: float = GROUP_LIMIT_S,
-        exchange_bytes: int = EXCHANGE_BYTES,
-        exchange_limit_s: float = EXCHANGE_LIMIT_S,
         part_limit_s: float = PART_LIMIT_S,
-        exchange_bytes_per_s: float = 0.0,
         peers_first: bool = False,
-        kv_exchange: KvExchange = KvExchange.COORDINATED,
         cost: CostEstimate | None = None,
-        hands_over: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -108,18 +94,9 @@ class TorchGroupDevice:
         self._limit_s = limit_s
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
-        link_bytes_per_s = exchange_bytes_per_s if exchange_bytes else 0.0
+        params = exchange or ExchangeParams()
         self._turns = LinkTurns()
-        self._kv = KvExchanges(
-            model,
-            self._turns,
-            memory_bytes=exchange_bytes,
-            limit_s=exchange_limit_s,
-            link_bytes_per_s=link_bytes_per_s,
-            mode=kv_exchange,
-            cost=cost or CostEstimate(),
-            hands_over=hands_over,
-        )
+        self._kv = KvExchanges(model, self._turns, params, cost or CostEstimate())
         self._sources = ParameterPeers(model, peers, self._turns, part_limit_s)
         self._changing = asyncio.Lock()
         self._executor: ThreadExecutor | PipelineExecutor | None = None
@@ -143,7 +120,7 @@ class TorchGroupDevice:
             page_bytes=facts.page_bytes,
             num_pages=facts.num_pages,
             max_blocks=facts.max_blocks,
-            link_bytes_per_s=link_bytes_per_s,
+            link_bytes_per_s=params.link_bytes_per_s,
             has_host_copy=True,
         )
 
