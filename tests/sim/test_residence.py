@@ -281,6 +281,27 @@ def test_a_group_that_ends_while_blocks_are_left_loads_nothing(monkeypatch: pyte
     in_room(main, slow_params())
 
 
+def test_a_group_that_ends_while_all_are_prepared_to_load_is_left_afterwards() -> None:
+    """The gate is held, so nobody becomes whole before the word has come."""
+
+    async def main(room: Room) -> None:
+        assert states(await room.driver.drop(BOTH, HALVES)) == ["done"] * 2
+        await asyncio.sleep(0.6)
+        room.ask(*draw_requests(4, 10))
+        step = load_beside([room.driver.reports[name] for name in BOTH], beside_blocks(room))
+        plan_id, answers = await room.driver.prepare(step)
+        assert states(answers) == ["prepared"] * 2
+        agent = room.cluster.workers[0].service.agent
+        assert agent is not None
+        agent.keeper.pipeline_ended(agent.role.plan_id, "the connection was cut")
+        assert states(await room.driver.finish(plan_id, BOTH, commit=True)) == ["done"] * 2
+        await asyncio.sleep(LOAD_S + 1.0)
+        assert [room.role(index) for index in range(2)] == [("", 0, (0, NUM_LAYERS))] * 2
+        await room.check()
+
+    in_room(main, slow_params())
+
+
 def test_a_worker_that_is_to_be_whole_may_have_become_so_by_itself() -> None:
     """Its group ends while the plan waits for its turn: the plan is done, not refused."""
 
