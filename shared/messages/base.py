@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Major version of the control protocol; a message of another major version is refused."""
 
 

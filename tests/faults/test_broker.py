@@ -159,7 +159,7 @@ async def test_damaged_requests_and_reports_are_refused_and_change_nothing(stage
         b"\xff" * 40,
         b"\x81",
         b"{}",
-        b'{"kind":"submit","version":1}',
+        b'{"kind":"submit","version":2}',
         bytes(1000),
         b"\xdd\xff\xff\xff\xff",
     ]
@@ -182,7 +182,7 @@ async def test_absurd_reports_are_refused_and_nobody_is_given_up(stage: Stage) -
     cluster = stage.cluster
     subject = cluster.subjects.report(WorkerId("worker-0"))
     honest = {
-        "version": 1,
+        "version": 2,
         "kind": "worker_report",
         "worker_id": "worker-0",
         "sequence_number": 10**9,

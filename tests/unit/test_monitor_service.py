@@ -362,9 +362,9 @@ def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_a
     async def upgrade(room: Room) -> None:
         newer = json.loads(encode_json(WorkerReport(worker_id=WorkerId("new"), sequence_number=0, phase=READY)))
         await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
-        for data in (b'{"version":2}', b'{"version":2,"anything":[1]}', b'{"version":-7}'):
+        for data in (b'{"version":3}', b'{"version":3,"anything":[1]}', b'{"version":-7}'):
             await room.bus.publish("sluice.default.worker.other.report", data)
-        await room.bus.publish("sluice.default.worker.a b.report".replace(" ", "%"), b'{"version":2}')
+        await room.bus.publish("sluice.default.worker.a b.report".replace(" ", "%"), b'{"version":3}')
         await asyncio.sleep(1)
 
     room = in_room(upgrade)
