@@ -168,11 +168,13 @@ class _Roles:
         self.agent: OrderAgent | None = None
 
     def on_lost(self, cause: str) -> bool:
+        """Return whether the lost executor was a group's, which is mended."""
         return self.agent is not None and self.agent.keeper.on_lost(cause)
 
 
 def _step_loop(settings: WorkerSettings, parts: _Parts, steps: StepLog, roles: _Roles) -> StepLoop:
     def on_step(batch: Batch, output: BatchOutput) -> None:
+        """Note a step where its duration is wanted, and tell at once when memory runs short."""
         if settings.step_log_size:
             steps.note(batch, output)
         is_whole = parts.engine.limits.num_lanes == 1  # a group's steps say what several devices took

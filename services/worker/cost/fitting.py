@@ -55,6 +55,7 @@ class CostFitting:
         self._num_due = min(2 * self._num_due, MOST_STEPS)
 
         def fitted() -> CostModel | None:
+            """Body of the thread."""
             for start, num_tokens, duration_s in noted:
                 self.sample.add(MeasuredStep(shape_of(start, num_tokens), duration_s))
             return self.sample.fit()

@@ -181,6 +181,7 @@ class ModelRunner:
 
     @remote.setter
     def remote(self, remote: RemoteKeys | None) -> None:
+        """Attend the keys of these rows where they lie, from the next step on."""
         self._open().remote = remote
 
     def open_host(self, num_blocks: int) -> None:

@@ -148,15 +148,18 @@ class _Reader:
         return record.unpack(self.take(record.size))
 
     def take(self, size: int) -> memoryview:
+        """Return the next bytes."""
         if self._offset + size > len(self._data):
             raise WireError(f"{self._what} of {len(self._data)} bytes ends too early")
         self._offset += size
         return self._data[self._offset - size : self._offset]
 
     def column(self, count: int) -> I32:
+        """Return the next numbers."""
         return np.frombuffer(self.take(count * _I32.itemsize), dtype=_I32)
 
     def end(self) -> None:
+        """Check that nothing is left."""
         if self._offset != len(self._data):
             raise WireError(f"{self._what} of {len(self._data)} bytes has more than it says")
 

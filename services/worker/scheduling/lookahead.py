@@ -73,6 +73,7 @@ class _Share:
         self._is_untouched = True
 
     def most(self, begin: int) -> int:
+        """See `Budget`."""
         chunk = self._cost.largest(begin, self._left_s)
         if not chunk and self._is_untouched and self._left_s > 0:
             chunk = 1  # a share may be less than a token
@@ -81,6 +82,7 @@ class _Share:
         return chunk
 
     def take(self, begin: int, num_tokens: int, *, is_cut: bool) -> None:
+        """See `Budget`."""
         self._left_s -= self._cost.chunk_s(begin, num_tokens)
         self._is_untouched = False
         if is_cut:

@@ -99,11 +99,13 @@ class _Workers:
         self._held: Mapping[WorkerId, LayerRange] = {each.instance_id: each.layers for each in facts.instances}
 
     def now(self, name: WorkerId) -> PlannedWorker:
+        """Return a worker as it was when the plan was made."""
         held = self._held[name]
         incarnation = self._reports[name].incarnation
         return PlannedWorker(worker_id=name, incarnation=incarnation, held=(held.first, held.end))
 
     def stage(self, name: WorkerId, layers: LayerRange) -> PlannedStage:
+        """Return a worker's part in a group: the layers that it keeps, and where the others reach it."""
         address = self._reports[name].stage_address
         return PlannedStage(**self.now(name).model_dump(), address=address, layers=(layers.first, layers.end))
 

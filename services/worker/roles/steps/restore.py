@@ -67,6 +67,7 @@ class Restore(Change):
             return False
 
         def stop(_: Future[bool]) -> None:
+            """Copy no further: the plan is decided."""
             device.end_copying()
 
         given_up.add_done_callback(stop)
