@@ -98,6 +98,7 @@ check: $(VENV)/.dev ## format, lint, types, import rules, what nothing reaches
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
+	$(BIN)/python -m tools.unreached
 
 format: $(VENV)/.dev ## rewrite the code in the project's format
 	$(BIN)/ruff format .
