@@ -209,8 +209,6 @@ class WorkerNode(Node):
         self.worker: SimWorker | None = None
         self.failing_ratio = 0.0
         """Chance of each step to fail."""
-        self.num_poisoned = 0
-        """Times that a request killed it."""
 
     @property
     def group(self) -> str:
@@ -233,7 +231,6 @@ class WorkerNode(Node):
 
     def _fail_step(self, batch: Batch) -> str | None:
         if any(init.sampling.seed == POISON_SEED for init in batch.admits):
-            self.num_poisoned += 1
             self.kill_from_inside()
         return "by chance" if self.failing_ratio and self.random.random() < self.failing_ratio else None
 

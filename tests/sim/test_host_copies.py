@@ -110,7 +110,7 @@ def test_steps_go_on_beside_a_copy() -> None:
             during = []
             while live.engine.table.num_live:
                 await asyncio.sleep(0.01)
-                if swapping.is_copying and not swapping.num_arriving:
+                if bool(swapping._moves) and not swapping.num_arriving:
                     during.append(asyncio.get_running_loop().time())
             said = [at_s for at_s, events in live.said if (events.stream == first.stream).any()]
             return [at_s for at_s in said if during[0] <= at_s <= during[-1]]
@@ -146,9 +146,9 @@ def test_the_gate_opens_only_when_no_copy_is_under_way() -> None:
             num_waited, swapping = 0, live.engine.swapping
             assert swapping is not None
             while live.engine.table.num_live:
-                num_waited += swapping.is_copying
+                num_waited += bool(swapping._moves)
                 async with live.gate.exclusive():
-                    assert not swapping.is_copying
+                    assert not bool(swapping._moves)
                     assert not live.engine.flights
                 live.loop.wake()
                 await asyncio.sleep(0.02)

@@ -65,11 +65,6 @@ class Swapping:
         self._next_copy_id = 0
 
     @property
-    def is_copying(self) -> bool:
-        """A copy is under way."""
-        return bool(self._moves)
-
-    @property
     def num_arriving(self) -> int:
         """Rows whose KV is being brought back."""
         return len(self._arriving)

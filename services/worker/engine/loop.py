@@ -75,11 +75,6 @@ class StepLoop:
         gate.attach(self.wake)
 
     @property
-    def num_in_flight(self) -> int:
-        """Batches that the executor has not answered."""
-        return len(self._flight)
-
-    @property
     def step_age_s(self) -> float:
         """Seconds for which the executor has been busy with the step that it runs now; 0 if it has none."""
         return self._now() - self._begun_s if self._flight else 0.0
