@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shared.checksum import seal
+from shared.messages.base import PROTOCOL_VERSION
 from shared.messages.plan import Plan
 from shared.transport.bus import Bus, Endpoint, Message, NoRespondersError, ServiceInfo
 from shared.transport.nats_service import ServiceError
@@ -154,7 +155,7 @@ async def test_a_message_that_is_none_is_answered_with_400_and_counted_without_i
         b"secret": "checksum",
         encode(Plan(epoch=1))[:-1]: "checksum",
         seal(b"secret"): "not msgpack",
-        _of_version(2): "speaks protocol 2",
+        _of_version(PROTOCOL_VERSION + 1): f"speaks protocol {PROTOCOL_VERSION + 1}",
     }
     for data, reason in bad.items():
         with pytest.raises(ServiceError, match=reason) as caught:

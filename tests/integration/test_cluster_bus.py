@@ -20,6 +20,7 @@ import pytest
 
 from shared.checksum import seal
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
+from shared.messages.base import PROTOCOL_VERSION
 from shared.messages.plan import Plan
 from shared.messages.request import Submit, pack_token_ids
 from shared.subjects import Subjects
@@ -40,7 +41,10 @@ IDS = {"sluice-dispatcher": "dispatcher-0", "sluice-monitor": "monitor", "sluice
 IDS |= {"sluice-worker": "worker-0"}
 BODY = {"prompt": "one two three", "max_tokens": 24, "temperature": 0}
 SEMANTIC_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")
-OTHER_MAJOR = b'{"version":2,"kind":"worker_report","worker_id":"worker-9","phase":"ready","sequence_number":1}'
+OTHER_VERSION = PROTOCOL_VERSION + 1
+OTHER_MAJOR = (
+    b'{"version":%d,"kind":"worker_report","worker_id":"worker-9","phase":"ready","sequence_number":1}' % OTHER_VERSION
+)
 HOSTILE = {
     "garbage": b"\x00\xffgarbage",
     "a truncated map": encode(Plan(epoch=1))[:-3],
@@ -341,7 +345,7 @@ def test_a_worker_of_another_major_version_is_shown_as_incompatible_and_not_used
         raw.settle()
     wait_until(lambda: len(running.get("/v1/cluster")["workers"]) == 2, "the other worker is in the view")
     status = next(one for one in running.get("/v1/cluster")["workers"] if one["report"]["worker_id"] == "worker-9")
-    assert (status["incompatible"], status["liveness"]) == ("2", "dead")
+    assert (status["incompatible"], status["liveness"]) == (str(OTHER_VERSION), "dead")
     shown = subprocess.run(
         [sys.executable, "-m", "cli.main", "status", "--url", running.url],
         capture_output=True,
@@ -349,7 +353,7 @@ def test_a_worker_of_another_major_version_is_shown_as_incompatible_and_not_used
         timeout=30,
         check=False,
     )
-    assert re.search(r"worker-9 +incompatible +protocol 2", shown.stdout), shown.stdout
+    assert re.search(rf"worker-9 +incompatible +protocol {OTHER_VERSION}", shown.stdout), shown.stdout
     assert "1 of 2 workers can take requests" in shown.stdout
     assert text(running)
     assert operator.errors == []
