@@ -57,7 +57,7 @@ class PeerHello(ControlMessage):
     kind: Literal["peer_hello"] = "peer_hello"
     worker_id: WorkerId
     incarnation: Incarnation
-    """Which process of that name."""
+    """Which process of that name, for logs."""
     nonce: _Nonce
     """Drawn for this connection."""
     purpose: Annotated[str, Field(max_length=32)]
@@ -73,7 +73,6 @@ class PeerAnswer(ControlMessage):
 
     kind: Literal["peer_answer"] = "peer_answer"
     worker_id: WorkerId
-    incarnation: Incarnation
     nonce: _Nonce
 
 
@@ -137,8 +136,7 @@ class PeerIdentity:
 
     def answer(self) -> PeerAnswer:
         """Return what it says when it is dialled, for one connection."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        return PeerAnswer(worker_id=self.worker_id, incarnation=self.incarnation, nonce=nonce)
+        return PeerAnswer(worker_id=self.worker_id, nonce=secrets.token_bytes(NONCE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
