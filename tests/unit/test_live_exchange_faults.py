@@ -19,7 +19,7 @@ from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.memory.kv_cache import KVCache
-from services.worker.peers.frames import FrameKind, pack_head
+from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
 from services.worker.peers.greeting import Purpose
 from services.worker.roles import torch_device
 from services.worker.roles.device import GroupFailedError, Led, Parting
@@ -355,7 +355,7 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
 
     async def say_nothing(*_: object) -> None:
         await asyncio.sleep(0.05)
-        raise OSError("told to")
+        raise PeerLostError("told to")
 
     async with live_devices(2) as devices:
         servers = [Server((await device.alone()).executor, [i]) for i, device in enumerate(devices)]
@@ -366,7 +366,7 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
         with monkeypatch.context() as patch:
             patch.setattr(KvTraffic, "_send", silent)
             if fails:
-                patch.setattr(torch_device, "say", say_nothing)
+                patch.setattr(torch_device, "say_greeting", say_nothing)
             else:
                 patch.setattr(torch_device, "all_ready", fail)
             leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))

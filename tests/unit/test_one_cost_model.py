@@ -34,6 +34,7 @@ from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.engine_views import host_view
 from tests.support.fake_dispatcher import FakeDispatcher, Stream
 from tests.support.group_room import elastic_facts
+from tests.support.peers import PASSWORD
 
 COST = CostModel(g0_s=0.003, b0_s=1e-5, g1_s=0.002, b1_s=3e-5, d_s=4e-7, a_s=5e-9, era_s=0.0007)
 """Seven numbers of which none is another."""
@@ -64,6 +65,8 @@ def settings_of(system: str, folder: Path, kind: ExecutorKind) -> WorkerSettings
     profile.write_text(profile_toml(Profile("seven", "m", "g", 1, COST, "a test", 0.0)), encoding="utf-8")
     return WorkerSettings(
         instance_id="w0",
+        nats_user="worker",
+        nats_password=PASSWORD,
         model=stored_checkpoint(CheckpointShape())[0],
         system=system,
         executor=kind,
