@@ -75,8 +75,6 @@ def settings_of(system: str, folder: Path, kind: ExecutorKind) -> WorkerSettings
         host_memory=2**18,
         page_bytes=2**16,
         stage_port=0,
-        nats_user="worker",
-        nats_password="sixteen bytes at least",
     )
 
 
