@@ -12,6 +12,8 @@ from tests.support.checkpoints import CheckpointShape
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.mark.parametrize(
     ("max_batch_tokens", "max_rows", "max_model_len"), [(1, 1, 8), (4, 8, 64), (96, 4, 1), (96, 8, 64)]

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.dispatcher.session import placing, recovery
+from services.dispatcher.session import history
 from services.worker.engine.stats import take_stats
 from shared.layers import LayerRange
 from shared.messages.plan import CommitPlan, FormGroup, PlanState
@@ -370,8 +370,8 @@ _done: dict[int, Counter[str]] = {}
 async def live(seed: int, patch: pytest.MonkeyPatch) -> Counter[str]:
     """Each seed is lived once, whichever test asks first."""
     if seed not in _done:
-        for module in (placing, recovery):  # workers die here whatever they run: no request is to blame for two deaths
-            patch.setattr(module, "MAX_BLAMES", 1000)
+        # workers die here whatever they run: no request is to blame for two deaths
+        patch.setattr(history, "MAX_BLAMES", 1000)
         async with TorchCluster(3, patch, memory_bytes=5 * MIB, max_model_len=MAX_PROMPT + MAX_OUTPUT) as cluster:
             life = Life(cluster, seed)
             await life.run()
