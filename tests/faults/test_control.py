@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.messages.base import PROTOCOL_VERSION
 from shared.transport.bus import BusError, KeyValue
 from tests.faults.conftest import SMALL_STEPS, Stage, set_up, set_up_with
 from tests.support.fault_checks import assert_no_errors, unchanged
@@ -178,7 +179,8 @@ async def _answers(cluster: Cluster) -> dict[str, Told]:
 
 async def _is_shown_as_incompatible(cluster: Cluster) -> bool:
     _, view = await cluster.get("/v1/cluster")
-    return {w["report"]["worker_id"]: w["incompatible"] for w in view["workers"]} == {"worker-0": "", "worker-1": "2"}
+    shown = {w["report"]["worker_id"]: w["incompatible"] for w in view["workers"]}
+    return shown == {"worker-0": "", "worker-1": str(PROTOCOL_VERSION + 1)}
 
 
 async def test_fields_of_a_newer_minor_version_are_ignored(tmp_path_factory: pytest.TempPathFactory) -> None:
