@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     arguments, device = parse(parser)
     if device.type != "cuda":
-        parser.error("Triton's kernels need a CUDA device; tests/unit/test_fused_kernels.py tries them without one")
+        parser.error("Triton's kernels need a CUDA device; tests/unit/worker/fused tries them without one")
     spec = read_spec(arguments.model)
     print(f"{name_of(device)}; torch {torch.__version__}; {arguments.dtype}")
     table = operators_table(spec, device, getattr(torch, arguments.dtype))

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
 from tests.support.cluster import Cluster, cluster
-from tests.unit.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
+from tests.unit.worker.models.test_model_oracle import MIN_MARGIN, NUM_TOKENS, SHAPES
 
 pytestmark = pytest.mark.kernels
 

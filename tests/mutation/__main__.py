@@ -30,20 +30,20 @@ SAME_PROGRAM = "any_process"
 """Part of the names of tests that compare with a process of their own: it would have no fault."""
 
 _BLOCKS = (
-    "tests/unit/test_engine_blocks.py",
-    "tests/unit/test_engine_prefix.py",
-    "tests/unit/test_engine_compaction.py",
+    "tests/unit/worker/engine/test_engine_blocks.py",
+    "tests/unit/worker/engine/test_engine_prefix.py",
+    "tests/unit/worker/engine/test_engine_compaction.py",
     "tests/sim/test_engine_properties.py",
 )
 _SESSION = (
-    "tests/unit/test_dispatcher_session.py",
-    "tests/unit/test_dispatcher_sessions.py",
-    "tests/unit/test_dispatcher_recovery.py",
-    "tests/unit/test_dispatcher_forks.py",
+    "tests/unit/dispatcher/test_dispatcher_session.py",
+    "tests/unit/dispatcher/test_dispatcher_sessions.py",
+    "tests/unit/dispatcher/test_dispatcher_recovery.py",
+    "tests/unit/dispatcher/test_dispatcher_forks.py",
 )
 _WORKER = (
     "tests/sim/test_worker_service.py",
-    "tests/unit/test_worker_emitter.py",
+    "tests/unit/worker/serving/test_worker_emitter.py",
     "tests/sim/test_worker_leases.py",
     "tests/sim/test_worker_sampling.py",
 )

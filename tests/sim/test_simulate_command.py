@@ -14,7 +14,7 @@ import pytest
 
 from cli.main import run_command
 from tests.support.scenarios import small_scenario
-from tests.unit.test_experiment_compare import FIXED_KEYS
+from tests.unit.sim.test_experiment_compare import FIXED_KEYS
 
 
 @pytest.fixture

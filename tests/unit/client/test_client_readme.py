@@ -1,0 +1,29 @@
+"""The examples of the client's README run as they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.openai_server import WHOLE, WORDS, Server, running, stream
+
+README = Path(__file__).parents[3] / "client" / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_there_are_two_examples() -> None:
+    assert ["AsyncOpenAI" in example for example in EXAMPLES] == [False, True]
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["sdk", "openai"])
+async def test_example_prints_the_answer_and_its_qoe(index: int, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running(Server(stream(WHOLE))) as url:
+        code = EXAMPLES[index].replace("http://127.0.0.1:8000", url)
+        assert url in code
+        await asyncio.to_thread(exec, compile(code, README.name, "exec"), {})
+    output = capsys.readouterr().out
+    assert output.startswith("".join(WORDS))
+    assert re.search(r"QoE (1\.00|0\.\d\d)", output)

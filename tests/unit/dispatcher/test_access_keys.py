@@ -1,0 +1,233 @@
+"""Keys: what a file may hold, whom it lets in, and what a change of it does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.dispatcher.access.access import Access, Denial, Denied
+from services.dispatcher.access.grants import Grant, Tenant, TenantLimits, grant_of_tenant
+from services.dispatcher.access.key_ring import KeyRing
+from services.dispatcher.access.keys_file import read_keys
+from services.dispatcher.access.throttle import BURST, MAX_ADDRESSES, WrongKeyThrottle
+from services.dispatcher.config import DispatcherSettings
+from shared.addresses import check_reachable, is_own_address
+from shared.api_keys import KEY_PREFIX, Scope, Tier, hash_key, make_key
+from shared.errors import ConfigError, StartupError
+from shared.process.config import load
+
+KEY = "sk-sluice-of-a-test"
+FILE = f"""
+[tenants.acme]
+tier = "priority"
+requests_per_min = 60
+tokens_per_min = 1000
+max_concurrent = 4
+max_queued = 0
+
+[[keys]]
+sha256 = "{hash_key(KEY)}"
+tenant = "acme"
+scopes = ["infer", "metrics"]
+"""
+
+
+def write(folder: Path, text: str = FILE) -> Path:
+    path = folder / "keys.toml"
+    path.write_text(text)
+    return path
+
+
+def access(path: Path | None, key: str = "", now_s: float = 0.0) -> Access:
+    return Access(key, path, lambda: now_s)
+
+
+def test_a_key_is_random_and_its_digest_is_sha_256() -> None:
+    keys = {make_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key.startswith(KEY_PREFIX) and len(key) > 50 for key in keys)
+    assert hash_key("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_a_file_gives_each_key_its_tenant_scopes_tier_and_limits(tmp_path: Path) -> None:
+    grants = read_keys(write(tmp_path))
+    tenant = Tenant("acme", Tier.PRIORITY, TenantLimits(60, 1000, 4, 0))
+    assert grants == {hash_key(KEY): Grant(tenant, frozenset({Scope.INFER, Scope.METRICS}), "tenant:acme")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('tenant = "acme"', 'tenant = "acne"', "keys.0 belongs to 'acne', but there is no [tenants.acne]"),
+        ('"infer", "metrics"', '"root"', "wrong at 'keys.0.scopes.0': Input should be 'infer', 'batch', 'admin' or"),
+        ('"infer", "metrics"', "", "wrong at 'keys.0.scopes'"),
+        ("requests_per_min = 60", "requests_per_min = 0", "wrong at 'tenants.acme.requests_per_min'"),
+        ("requests_per_min = 60", 'requests_per_min = "60"', "wrong at 'tenants.acme.requests_per_min'"),
+        ("requests_per_min = 60", "request_per_min = 60", "wrong at 'tenants.acme.request_per_min'"),
+        ('tier = "priority"', 'tier = "gold"', "wrong at 'tenants.acme.tier'"),
+        (hash_key(KEY), KEY, "wrong at 'keys.0.sha256'"),
+        ("[tenants.acme]", '[tenants."a b"]', "'a b' is no name for a tenant"),
+        ("[[keys]]", "[keys]", "wrong at 'keys'"),
+        ("[tenants.acme]", "[tenants", "is wrong: "),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_the_place(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read_keys(write(tmp_path, FILE.replace(old, new)))
+    assert problem in str(refusal.value)
+    assert "sluice keys create" in str(refusal.value)
+    assert KEY not in str(refusal.value)
+
+
+def test_a_file_without_keys_or_with_a_key_twice_or_no_file_is_refused(tmp_path: Path) -> None:
+    twice = FILE + FILE[FILE.index("[[keys]]") :]
+    for text, problem in ((FILE[: FILE.index("[[keys]]")], "'keys'"), (twice, "keys.1 stands there twice")):
+        with pytest.raises(ConfigError) as refusal:
+            read_keys(write(tmp_path, text))
+        assert problem in str(refusal.value)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_keys(tmp_path / "nowhere")
+
+
+@given(st.lists(st.text(max_size=20), unique=True, max_size=20), st.text(max_size=20))
+def test_a_ring_finds_exactly_its_own_keys(keys: list[str], other: str) -> None:
+    grants = {hash_key(key): grant_of_tenant(Tenant(f"t{index}"), frozenset()) for index, key in enumerate(keys)}
+    ring = KeyRing(grants)
+    assert len(ring) == len(keys)
+    for index, key in enumerate(keys):
+        found = ring.find(key)
+        assert found is not None
+        assert found.tenant.name == f"t{index}"
+    assert (ring.find(other) is None) == (other not in keys)
+
+
+def test_keys_whose_digests_begin_alike_are_told_apart() -> None:
+    """No two keys with the same 8 digits are known; so a ring is asked for a key that is not the digest's."""
+    digest = hash_key(KEY)
+    near = digest[:-1] + ("0" if digest[-1] != "0" else "1")
+    ring = KeyRing({near: grant_of_tenant(Tenant("near"), frozenset())})
+    assert ring.find(KEY) is None
+    ring = KeyRing(
+        {near: grant_of_tenant(Tenant("near"), frozenset()), digest: grant_of_tenant(Tenant("own"), frozenset())}
+    )
+    found = ring.find(KEY)
+    assert found is not None
+    assert found.tenant.name == "own"
+
+
+def test_without_keys_everybody_comes_in_and_callers_are_kept_apart_by_their_header() -> None:
+    open_to_all = access(None)
+    assert not open_to_all.asks_for_keys
+    grants = [open_to_all.authenticate(header, "1.2.3.4") for header in ("", "Bearer a", "Basic x")]
+    assert [grant.identity for grant in grants if isinstance(grant, Grant)] == ["", "Bearer a", "Basic x"]
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", f"Basic {KEY}", KEY, f"Token {KEY}"])
+def test_a_request_without_a_bearer_key_is_denied(tmp_path: Path, header: str) -> None:
+    assert access(write(tmp_path)).authenticate(header, "1.2.3.4") == Denied(Denial.NO_KEY)
+
+
+@pytest.mark.parametrize(
+    "header", [f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer " + "x" * 10_000, f"Bearer {KEY} x"]
+)
+def test_a_wrong_key_is_denied(tmp_path: Path, header: str) -> None:
+    assert access(write(tmp_path)).authenticate(header, "1.2.3.4") == Denied(Denial.WRONG_KEY)
+
+
+@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"BEARER  {KEY} "])
+def test_the_right_key_is_let_in_as_its_tenant(tmp_path: Path, header: str) -> None:
+    grant = access(write(tmp_path)).authenticate(header, "1.2.3.4")
+    assert isinstance(grant, Grant)
+    assert grant.tenant.name == "acme"
+
+
+def test_one_key_of_the_settings_may_infer_and_read_metrics_also_beside_a_file(tmp_path: Path) -> None:
+    both = access(write(tmp_path), key="k" * 16)
+    names = []
+    for key in ("k" * 16, KEY):
+        grant = both.authenticate(f"Bearer {key}", "1.2.3.4")
+        assert isinstance(grant, Grant)
+        assert grant.scopes == {Scope.INFER, Scope.METRICS}
+        names.append(grant.tenant.name)
+    assert names == ["default", "acme"]
+
+
+def test_many_wrong_keys_from_one_address_are_throttled_and_right_ones_and_other_addresses_never(
+    tmp_path: Path,
+) -> None:
+    """1 000 within a second: the burst is answered, and one more each second after it."""
+    now_s = 0.0
+    guarded = Access("", write(tmp_path), lambda: now_s)
+    outcomes = []
+    for index in range(1000):
+        now_s = index / 1000
+        outcomes.append(guarded.authenticate("Bearer wrong", "1.2.3.4"))
+        assert isinstance(guarded.authenticate(f"Bearer {KEY}", "1.2.3.4"), Grant)
+    wrong = [outcome for outcome in outcomes if outcome == Denied(Denial.WRONG_KEY)]
+    throttled = [outcome for outcome in outcomes if isinstance(outcome, Denied) and outcome.wait_s]
+    assert len(wrong) == BURST
+    assert len(throttled) == 1000 - BURST
+    assert outcomes.index(throttled[0]) == BURST
+    assert all(outcome.reason is Denial.TOO_MANY_WRONG_KEYS and outcome.wait_s <= 1 for outcome in throttled)
+    assert guarded.authenticate("Bearer wrong", "1.2.3.5") == Denied(Denial.WRONG_KEY)
+    now_s += throttled[-1].wait_s
+    assert guarded.authenticate("Bearer wrong", "1.2.3.4") == Denied(Denial.WRONG_KEY)
+
+
+def test_a_network_of_ipv6_counts_as_one_address_and_memory_is_bounded() -> None:
+    throttle = WrongKeyThrottle()
+    waits = [throttle.note(f"2001:db8::{index:x}", 0.0) for index in range(BURST + 1)]
+    assert [wait > 0 for wait in waits] == [False] * BURST + [True]
+    assert throttle.note("2001:db8:0:1::1", 0.0) == 0.0
+    for index in range(MAX_ADDRESSES + 10):
+        throttle.note(f"10.{index // 65536}.{index // 256 % 256}.{index % 256}", 1.0)
+    assert len(throttle) == MAX_ADDRESSES
+    assert throttle.note("unix", 1.0) == 0.0
+
+
+async def test_a_changed_file_takes_effect_and_a_wrong_one_changes_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    guarded = access(path)
+    assert not await guarded.reload()
+    other = "sk-sluice-another"
+    write(tmp_path, FILE.replace(hash_key(KEY), hash_key(other)))
+    os.utime(path, (1, 1))
+    assert await guarded.reload()
+    assert isinstance(guarded.authenticate(f"Bearer {other}", "a"), Grant)
+    assert guarded.authenticate(f"Bearer {KEY}", "a") == Denied(Denial.WRONG_KEY)
+    for text in ("broken [", None):
+        path.unlink() if text is None else path.write_text(text)
+        assert not await guarded.reload()
+        assert isinstance(guarded.authenticate(f"Bearer {other}", "a"), Grant)
+    write(tmp_path)
+    assert await guarded.reload()
+    assert isinstance(guarded.authenticate(f"Bearer {KEY}", "a"), Grant)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_an_address_that_others_reach_needs_a_key_or_somebody_who_says_that_it_does_not(host: str) -> None:
+    with pytest.raises(StartupError) as refusal:
+        check_reachable(host, has_keys=False, allow_no_key=False)
+    assert "--api-keys-file" in str(refusal.value)
+    assert "--allow-no-key" in str(refusal.value)
+    check_reachable(host, has_keys=True, allow_no_key=False)
+    check_reachable(host, has_keys=False, allow_no_key=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_this_machines_own_address_needs_none(host: str) -> None:
+    check_reachable(host, has_keys=False, allow_no_key=False)
+
+
+def test_the_dispatcher_in_compose_says_that_its_address_is_guarded() -> None:
+    """Its container listens on every address; what the host publishes is checked in test_compose."""
+    compose = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())
+    _, *flags = compose["services"]["dispatcher"]["command"]
+    settings = load(DispatcherSettings, "dispatcher", flags, {})
+    assert not is_own_address(settings.host)
+    check_reachable(settings.host, has_keys=settings.has_keys, allow_no_key=settings.allow_no_key)

@@ -1,0 +1,178 @@
+"""Comparisons: how much of a gap is closed, several seeds, the table."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.experiment.compare import compare, gaps_closed, to_json
+from sim.experiment.plan import plan_instances
+from sim.experiment.report import render
+from sim.experiment.series import best_median, cdf, slo_violations, windowed_tokens_per_s, windowed_ttft_s
+from sim.experiment.summary import Summary, SystemFacts, summarise
+from tests.unit.sim.test_experiment_records import record
+
+FIXED_KEYS = [
+    "requests", "completed", "refused", "ttft_s", "tpot_s", "qoe", "slo", "throughput_tokens_per_s", "kv_peak_ratio",
+    "demand_over_capacity_peak", "preemptions", "stall_s", "stall_at_drops_s", "stall_at_restores_s", "bubble_ratio",
+    "drops", "restores", "grouped_ratio", "migrations", "gpus_peak", "gpu_seconds",
+]  # fmt: skip
+
+
+def figures(ttft_p99: float | None, qoe_mean: float | None) -> Summary:
+    return {"ttft_s": {"p99": ttft_p99}, "qoe": {"mean": qoe_mean}}
+
+
+def closed(baseline: Summary, system: Summary, oracle: Summary) -> dict[str, float | None]:
+    return gaps_closed({"base": baseline, "mine": system, "oracle": oracle})["mine"]
+
+
+@given(st.floats(1.5, 1e3), st.floats(0, 1), st.floats(0.02, 0.9), st.floats(0, 1))
+def test_the_gap_closed_is_the_share_of_the_way_to_the_oracle(
+    factor: float, way: float, qoe_gap: float, qoe_way: float
+) -> None:
+    """With the oracle at 1 s and QoE q + gap: a system a share of the way there closed just that share."""
+    baseline, oracle = figures(factor + 1e-9, 0.1), figures(1.0, 0.1 + qoe_gap + 1e-9)
+    mine = figures(factor + way * (1 - factor), 0.1 + qoe_way * qoe_gap)
+    gap = closed(baseline, mine, oracle)
+    assert gap["ttft_p99"] == pytest.approx(way, abs=1e-6)
+    assert gap["qoe_mean"] == pytest.approx(qoe_way, abs=1e-6)
+
+
+def test_the_baseline_closed_nothing_and_the_oracle_all() -> None:
+    gaps = gaps_closed({"base": figures(9.0, 0.5), "oracle": figures(1.0, 1.0)})
+    assert gaps == {"base": {"ttft_p99": 0.0, "qoe_mean": 0.0}, "oracle": {"ttft_p99": 1.0, "qoe_mean": 1.0}}
+
+
+def test_a_system_that_is_worse_than_the_baseline_closed_less_than_nothing() -> None:
+    gap = closed(figures(3.0, 0.5), figures(5.0, 0.4), figures(1.0, 1.0))
+    assert gap == {"ttft_p99": -1.0, "qoe_mean": pytest.approx(-0.2)}
+
+
+@pytest.mark.parametrize(
+    ("baseline_s", "oracle_s", "is_null"), [(1.49, 1.0, True), (1.5, 1.0, False), (1.0, 1.0, True), (0.0, 0.0, True)]
+)
+def test_there_is_no_ratio_of_a_ttft_gap_below_a_factor_of_one_and_a_half(
+    baseline_s: float, oracle_s: float, *, is_null: bool
+) -> None:
+    gap = closed(figures(baseline_s, 0.0), figures(1.2, 0.0), figures(oracle_s, 1.0))
+    assert (gap["ttft_p99"] is None) is is_null
+    assert gap["qoe_mean"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("baseline", "oracle", "is_null"), [(0.971, 0.99, True), (0.97, 0.99, False), (1.0, 0.9, True)]
+)
+def test_there_is_no_ratio_of_a_qoe_gap_below_two_hundredths(baseline: float, oracle: float, *, is_null: bool) -> None:
+    gap = closed(figures(9.0, baseline), figures(1.0, 0.98), figures(1.0, oracle))
+    assert (gap["qoe_mean"] is None) is is_null
+    assert gap["ttft_p99"] == 1.0
+
+
+def test_without_the_oracle_or_without_figures_there_is_no_gap() -> None:
+    nothing = {"ttft_p99": None, "qoe_mean": None}
+    assert gaps_closed({"base": figures(9.0, 0.1), "mine": figures(1.0, 0.9)}) == {"base": nothing, "mine": nothing}
+    assert closed(figures(None, None), figures(1.0, 0.9), figures(1.0, 1.0)) == nothing
+    assert closed(figures(9.0, 0.1), figures(None, None), figures(1.0, 1.0)) == nothing
+
+
+def run_of(delay_s: float, preemptions: int) -> Summary:
+    return summarise(record([[delay_s, 0.2], [delay_s, 0.2]]), SystemFacts(preemptions=preemptions, gpus_peak=8))
+
+
+def test_a_comparison_has_the_keys_that_its_readers_know() -> None:
+    runs = {3: {"fcfs": run_of(4.0, 9), "oracle": run_of(1.0, 0)}}
+    comparison = compare({"name": "x"}, runs)
+    assert list(comparison) == ["scenario", "seeds", "systems", "gap_closed"]
+    for summary in comparison["systems"].values():
+        assert list(summary) == FIXED_KEYS
+    assert comparison["systems"] == runs[3]
+    assert json.loads(to_json(comparison)) == comparison
+
+
+def test_several_seeds_give_means_with_their_range() -> None:
+    runs = {1: {"fcfs": run_of(4.0, 10)}, 2: {"fcfs": run_of(6.0, 20)}}
+    comparison = compare({}, runs)
+    assert comparison["systems"]["fcfs"]["ttft_s"]["p50"] == 5.0
+    assert comparison["systems"]["fcfs"]["preemptions"] == 15.0
+    assert comparison["systems"]["fcfs"]["gpus_peak"] == 8
+    assert comparison["range"]["fcfs"]["ttft_s"]["p50"] == [4.0, 6.0]
+    assert comparison["range"]["fcfs"]["kv_peak_ratio"] is None
+    assert [each["systems"]["fcfs"] for each in comparison["per_seed"].values()] == [runs[1]["fcfs"], runs[2]["fcfs"]]
+
+
+def test_the_gap_of_several_seeds_is_that_of_their_means() -> None:
+    """Baseline 4 and 8 s, oracle 1 s: of a mean of 6 s, a system at 1 and 6 s closed (6 - 3.5) / (6 - 1)."""
+    runs = {
+        1: {"fcfs": run_of(4.0, 0), "mine": run_of(1.0, 0), "oracle": run_of(1.0, 0)},
+        2: {"fcfs": run_of(8.0, 0), "mine": run_of(6.0, 0), "oracle": run_of(1.0, 0)},
+    }
+    assert compare({}, runs)["gap_closed"]["mine"]["ttft_p99"] == pytest.approx(0.5)
+
+
+def test_the_table_shows_factors_beside_the_figures() -> None:
+    text = render(compare({}, {1: {"fcfs": run_of(4.0, 9), "oracle": run_of(1.0, 0)}}))
+    rows = {line[:24].strip(): line.split() for line in text.splitlines()}
+    assert rows["TTFT p99"][-5:] == ["4.00", "s", "1.00", "s", "×0.25"]
+    assert rows["gap closed: TTFT p99"][-4:] == ["0.0", "%", "100.0", "%"]
+    assert "migrations" not in text
+    assert "in time: TTFT" not in text
+
+
+def test_a_single_system_has_no_factors() -> None:
+    text = render(compare({}, {1: {"vllm": run_of(4.0, 9)}}))
+    assert "×" not in text
+    assert "gap" not in text
+
+
+@given(st.integers(1, 200), st.integers(1, 130))
+def test_planning_finds_the_least_number_that_suffices(needed: int, limit: int) -> None:
+    tried: list[int] = []
+
+    def probe(count: int) -> float:
+        tried.append(count)
+        return 1.0 if count >= needed else count / (needed + 1)
+
+    plan = plan_instances(probe, 0.999, limit)
+    assert len(tried) == len(set(tried)) <= 2 * limit.bit_length() + 1
+    assert max(tried) <= limit
+    if needed > limit:
+        assert plan.num_instances is None
+        assert limit in plan.shares
+        return
+    assert plan.num_instances == needed
+    assert plan.share == 1.0
+    assert plan.share_below == (None if needed == 1 else (needed - 1) / (needed + 1))
+
+
+def test_curves_over_time_count_every_request_and_token_once() -> None:
+    records = record([[1.0, 0.5], [2.0, 1.0], []], [0.0, 9.0, 9.5])
+    middles, means = windowed_ttft_s(records, 5.0)
+    assert middles.tolist() == [2.5, 7.5]
+    assert means.tolist() == [1.0, 2.0]
+    middles, rates = windowed_tokens_per_s(records, 5.0)
+    assert (rates * 5).tolist() == [2, 0, 2]
+
+
+def test_a_distribution_ends_at_one_and_ignores_what_is_missing() -> None:
+    values, shares = cdf(np.array([3.0, np.nan, 1.0]))
+    assert values.tolist() == [1.0, 3.0]
+    assert shares.tolist() == [0.5, 1.0]
+
+
+def test_a_request_without_an_answer_misses_every_slo() -> None:
+    values = np.array([1.0, 2.0, np.nan, 4.0])
+    assert slo_violations(values, np.array([0.5, 2.0, 100.0])).tolist() == [1.0, 0.5, 0.25]
+    assert best_median({"a": values, "b": np.array([np.nan]), "c": np.array([1.5])}) == 1.5
+    assert best_median({"b": np.array([np.nan])}) is None
+
+
+def test_json_refuses_what_is_no_number() -> None:
+    broken: dict[str, Any] = {"a": float("nan")}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json(broken)

@@ -1,0 +1,150 @@
+"""Systems by name: which exist, which run live, and what a worker needs for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker.config import ExecutorKind, WorkerSettings
+from services.worker.load import check_start, load_executor
+from services.worker.scheduling.registry import SCHEDULERS
+from shared.errors import StartupError
+from shared.systems import (
+    PLANNED_SYSTEMS,
+    SYSTEMS,
+    KvExchange,
+    Memory,
+    Preemption,
+    UnknownSystemError,
+    find_live_system,
+    find_system,
+)
+from tests.support.checkpoints import CheckpointShape, stored_checkpoint
+
+KUNSERVE = ["kunserve", "kunserve-v1", "kunserve-v2"]
+
+
+def settings(system: str, **changes: Any) -> WorkerSettings:
+    """A worker with a modelled device."""
+    folder: Path = stored_checkpoint(CheckpointShape())[0]
+    defaults = {"memory": 2**20, "host_memory": 2**18, "executor": ExecutorKind.MODELLED}
+    defaults |= {"nats_user": "worker", "nats_password": "a password of workers"}
+    return WorkerSettings(instance_id="w0", model=folder, system=system, **{**defaults, **changes})
+
+
+def test_names_are_built_or_planned_but_not_both() -> None:
+    plain = {"fcfs", "fcfs-chunked", "fcfs-pp", "round-robin", "swap", "oracle"}
+    assert set(SYSTEMS) == {*plain, "kunserve", "kunserve-v1", "kunserve-v2"}
+    assert not set(SYSTEMS) & set(PLANNED_SYSTEMS)
+    assert all(name == system.name for name, system in SYSTEMS.items())
+    assert set(SCHEDULERS) == {system.scheduler for system in SYSTEMS.values()}
+
+
+def test_only_the_oracle_has_memory_without_end_and_it_runs_nowhere_live() -> None:
+    unlimited = [name for name, system in SYSTEMS.items() if system.memory is Memory.UNLIMITED]
+    assert unlimited == ["oracle"]
+    assert find_system("oracle").memory is Memory.UNLIMITED
+    with pytest.raises(UnknownSystemError, match=r"in the simulator only; live there are: fcfs, .*swap, kunserve, "):
+        find_live_system("oracle")
+    for name in sorted(set(SYSTEMS) - {"oracle"}):
+        assert find_live_system(name) is SYSTEMS[name]
+    with pytest.raises(UnknownSystemError, match="system 'bros' is not built yet"):
+        find_live_system("bros")
+
+
+def test_the_static_pipeline_is_fcfs_in_two_stages() -> None:
+    assert replace(SYSTEMS["fcfs-pp"], name="fcfs", num_stages=1) == SYSTEMS["fcfs"]
+    assert SYSTEMS["fcfs-pp"].num_stages == 2
+    assert [name for name, system in SYSTEMS.items() if system.forms_groups] == ["fcfs-pp", *KUNSERVE]
+
+
+def test_kunserve_differs_from_what_it_is_compared_with_in_dropping_and_in_what_groups_are_scheduled_by() -> None:
+    """With one lane `lookahead` is `chunked`, decision for decision (test_policy_lookahead.py)."""
+    assert [name for name, system in SYSTEMS.items() if system.drops] == KUNSERVE
+    plain = replace(SYSTEMS["kunserve-v2"], name="fcfs-chunked", drops=False, scheduler="chunked")
+    assert plain == SYSTEMS["fcfs-chunked"]
+    assert SYSTEMS["kunserve"].scheduler == "lookahead"
+
+
+def test_the_papers_versions_have_one_mode_of_exchange_each_and_kunserve_chooses() -> None:
+    assert [SYSTEMS[name].exchange for name in KUNSERVE] == ["by-price", "live", "coordinated"]
+    assert replace(SYSTEMS["kunserve"], name="kunserve-v2", exchange=KvExchange.COORDINATED) == SYSTEMS["kunserve-v2"]
+
+
+def test_the_oracle_differs_from_what_it_is_compared_with_in_memory_alone() -> None:
+    oracle, plain, swap = (SYSTEMS[name] for name in ("oracle", "fcfs-chunked", "swap"))
+    assert (oracle.scheduler, oracle.placement) == (plain.scheduler, plain.placement)
+    assert (swap.scheduler, swap.placement) == (plain.scheduler, plain.placement)
+    assert swap.preemption is Preemption.SWAP
+
+
+def test_a_live_worker_refuses_the_oracle_by_name() -> None:
+    with pytest.raises(StartupError, match="system 'oracle' has unlimited KV memory"):
+        check_start(settings("oracle"))
+
+
+def test_a_bound_on_blocks_is_refused_where_parameters_are_dropped_for_more() -> None:
+    for name, system in SYSTEMS.items():
+        if name not in {"oracle", "fcfs-pp"} and not system.drops:
+            check_start(settings(name, max_blocks=4))
+    with pytest.raises(StartupError, match="but system 'kunserve' drops parameters for more"):
+        check_start(settings("kunserve", max_blocks=4))
+    check_start(settings("kunserve"))
+
+
+@pytest.mark.parametrize(
+    ("login", "reason"),
+    [
+        ({}, "which is not set. Set SLUICE_WORKER_NATS_USER and _NATS_PASSWORD_FILE"),
+        ({"nats_user": "worker", "nats_password": "short"}, "which has 5 bytes, fewer than 16"),
+        ({"nats_url": "nats://worker:p%40ss@h:4222"}, "which has 4 bytes, fewer than 16"),
+    ],
+)
+def test_a_worker_that_others_cannot_know_does_not_start(login: dict[str, str], reason: str) -> None:
+    given = {"executor": ExecutorKind.TORCH, "nats_user": "", "nats_password": "", **login}
+    with pytest.raises(StartupError, match="know each other by their password at the broker") as caught:
+        check_start(settings("kunserve", **given))
+    assert reason in str(caught.value)
+    assert "p@ss" not in str(caught.value)
+    check_start(settings("fcfs-chunked", **given))
+    in_url = {**given, "nats_user": "", "nats_url": "nats://worker:a%20password%20of%20workers@h:4222,nats://i:4222"}
+    check_start(settings("kunserve", **in_url))
+    assert settings("kunserve", **in_url).nats_login() == ("worker", "a password of workers")
+
+
+async def test_a_worker_takes_host_memory_only_where_the_system_swaps() -> None:
+    """2 layers · 2 (keys, values) · 2 heads · 16 dimensions · 4 bytes · 16 slots are 8 192 bytes; 25 GB/s."""
+    loaded = {
+        name: await load_executor(settings(name), check_start(settings(name)), lambda _done, _what: None)
+        for name in ("swap", "fcfs-chunked")
+    }
+    assert loaded["fcfs-chunked"].executor.capacity.host is None
+    host = loaded["swap"].executor.capacity.host
+    assert host is not None
+    assert (host.num_blocks, host.block_bytes) == (2**18 // 8192, 8192)
+    assert host.block_copy_s == pytest.approx(8192 / 25e9)
+    assert loaded["swap"].model.cost.token_s > 0
+
+
+@pytest.mark.parametrize("kind", [ExecutorKind.MODELLED, ExecutorKind.TORCH])
+@pytest.mark.parametrize("system", ["fcfs-chunked", "kunserve"])
+@pytest.mark.parametrize("overlap", [None, False, True])
+async def test_a_worker_overlaps_its_steps_if_it_is_told_to(
+    kind: ExecutorKind, system: str, *, overlap: bool | None
+) -> None:
+    """By itself only where the device computes beside the host, as the CPU does not."""
+    chosen = settings(system, executor=kind, overlap=overlap, memory=2**25, page_bytes=2**16)
+    loaded = await load_executor(chosen, check_start(chosen), lambda _done, _what: None)
+    assert (loaded.executor.depth, loaded.executor.num_lanes) == (2 if overlap else 1, 1)
+    if loaded.device is not None:
+        await loaded.device.close()
+    await loaded.executor.close()
+
+
+async def test_too_little_host_memory_is_refused_by_name() -> None:
+    small = settings("swap", host_memory=8191)
+    with pytest.raises(StartupError, match="host_memory holds no KV block of 8192 bytes"):
+        await load_executor(small, check_start(small), lambda _done, _what: None)
