@@ -1,4 +1,4 @@
-"""Workers that keep the promises of `shared.messages.plan`, with a real planner and a real monitor, in virtual time.
+"""Workers that keep the promises of `shared.messages.plan`, with a real planner and a real monitor.
 
 They have no model: layers, groups and loads are numbers. What they heard and said is written down, and `check` holds it
 to the laws of the protocol.
@@ -7,10 +7,11 @@ to the laws of the protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -20,7 +21,7 @@ from services.planner.config import PlannerSettings
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ModelFacts
 from shared.ids import Incarnation, WorkerId
-from shared.layers import LayerRange
+from shared.layers import LayerRange, check_tiling
 from shared.messages.event import Event
 from shared.messages.plan import (
     PLAN_KEY,
@@ -43,7 +44,6 @@ from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceIn
 from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
-from sim.virtual_time import run
 from tests.support.drop_builders import make_model
 
 SUBJECTS = Subjects()
@@ -52,6 +52,8 @@ MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
 NUM_PAGES = 224
 GROUP_LIMIT_S = 1.0
 """In which the members of a group must have met."""
+Faults = Callable[[Delivery], tuple[float, ...]]
+"""What becomes of a message: when each of its copies arrives."""
 _QUESTION: TypeAdapter[PlanMessage] = TypeAdapter(Annotated[PlanMessage, Field(discriminator="kind")])
 
 
@@ -309,6 +311,8 @@ class PlanWorker:
         prepared, self.prepared = self.prepared, None
         if prepared is not None and isinstance(prepared.step, LoadBeside) and self.resident is None:
             self.limit = None
+        if any(self.cluster.workers[name].group != self.group for name in self.group):
+            self.become_whole()  # others of its group went on without it
 
     async def _commit(self, prepared: _Prepared) -> PlanState:
         change: asyncio.Future[PlanState] = asyncio.get_running_loop().create_future()
@@ -370,7 +374,7 @@ class PlanCluster:
         self,
         num_workers: int,
         settings: PlannerSettings,
-        deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
+        deliver: Faults | None = None,
         *,
         loads_beside: bool = False,
     ) -> None:
@@ -427,6 +431,30 @@ class PlanCluster:
         self.planners[name].launch()
         return self.planners[name]
 
+    async def burst(
+        self, *names: str, after_s: float = 1.0, queued: int = 3, demanded: int = 2, until_groups: int = 0
+    ) -> PlannerNode:
+        """Start a planner, and after a while let these workers run short; return when there are so many groups."""
+        node = self.start_planner()
+        await asyncio.sleep(after_s)
+        for name in names:
+            await self.strain(name, queued, demanded)
+        if until_groups:
+            await self.until(lambda: len(self.groups()) == until_groups)
+        return node
+
+    async def ask(self, verb: str, fields: Any = None, timeout_s: float = 30) -> Any:
+        """Ask the planner by hand; return what it answers."""
+        data = b"" if fields is None else json.dumps(fields).encode()
+        return json.loads(await self.bus.request(SUBJECTS.admin("planner", "p", verb), data, timeout_s=timeout_s))
+
+    async def until(self, is_so: Callable[[], bool], limit_s: float = 120.0) -> float:
+        """Return soon after something is so, with the time that it is then."""
+        async with asyncio.timeout(limit_s):
+            while not is_so():
+                await asyncio.sleep(0.02)
+        return _now_s()
+
     async def close(self) -> None:
         """End everything."""
         for planner in self.planners.values():
@@ -478,6 +506,24 @@ class PlanCluster:
         """Names of the planner's events."""
         return [name for _, name, _ in self.events if name.startswith(prefix)]
 
+    def reasons(self, name: str, word: str = "") -> list[str]:
+        """Reasons of the events of this name that have the word in them."""
+        return [reason for _, event, reason in self.events if event == name and word in reason]
+
+    def times(self, name: str) -> list[float]:
+        """When the events of this name were told."""
+        return [at_s for at_s, event, _ in self.events if event == name]
+
+    @property
+    def committed(self) -> list[Plan]:
+        """Plans that workers were told to carry out."""
+        return [plan for plan in self.plans if plan.phase is PlanPhase.COMMITTING]
+
+    @property
+    def levers(self) -> list[str]:
+        """Their levers, in order."""
+        return [plan.lever for plan in self.committed]
+
     def groups(self) -> list[tuple[str, ...]]:
         """The groups of living workers, by their leaders."""
         return [w.group for w in self.workers.values() if w.is_alive and w.group and w.group[0] == w.worker_id]
@@ -514,12 +560,10 @@ class PlanCluster:
         assert all(later > earlier for earlier, later in pairwise(epochs)), epochs
         for plan in self.plans:
             for step in plan.steps:
-                reached = 0
-                for stage in step.stages if isinstance(step, FormGroup) else ():
-                    assert stage.held[0] <= stage.layers[0] < stage.layers[1] <= stage.held[1], "it would have to load"
-                    assert stage.layers[0] == reached, "layers are missing"
-                    reached = stage.layers[1]
-                assert reached == MODEL.num_layers or not isinstance(step, FormGroup)
+                if isinstance(step, FormGroup):
+                    check_tiling([LayerRange(*stage.layers) for stage in step.stages], MODEL.num_layers)
+                    for stage in step.stages:
+                        assert LayerRange(*stage.held).covers(LayerRange(*stage.layers)), "it would have to load"
 
     def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
         heard = [each for each in self.heard if each.plan_id == plan_id]
@@ -555,32 +599,6 @@ class PlanCluster:
             members = [self.workers[name] for name in worker.group]
             assert all(member.group == worker.group for member in members), "members disagree"
             assert [member.layers.first for member in members] == [0, *(m.layers.end for m in members[:-1])]
-
-
-def settings(**changes: object) -> PlannerSettings:
-    """A planner that drops."""
-    return PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **changes})
-
-
-def in_cluster(
-    test: Callable[[PlanCluster], Awaitable[None]],
-    num_workers: int = 4,
-    planner: PlannerSettings | None = None,
-    deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
-    *,
-    loads_beside: bool = False,
-) -> PlanCluster:
-    """Run a test in virtual time, in a cluster whose workers are ready and whose planner is not started."""
-
-    async def main() -> PlanCluster:
-        cluster = PlanCluster(num_workers, planner or settings(), deliver, loads_beside=loads_beside)
-        await cluster.start()
-        await asyncio.sleep(2)
-        await test(cluster)
-        await cluster.close()
-        return cluster
-
-    return run(main())
 
 
 def _elastic(model: ModelFacts) -> ElasticFacts:

@@ -10,7 +10,8 @@ from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.groups.command import ask_planner, describe
 from shared.subjects import Subjects
 from shared.transport.bus import Endpoint, Message, ServiceInfo
-from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster
+from tests.support.plan_cluster import in_cluster
+from tests.support.plan_workers import SUBJECTS, PlanCluster
 
 
 def test_a_drop_and_a_restore_are_told_in_one_line() -> None:

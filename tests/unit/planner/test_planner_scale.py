@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,8 @@ from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.scale_signal import ScaleParams, ScaleSignal, ScaleWish
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance
-from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
+from tests.support.plan_cluster import clustered
+from tests.support.plan_workers import PlanCluster
 
 PARAMS = ScaleParams(max_instances=10, wait_s=5.0, window_s=30.0, hold_s=60.0)
 CALM = Decision(NO_LEVER, Situation.CALM, "calm")
@@ -321,93 +321,70 @@ def test_limits_that_cannot_be_are_refused() -> None:
 # --- the planner tells it --------------------------------------------------------------------------------------------
 
 
-async def _answer(cluster: PlanCluster) -> dict[str, Any]:
-    data = await cluster.bus.request(SUBJECTS.admin("planner", "p", "plan"), b"", timeout_s=5)
-    answer: dict[str, Any] = json.loads(data)
-    return answer
+async def wanted_by(cluster: PlanCluster, expected: int | None) -> None:
+    """Check what the planner says is wanted."""
+    answer = await cluster.ask("plan")
+    assert answer["instances_wanted"] == expected
+    assert ("416 tokens of KV are lacking" in answer["instances_reason"]) == (expected is not None)
 
 
-async def _told(cluster: PlanCluster, name: str, times: int) -> float:
-    async with asyncio.timeout(120):
-        while len(cluster.names(name)) < times:
-            await asyncio.sleep(0.05)
-    return asyncio.get_running_loop().time()
+async def told(cluster: PlanCluster, name: str, times: int) -> float:
+    return await cluster.until(lambda: len(cluster.names(name)) >= times)
 
 
-def test_people_hear_what_is_wanted_and_that_it_is_no_more_each_time_anew() -> None:
+@clustered(2, max_instances=8, scale_hold_s=5.0, cooldown_s=0)
+async def test_people_hear_what_is_wanted_and_that_it_is_no_more_each_time_anew(cluster: PlanCluster) -> None:
     """Two of 10 blocks, 50 wanted at one: 40 too many, a drop gains 4, 10 are free. 26 x 16 tokens: 3 of 160."""
-
-    async def bursts(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(1.3)
-        for number in (1, 2):
-            assert (await _answer(cluster))["instances_wanted"] is None
-            await cluster.strain("w0", queued=5, demanded=40)
-            await _told(cluster, "instances_wanted", number)
-            answer = await _answer(cluster)
-            assert answer["instances_wanted"] == 5
-            assert "416 tokens of KV are lacking" in answer["instances_reason"]
-            await asyncio.sleep(8)
-            cluster.relax(0)
-            began_s = asyncio.get_running_loop().time()
-            ended_s = await _told(cluster, "instances_suffice", number)
-            assert 5.0 <= ended_s - began_s < 7.0
-            async with asyncio.timeout(60):
-                while cluster.groups():
-                    await asyncio.sleep(0.05)
-
-    cluster = in_cluster(bursts, 2, settings(max_instances=8, scale_hold_s=5.0, cooldown_s=0))
-    cluster.check()
-    told = [reason for _, name, reason in cluster.events if name.startswith("instances_")]
-    assert len(told) == 4, "once each"
-    assert "not satisfiable, gained 64 of 640" in told[0]
-    assert "5 instances are wanted, there are 2" in told[2]
-    assert told[1].endswith("5 instances are no longer wanted: demand fits those that there were")
-
-
-def test_nobody_is_asked_for_by_default() -> None:
-    async def burst(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(1.3)
+    await cluster.burst(after_s=1.3)
+    for number in (1, 2):
+        await wanted_by(cluster, None)
         await cluster.strain("w0", queued=5, demanded=40)
-        await asyncio.sleep(10)
-        assert (await _answer(cluster))["instances_wanted"] is None
+        await told(cluster, "instances_wanted", number)
+        await wanted_by(cluster, 5)
+        await asyncio.sleep(8)
+        cluster.relax(0)
+        began_s = asyncio.get_running_loop().time()
+        assert 5.0 <= await told(cluster, "instances_suffice", number) - began_s < 7.0
+        await cluster.until(lambda: not cluster.groups())
+    await asyncio.sleep(0.1)
+    said = [reason for _, name, reason in cluster.events if name.startswith("instances_")]
+    assert len(said) == 4, "once each"
+    assert "not satisfiable, gained 64 of 640" in said[0]
+    assert "5 instances are wanted, there are 2" in said[2]
+    assert said[1].endswith("5 instances are no longer wanted: demand fits those that there were")
 
-    cluster = in_cluster(burst, 2)
+
+@clustered(2)
+async def test_nobody_is_asked_for_by_default(cluster: PlanCluster) -> None:
+    await cluster.burst("w0", after_s=1.3, queued=5, demanded=40)
+    await asyncio.sleep(10)
+    await wanted_by(cluster, None)
     assert cluster.names("plan_done")
     assert cluster.names("instances_") == []
 
 
-def test_a_planner_that_takes_over_goes_on_with_what_was_wanted() -> None:
+@clustered(2, max_instances=8, scale_hold_s=5.0, cooldown_s=0)
+async def test_a_planner_that_takes_over_goes_on_with_what_was_wanted(cluster: PlanCluster) -> None:
     """Nobody is told twice, or that it is no more although it is; the new one takes it back when demand fits."""
-
-    async def burst(cluster: PlanCluster) -> None:
-        planner = cluster.start_planner()
-        await asyncio.sleep(1.3)
-        await cluster.strain("w0", queued=5, demanded=40)
-        await _told(cluster, "instances_wanted", 1)
-        await asyncio.sleep(8)
-        planner.kill(None)
-        cluster.relax(0)
-        await asyncio.sleep(1)
-        cluster.start_planner()
-        await asyncio.sleep(2)
-        answer = await _answer(cluster)
-        assert answer["instances_wanted"] == 5
-        assert "416 tokens of KV are lacking" in answer["instances_reason"]
-        wanted = cluster.plan.wanted
-        assert wanted is not None
-        assert (wanted.num_instances, wanted.num_before, wanted.lacking_tokens) == (5, 2, 416)
-        assert len(cluster.names("instances_")) == 1
-        await _told(cluster, "instances_suffice", 1)
-        assert cluster.plan.wanted is None
-        planner = cluster.start_planner()
-        planner.kill(None)
-        cluster.start_planner()
-        await asyncio.sleep(3)
-        assert (await _answer(cluster))["instances_wanted"] is None
-
-    cluster = in_cluster(burst, 2, settings(max_instances=8, scale_hold_s=5.0, cooldown_s=0))
+    planner = await cluster.burst("w0", after_s=1.3, queued=5, demanded=40)
+    await told(cluster, "instances_wanted", 1)
+    await asyncio.sleep(8)
+    planner.kill(None)
+    cluster.relax(0)
+    await asyncio.sleep(1)
+    cluster.start_planner()
+    await asyncio.sleep(2)
+    await wanted_by(cluster, 5)
+    wanted = cluster.plan.wanted
+    assert wanted is not None
+    assert (wanted.num_instances, wanted.num_before, wanted.lacking_tokens) == (5, 2, 416)
+    assert len(cluster.names("instances_")) == 1
+    await told(cluster, "instances_suffice", 1)
+    assert cluster.plan.wanted is None
+    cluster.start_planner().kill(None)
+    cluster.start_planner()
+    await asyncio.sleep(3)
+    await wanted_by(cluster, None)
     assert cluster.names("instances_") == ["instances_wanted", "instances_suffice"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.policy.levers.ladder import ClusterSnapshot, Lever, Offer
+from services.planner.policy.levers.ladder import Lever
 from services.planner.service import Planner, build_planner
 from shared.errors import StartupError
 from shared.ids import WorkerId
@@ -25,6 +24,7 @@ from shared.transport.bus import BusError, KeyValue, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
+from tests.support.levers import FakeLever
 
 SUBJECTS = Subjects()
 
@@ -169,15 +169,6 @@ def test_a_view_of_unknown_age_is_not_acted_upon() -> None:
         await asyncio.sleep(1)
 
     assert [reason.split(":")[1] for _, name, reason in in_room(leftover).events if name == "plan_none"] == [" blind"]
-
-
-@dataclass(frozen=True)
-class FakeLever:
-    name: str = "preempt"
-    is_standing: bool = False
-
-    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
-        return Offer(0.1, f"frees what {len(snapshot.workers)} workers lack")
 
 
 def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_under_another() -> None:
