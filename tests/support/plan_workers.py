@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any
@@ -38,13 +39,14 @@ from shared.messages.plan import (
     Step,
     UnloadBeside,
 )
-from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
 from tests.support.drop_builders import make_model
+from tests.support.statuses import make_elastic
 
 SUBJECTS = Subjects()
 MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
@@ -160,8 +162,7 @@ class PlanWorker:
         return self._num_blocks(self.resident) if self.ahead is None else self.ahead
 
     def _num_blocks(self, resident: LayerRange | None) -> int:
-        blocks = CapacityRule(self.model).blocks(self.layers, NUM_PAGES, resident=resident)
-        return max(blocks - self.lacks_blocks, 0)
+        return max(CapacityRule(self.model).blocks(self.layers, NUM_PAGES, resident=resident) - self.lacks_blocks, 0)
 
     @property
     def usable_blocks(self) -> int:
@@ -185,10 +186,8 @@ class PlanWorker:
             return
         self._number += 1
         report = self._make_report()
-        try:
+        with suppress(BusError):
             await self.bus.publish(SUBJECTS.report(self.worker_id), encode_json(report))
-        except BusError:
-            return
 
     def _make_report(self) -> WorkerReport:
         leads = not self.group or self.group[0] == self.worker_id
@@ -198,7 +197,10 @@ class PlanWorker:
         if leads and any(num_blocks > member.num_blocks for member in members):
             self.cluster.violations.append(f"{self.worker_id} uses blocks that others lack, after plan {self.plan_id}")
         resident = self.resident or self.layers
-        used = sum(load.used for load in loads)
+        used, demanded = sum(load.used for load in loads), sum(load.demanded for load in loads)
+        queued = sum(load.queued for load in loads)
+        sizes = {"layer_bytes": self.model.layer_bytes, "block_bytes": self.model.block_bytes, "num_pages": NUM_PAGES}
+        elastic = make_elastic(**sizes, max_blocks=10_000, has_host_copy=True)
         return WorkerReport(
             worker_id=self.worker_id,
             sequence_number=self._number,
@@ -209,9 +211,9 @@ class PlanWorker:
             block_size=self.model.block_size,
             num_blocks=num_blocks,
             num_used_blocks=min(used, num_blocks),
-            num_demanded_blocks=sum(load.demanded for load in loads) + max(used - num_blocks, 0),
-            num_head_blocks=min(1, sum(load.queued for load in loads)),
-            num_queued_for_memory=self._num_queued(loads, num_blocks),
+            num_demanded_blocks=demanded + max(used - num_blocks, 0),
+            num_head_blocks=min(1, queued),
+            num_queued_for_memory=queued if used + demanded > num_blocks else 0,
             num_running=used,
             num_layers=self.model.num_layers,
             layers=(self.layers.first, self.layers.end),
@@ -222,14 +224,9 @@ class PlanWorker:
             num_stages=max(len(self.group), 1),
             plan_id=self.plan_id,
             stage_address=f"{self.worker_id}:1",
-            elastic=_elastic(self.model) if self.is_elastic else None,
+            elastic=elastic if self.is_elastic else None,
             token_s=0.0001,
         )
-
-    @staticmethod
-    def _num_queued(loads: list[Load], num_blocks: int) -> int:
-        wanted = sum(load.used + load.demanded for load in loads)
-        return sum(load.queued for load in loads) if wanted > num_blocks else 0
 
     async def _answer(self, message: Message) -> bytes:
         question = decode_union_json(message.data, _QUESTION)
@@ -260,14 +257,14 @@ class PlanWorker:
             return await asyncio.shield(self._changing[question.plan_id]), ""
         if isinstance(question, PreparePlan):
             return await self._prepare(question)
-        prepared, self.prepared = self.prepared, None
-        if not isinstance(question, CommitPlan) or prepared is None or prepared.plan_id != question.plan_id:
-            self.prepared = prepared
-            if prepared is not None and prepared.plan_id == question.plan_id:
-                self._drop_prepared()
-            self.concluded[question.plan_id] = PlanState.ABORTED
-            return PlanState.ABORTED, ""
-        return await self._commit(prepared), ""
+        prepared = self.prepared
+        if prepared is not None and prepared.plan_id == question.plan_id:
+            if isinstance(question, CommitPlan):
+                self.prepared = None
+                return await self._commit(prepared), ""
+            self._drop_prepared()
+        self.concluded[question.plan_id] = PlanState.ABORTED
+        return PlanState.ABORTED, ""
 
     async def _prepare(self, question: PreparePlan) -> tuple[PlanState, str]:
         why_not = self.refuses or self._why_not(question.step) or ("it is changing" if self._changing else "")
@@ -576,11 +573,10 @@ class PlanCluster:
         both = commits and [each for each in aborts if each.worker_id not in in_turn]
         assert not both, f"plan {plan_id} was both committed and aborted"
         if commits:
-            prepared = {each.worker_id for each in heard if each.kind == "prepare_plan"}
             first = {each.worker_id: each for each in reversed(heard) if each.kind == "prepare_plan"}
             refused = [name for name, each in first.items() if each.state is not PlanState.PREPARED]
             assert not refused, f"plan {plan_id} was committed although {refused} refused"
-            assert prepared == named, f"plan {plan_id} was committed although not all were prepared"
+            assert first.keys() == named, f"plan {plan_id} was committed although not all were prepared"
         if is_lossless:
             told = {each.worker_id for each in (*commits, *aborts)}
             silent = {name for name in named - told if self.workers[name].is_alive}
@@ -599,20 +595,6 @@ class PlanCluster:
             members = [self.workers[name] for name in worker.group]
             assert all(member.group == worker.group for member in members), "members disagree"
             assert [member.layers.first for member in members] == [0, *(m.layers.end for m in members[:-1])]
-
-
-def _elastic(model: ModelFacts) -> ElasticFacts:
-    return ElasticFacts(
-        layer_bytes=model.layer_bytes,
-        outer_bytes=model.outer_bytes,
-        first_stage_end=model.first_stage_end,
-        last_stage_begin=model.last_stage_begin,
-        block_bytes=model.block_bytes,
-        page_bytes=model.page_bytes,
-        num_pages=NUM_PAGES,
-        max_blocks=10_000,
-        has_host_copy=True,
-    )
 
 
 def _now_s() -> float:

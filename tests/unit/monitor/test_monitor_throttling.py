@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from services.monitor.policy.throttling import ThrottlingDetector, ThrottlingParams, ThrottlingRule
 from shared.ids import Incarnation, WorkerId
-from shared.messages.report import WorkerPhase, WorkerReport
+from shared.messages.report import WorkerPhase
+from tests.support.statuses import make_report
 
 PARAMS = ThrottlingParams(horizon_s=1.0, half_life_s=1.0, release_ratio=0.9)
 
@@ -28,16 +29,9 @@ class Source:
         self, at_s: float, used: int, head: int = 0, *, blocks: int = 100, epoch: int = 1, **fields: object
     ) -> str | None:
         self.number += 1
-        report = WorkerReport(
-            worker_id=self.worker,
-            sequence_number=self.number,
-            phase=WorkerPhase.READY,
-            num_blocks=blocks,
-            num_used_blocks=used,
-            num_head_blocks=head,
-            incarnation=Incarnation(7),
-        )
-        return self.detector.apply(report.model_copy(update=fields), at_s, epoch)
+        common = {"num_blocks": blocks, "num_used_blocks": used, "num_head_blocks": head, "incarnation": 7}
+        report = make_report(self.worker, sequence_number=self.number, **(common | fields))
+        return self.detector.apply(report, at_s, epoch)
 
     def is_throttled(self) -> bool:
         return bool(self.detector.strain(self.worker))

@@ -15,10 +15,11 @@ from services.planner.policy.plans.intent import Outcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.errors import StartupError
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness
 from shared.process.metrics_server import serve_metrics
 from tests.support.plan_cluster import clustered
 from tests.support.plan_workers import SUBJECTS, PlanCluster
+from tests.support.statuses import make_status, make_view
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -37,18 +38,12 @@ def scraped(metrics: PlannerMetrics, wish: ScaleWish | None = None) -> Samples:
 
 def view(*groups: str, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
     """One worker for each name of a group; "" is alone."""
-    statuses = [
-        WorkerStatus(
-            liveness=liveness,
-            age_s=0,
-            throttled=group == "w0",
-            report=WorkerReport(
-                worker_id=WorkerId(f"w{index}"), sequence_number=0, phase=WorkerPhase.READY, group=group
-            ),
+    return make_view(
+        *(
+            make_status(f"w{index}", liveness=liveness, throttled=group == "w0", group=group)
+            for index, group in enumerate(groups)
         )
-        for index, group in enumerate(groups)
-    ]
-    return ClusterView(sequence_number=0, workers=tuple(statuses))
+    )
 
 
 def test_time_in_groups_is_that_of_each_worker_between_views() -> None:

@@ -18,27 +18,20 @@ from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlannedWorker, PlanPhase, RestoreInstance, WantedInstances
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, KeyValue, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
 from tests.support.levers import FakeLever
+from tests.support.statuses import make_status, make_view
 
 SUBJECTS = Subjects()
 
 
-def make_view(used: int = 0, demanded: int = 0, *, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
-    report = WorkerReport(
-        worker_id=WorkerId("w"),
-        sequence_number=0,
-        phase=WorkerPhase.READY,
-        num_blocks=100,
-        num_used_blocks=used,
-        num_demanded_blocks=demanded,
-    )
-    return ClusterView(sequence_number=0, workers=(WorkerStatus(liveness=liveness, age_s=0, report=report),))
+def view_of(used: int = 0, demanded: int = 0, *, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
+    return make_view(make_status(liveness=liveness, num_blocks=100, num_used_blocks=used, num_demanded_blocks=demanded))
 
 
 class Room:
@@ -131,8 +124,8 @@ def test_a_superseded_planner_decides_nothing_more() -> None:
         await room.start("new")
         await asyncio.sleep(1)
         room.events.clear()
-        await room.show(make_view(), 2)
-        await room.show(make_view(80, 80), 2)
+        await room.show(view_of(), 2)
+        await room.show(view_of(80, 80), 2)
         await asyncio.sleep(5)
 
     room = in_room(takeover)
@@ -144,10 +137,10 @@ def test_a_decision_is_told_once_with_its_reason() -> None:
     async def burst(room: Room) -> None:
         planner = await room.start()
         await asyncio.sleep(1)
-        await room.show(make_view(10), 3)
-        await room.show(make_view(20), 3)
-        await room.show(make_view(90, 30), 3)
-        await room.show(make_view(90, liveness=Liveness.SUSPECT), 3)
+        await room.show(view_of(10), 3)
+        await room.show(view_of(20), 3)
+        await room.show(view_of(90, 30), 3)
+        await room.show(view_of(90, liveness=Liveness.SUSPECT), 3)
         await asyncio.sleep(5)
         assert planner.epoch == 1, "an empty ladder changes no plan"
 
@@ -164,7 +157,7 @@ def test_a_decision_is_told_once_with_its_reason() -> None:
 
 def test_a_view_of_unknown_age_is_not_acted_upon() -> None:
     async def leftover(room: Room) -> None:
-        await (await room.bus.key_value(SUBJECTS.view_bucket())).put("cluster", encode_json(make_view(90, 90)))
+        await (await room.bus.key_value(SUBJECTS.view_bucket())).put("cluster", encode_json(view_of(90, 90)))
         await room.start()
         await asyncio.sleep(1)
 
@@ -174,10 +167,10 @@ def test_a_view_of_unknown_age_is_not_acted_upon() -> None:
 def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_under_another() -> None:
     async def burst(room: Room) -> None:
         planner = await room.start(levers=(FakeLever(),))
-        await room.show(make_view(90, 30), 2)
+        await room.show(view_of(90, 30), 2)
         plan = await room.plan()
         assert (plan.epoch, plan.lever) == (2, "preempt")
-        await room.show(make_view(10), 2)
+        await room.show(view_of(10), 2)
         plan = await room.plan()
         assert (plan.epoch, plan.lever) == (3, "none")
         assert planner.epoch == 3
@@ -299,10 +292,10 @@ def test_an_uncertain_write_is_settled_by_a_new_claim(monkeypatch: pytest.Monkey
             raise BusError("no answer")
 
         monkeypatch.setattr(PlanBook, "write", lose_answer)
-        await room.show(make_view(90, 30), 1)
+        await room.show(view_of(90, 30), 1)
         assert (await room.plan()).epoch == 2
         monkeypatch.undo()
-        await room.show(make_view(90, 30), 2)
+        await room.show(view_of(90, 30), 2)
         assert not planner.superseded
         plan = await room.plan()
         assert (plan.epoch, plan.lever) == (4, "preempt"), "3 is the claim"
