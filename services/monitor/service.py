@@ -34,7 +34,13 @@ MIN_VIEW_GAP_S = 0.02
 
 
 class Monitor:
-    """The only writer of the cluster view. Runs live and on the virtual clock alike."""
+    """The only writer of the cluster view. Runs live and on the virtual clock alike.
+
+    Args:
+        settings: checked.
+        bus: connected; the caller closes it after `stop`.
+        on_failure: called with a task's name and error when the monitor's own loop dies.
+    """
 
     def __init__(
         self, settings: MonitorSettings, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
@@ -43,7 +49,7 @@ class Monitor:
         self._bus = bus
         self._subjects = Subjects(settings.cluster)
         self._state = ClusterState(settings.liveness(), settings.max_workers)
-        self._detector = ThrottlingDetector(settings.throttling())
+        self._detector = ThrottlingDetector(settings.throttling_horizon_s)
         self._throttled: list[tuple[WorkerId, str]] = []
         self._epoch = 0
         self._tasks = TaskOwner(on_failure)
@@ -242,16 +248,3 @@ class Monitor:
             Endpoint("view", subject("view"), view, metadata={"format": "json"}),
             Endpoint("counters", subject("counters"), counters, metadata={"format": "json"}),
         ]
-
-
-def build_monitor(
-    settings: MonitorSettings, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
-) -> Monitor:
-    """Return a monitor that is ready to `start`.
-
-    Args:
-        settings: checked.
-        bus: connected; the caller closes it after `stop`.
-        on_failure: called with a task's name and error when the monitor's own loop dies.
-    """
-    return Monitor(settings, bus, on_failure)

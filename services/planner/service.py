@@ -359,14 +359,3 @@ def _short_of_memory(view: ClusterView | None) -> dict[tuple[WorkerId, bool], No
     throttled = [status.report for status in view.workers if status.throttled] if view is not None else []
     needs = [(report.worker_id, False) for report in throttled]
     return dict.fromkeys(needs + [(report.worker_id, True) for report in throttled if report.num_queued_for_memory])
-
-
-def build_planner(
-    settings: PlannerSettings,
-    bus: Bus,
-    *,
-    levers: Sequence[Lever] | None = None,
-    on_failure: Callable[[str, BaseException], None] | None = None,
-) -> Planner:
-    """Return a planner that is ready to `start`. See `Planner`."""
-    return Planner(settings, bus, levers, on_failure)

@@ -18,7 +18,7 @@ import pytest
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
-from services.planner.service import build_planner
+from services.planner.service import Planner
 from shared.cost import load_profile
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
@@ -107,7 +107,7 @@ async def planning(
     buses = [await NatsBus.connect(nats_url, name=name) for name in ("monitor", "planner")]
     monitor = Monitor(MonitorSettings(instance_id="monitor", cluster=cluster), buses[0], _fail)
     fields = {"instance_id": "planner", "cluster": cluster, "system": SYSTEM, "tick_period_s": 0.1, **settings}
-    planner = build_planner(PlannerSettings.model_validate(fields), buses[1], on_failure=_fail)
+    planner = Planner(PlannerSettings.model_validate(fields), buses[1], on_failure=_fail)
     await monitor.start()
     async with room(nats_url, cluster) as here:
         telling = asyncio.create_task(_tell(here, reports))

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from services.monitor.config import MonitorSettings
-from services.monitor.service import build_monitor
+from services.monitor.service import Monitor
 from shared.cluster_views import VIEW_KEY, ViewFeed
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
@@ -109,7 +109,7 @@ def test_nothing_is_heard_after_the_end() -> None:
 def test_a_monitor_whose_store_is_full_is_heard_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(room: Room) -> None:
         await room.feed.start()
-        monitor = build_monitor(MonitorSettings(), room.bus)
+        monitor = Monitor(MonitorSettings(), room.bus)
         await monitor.start()
 
         async def refuse(key: str, value: bytes) -> int:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.monitor.config import MonitorSettings
-from services.monitor.service import Monitor, build_monitor
+from services.monitor.service import Monitor
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
@@ -65,7 +65,7 @@ def in_room(test: Callable[[Room], Awaitable[None]], settings: MonitorSettings =
     async def main() -> Room:
         broker = MemoryBroker(latency_s=0.0)
         bus, monitor_bus = broker.connect("test"), broker.connect("monitor")
-        room = Room(build_monitor(settings, monitor_bus), bus, broker)
+        room = Room(Monitor(settings, monitor_bus), bus, broker)
         await bus.subscribe("sluice.*.event.>", room.on_event)
         await room.monitor.start()
         await (await bus.key_value(SUBJECTS.view_bucket())).watch("cluster", room.on_view)
@@ -341,8 +341,11 @@ def test_after_stop_nothing_is_heard_or_written() -> None:
 
 
 def test_limits_out_of_order_are_refused_by_the_settings() -> None:
-    with pytest.raises(ValidationError, match="must hold"):
-        MonitorSettings(suspect_after_s=4.0)
+    for limits in ((0.0, 1.0, 2.0), (2.0, 1.0, 3.0), (1.0, 3.0, 3.0)):
+        with pytest.raises(ValidationError, match="must hold|greater than 0"):
+            MonitorSettings(suspect_after_s=limits[0], dead_after_s=limits[1], forget_after_s=limits[2])
+    with pytest.raises(ValidationError):
+        MonitorSettings(throttling_horizon_s=-1.0)
 
 
 def test_the_same_run_twice_gives_the_same_trace() -> None:

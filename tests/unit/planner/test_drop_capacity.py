@@ -83,7 +83,7 @@ def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[H
     rule = CapacityRule(make_model(48, layer_bytes=(12 * 64,) * 48))
     members = [member for part in parts for member in part]
     kinds = sorted(set(members))
-    tiling = TilingSearch(rule, 1).find(kinds, [members.count(kind) for kind in kinds], np.inf)
+    tiling = TilingSearch(rule).find(kinds, [members.count(kind) for kind in kinds], np.inf)
     assert tiling is not None
     before = sum(min(rule.blocks(member.layers, member.num_pages) for member in part) for part in parts)
     assert tiling.num_blocks - before == gain
@@ -99,22 +99,12 @@ def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[H
     ],
 )
 def test_ranges_need_not_exist(members: list[Holding], expected: list[str] | None) -> None:
-    tiling = TilingSearch(CapacityRule(make_model(7)), 1).find(members, [1] * len(members), 0.0)
+    tiling = TilingSearch(CapacityRule(make_model(7))).find(members, [1] * len(members), 0.0)
     assert (None if tiling is None else [str(layers) for layers in tiling.layers]) == expected
 
 
-def test_a_stage_is_never_shorter_than_the_least_length() -> None:
-    rule = CapacityRule(make_model(7))
-    members = [holding(0, 2), holding(2, 7)]
-    found = TilingSearch(rule, 2).find(members, [2, 2], 0.0)
-    assert found is None
-    found = TilingSearch(rule, 2).find(members, [1, 2], 0.0)
-    assert found is not None
-    assert sorted(len(layers) for layers in found.layers) == [2, 2, 3]
-
-
 def brute_force(
-    model: ModelFacts, rule: CapacityRule, members: list[Holding], min_layers: int, ratio: float
+    model: ModelFacts, rule: CapacityRule, members: list[Holding], ratio: float
 ) -> tuple[float, int, float] | None:
     """Try every order and every cut; return the best (slowest stage, blocks, sum of squares) in the same steps."""
     found: dict[tuple[tuple[float, ...], int], None] = {}
@@ -128,7 +118,7 @@ def brute_force(
             if at == model.num_layers:
                 found[times, blocks] = None
             return
-        for end in range(at + min_layers, model.num_layers + 1):
+        for end in range(at + 1, model.num_layers + 1):
             layers = LayerRange(at, end)
             backed = rule.blocks(layers, order[0].num_pages, order[0].max_blocks)
             if order[0].layers.covers(layers) and backed:
@@ -155,10 +145,10 @@ def test_ranges_are_the_best_of_all_orders_and_cuts(seed: int) -> None:
         if rng.integers(2):
             first, end = 0, model.num_layers
         members.append(Holding(LayerRange(first, end), int(rng.choice([60, 90])), UNLIMITED_BLOCKS))
-    min_layers, ratio = int(rng.integers(1, 3)), float(rng.choice([0.0, 0.2, np.inf]))
+    ratio = float(rng.choice([0.0, 0.2, np.inf]))
     kinds = sorted(set(members))
-    found = TilingSearch(rule, min_layers).find(kinds, [members.count(kind) for kind in kinds], ratio)
-    expected = brute_force(model, rule, members, min_layers, ratio)
+    found = TilingSearch(rule).find(kinds, [members.count(kind) for kind in kinds], ratio)
+    expected = brute_force(model, rule, members, ratio)
     if expected is None or found is None:
         assert found is None
         assert expected is None

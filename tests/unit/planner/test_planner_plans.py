@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.planner.book import PlanBook
-from services.planner.service import build_planner
+from services.planner.service import Planner
 from shared.ids import WorkerId
 from shared.messages.plan import FormGroup, Plan, PlanPhase
 from shared.transport.bus import BusError
@@ -272,7 +272,7 @@ async def test_a_person_and_a_tick_that_write_at_once_do_not_supersede_each_othe
     cluster: PlanCluster, at_ms: int
 ) -> None:
     """A lever with nothing for workers to do is pulled and released, each a write of the key by the tick."""
-    planner = build_planner(cluster.settings, cluster.broker.connect("p"), levers=(FakeLever(),))
+    planner = Planner(cluster.settings, cluster.broker.connect("p"), levers=(FakeLever(),))
     await planner.start()
     await asyncio.sleep(1.2)
     await cluster.strain("w0")

@@ -7,15 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts
-from services.planner.policy.restoring.restore import Load, RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.restoring.restore import Load, RestorePlan, RestoreRefusal, plan_restore, why_no_room
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts
 
 
-def restored(facts: ClusterFacts, *groups: str, largest: int = 1) -> RestorePlan:
-    plan = plan_restore(facts, groups, largest)
+def restored(facts: ClusterFacts, *groups: str) -> RestorePlan:
+    plan = plan_restore(facts, groups)
     assert isinstance(plan, RestorePlan), plan
     return plan
 
@@ -138,8 +139,9 @@ def test_a_group_whose_kv_would_not_fit_is_refused() -> None:
     assert isinstance(refused, RestoreRefusal)
     assert "would surely find a place" in refused.reason
     # a request of 3 blocks beside two of one block, one on each instance, would have no place
-    assert isinstance(plan_restore(make_facts([replace(first, used_tokens=64), second]), (), 48), RestorePlan)
-    assert isinstance(plan_restore(make_facts([replace(first, used_tokens=80), second]), (), 48), RestoreRefusal)
+    rule = CapacityRule(make_model())
+    assert why_no_room(rule, "g", [replace(first, used_tokens=64), second], 48) is None
+    assert why_no_room(rule, "g", [replace(first, used_tokens=80), second], 48) is not None
     no_room = make_facts([replace(each, num_pages=20) for each in make_group(0, (4, 8))])
     assert isinstance(plan_restore(no_room), RestoreRefusal)
     one_without = plan_restore(make_facts([first, replace(second, num_pages=20)]))
@@ -174,15 +176,15 @@ def test_a_restore_makes_every_instance_whole_from_those_who_have_the_layers(see
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_where_a_restore_is_planned_first_fit_finds_every_request_a_place(seed: int) -> None:
+def test_where_there_is_room_first_fit_finds_every_request_a_place(seed: int) -> None:
     """Random requests in random order, as large as stated, that use just as much as the plan was made for."""
     rng = np.random.default_rng(seed)
     largest = int(rng.integers(1, 4))
     pages = rng.integers(48, 160, 2).tolist()
     first, second = (replace(each, num_pages=size) for each, size in zip(make_group(0, (4, 8)), pages, strict=True))
     for used in range(1, 20):
-        facts = make_facts([replace(first, used_tokens=16 * used), second])
-        if isinstance(plan_restore(facts, (), 16 * largest), RestoreRefusal):
+        members = [replace(first, used_tokens=16 * used), second]
+        if why_no_room(CapacityRule(make_model()), "g", members, 16 * largest) is not None:
             return
         free = [(size - 16) // 16 for size in pages]
         left = used

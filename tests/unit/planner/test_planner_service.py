@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
 from services.planner.policy.levers.ladder import Lever
-from services.planner.service import Planner, build_planner
+from services.planner.service import Planner
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.event import Event
@@ -45,7 +45,7 @@ class Room:
 
     async def start(self, name: str = "p", levers: tuple[Lever, ...] = ()) -> Planner:
         bus = self.broker.connect(f"bus-{name}-{len(self._planners)}")
-        planner = build_planner(PlannerSettings(instance_id=name), bus, levers=levers)
+        planner = Planner(PlannerSettings(instance_id=name), bus, levers=levers)
         self._planners.append((planner, bus))
         await planner.start()
         return planner
@@ -239,7 +239,7 @@ def test_what_was_begun_keeps_its_name_under_every_epoch() -> None:
 def test_a_system_that_nobody_knows_is_refused_by_name() -> None:
     async def start(room: Room) -> None:
         with pytest.raises(StartupError, match=r"unknown system 'kunsrve'; did you mean 'kunserve'.*--system"):
-            build_planner(PlannerSettings(system="kunsrve"), room.broker.connect("p"))
+            Planner(PlannerSettings(system="kunsrve"), room.broker.connect("p"))
 
     in_room(start)
 
@@ -250,6 +250,11 @@ def test_a_system_that_nobody_knows_is_refused_by_name() -> None:
         {"prepare_limit_s": 5.0},
         {"retry_s": 61.0},
         {"restore_ratio": 1.5},
+        {"restore_max_ratio": 0.0},
+        *({name: 0.0} for name in ("load_stall_s", "scale_window_s", "retry_s", "commit_limit_s", "move_limit_s")),
+        *({name: -1.0} for name in ("restore_hold_s", "restore_horizon_s", "restore_again_s", "cooldown_s")),
+        *({name: -1} for name in ("ahead_wait_s", "drop_hold_s", "max_instances", "scale_wait_s", "scale_hold_s")),
+        {"max_group_size": 0},
         {"group_throughput": "1,-1"},
         {"max_group_size": 20, "stage_loss_ratio": 0.06},
     ],

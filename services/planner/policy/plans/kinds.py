@@ -34,7 +34,7 @@ class KindIndex:
     """Numbers kinds of instances, and bags of them; remembers which ranges each bag could serve with."""
 
     def __init__(self, rule: CapacityRule, params: DropParams, columns: InstanceColumns) -> None:
-        self._search = TilingSearch(rule, params.min_stage_layers)
+        self._search = TilingSearch(rule)
         self._imbalance_ratios = (params.max_imbalance_ratio, inf)
         self._unions: dict[tuple[int, int], Union | None] = {}
         self._bags: list[tuple[int, ...]] = []

@@ -61,12 +61,11 @@ class Tiling:
 class TilingSearch:
     """Finds ranges for members of one model. Keeps what it computed of each kind of holding."""
 
-    def __init__(self, rule: CapacityRule, min_stage_layers: int) -> None:
+    def __init__(self, rule: CapacityRule) -> None:
         self._rule = rule
         model = rule.model
         edge = np.arange(model.num_layers + 1)
         before, after = edge[:, np.newaxis], edge[np.newaxis, :]
-        self._allowed = after - before >= min_stage_layers
         self._times = (after - before).astype(np.float64)
         self._times[0, :] += model.first_cost_layers
         self._times[:, -1] += model.last_cost_layers
@@ -101,10 +100,10 @@ class TilingSearch:
         table = self._blocks.get(holding)
         if table is None:
             held = holding.layers
-            starts, stops = np.nonzero(self._allowed)
+            table = np.zeros(self._times.shape)
+            starts, stops = np.triu_indices(len(table), k=1)
             inside = (held.first <= starts) & (stops <= held.end)
             starts, stops = starts[inside], stops[inside]
-            table = np.zeros(self._times.shape)
             budget, limit = np.array(holding.num_pages), np.array(holding.max_blocks)
             table[starts, stops] = self._rule.blocks_of(starts, stops, budget, limit)
             self._blocks[holding] = table
