@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,6 @@ from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, Worke
 from shared.subjects import Subjects
 from shared.transport.bus import Message
 from shared.transport.nats_bus import NatsBus
-from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
 from sim.plan_driver import group_of
 from sim.worker import SimWorker, SimWorkerParams
@@ -37,12 +36,6 @@ from tests.support.hand_planner import HandPlanner
 LIMIT_S = 15.0
 SYSTEM = "kunserve"
 PAGE = 64
-
-
-@pytest.fixture(scope="module")
-def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedNats() as nats:
-        yield nats.start(tmp_path_factory.mktemp("nats"))
 
 
 @dataclass

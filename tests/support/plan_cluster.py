@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
-from functools import wraps
-from typing import Concatenate, ParamSpec
+from typing import Concatenate
 
 from services.planner.config import PlannerSettings
 from sim.virtual_time import run
 from tests.support.plan_workers import Faults, PlanCluster
-
-P = ParamSpec("P")
+from tests.support.staged import P, played_in
 
 
 def settings(**changes: object) -> PlannerSettings:
@@ -52,14 +49,7 @@ def clustered(
         changes: of the planner's settings.
     """
 
-    def decorate(test: Callable[Concatenate[PlanCluster, P], Awaitable[None]]) -> Callable[P, None]:
-        @wraps(test)
-        def run_test(*args: P.args, **kwargs: P.kwargs) -> None:
-            planner = settings(**changes)
-            in_cluster(lambda c: test(c, *args, **kwargs), num_workers, planner, loads_beside=loads_beside).check()
+    def play(test: Callable[[PlanCluster], Awaitable[None]]) -> None:
+        in_cluster(test, num_workers, settings(**changes), loads_beside=loads_beside).check()
 
-        _, *others = inspect.signature(test).parameters.values()
-        run_test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]  # what pytest has to give
-        return run_test
-
-    return decorate
+    return played_in(play)

@@ -583,7 +583,7 @@ class PlanCluster:
             assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"
 
     def _check_groups(self) -> None:
-        assert self.plan.phase is PlanPhase.DONE, "something was begun and not ended"
+        assert not self.plans or self.plan.phase is PlanPhase.DONE, "something was begun and not ended"
         for worker in self.workers.values():
             if not worker.is_alive:
                 continue
