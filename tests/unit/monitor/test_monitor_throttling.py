@@ -119,19 +119,6 @@ def test_what_changes_at_once_makes_no_rate_of_its_own() -> None:
     assert source.say(0.5, 20) is None
 
 
-def test_it_says_why_a_worker_is_throttled_as_long_as_it_is() -> None:
-    source = Source()
-    for at_s in (0.0, 0.5):
-        source.say(at_s, 100, 5, num_queued_for_memory=1)
-        assert (
-            source.detector.strain(WorkerId("w"))
-            == "105 of 100 KV blocks wanted, and 1 requests are queued for lack of them"
-        )
-    source.say(5.0, 50)
-    assert source.detector.strain(WorkerId("w")) == ""
-    assert source.detector.strain(WorkerId("x")) == ""
-
-
 def test_another_process_begins_without_rates() -> None:
     source = Source()
     source.say(0.0, 10)

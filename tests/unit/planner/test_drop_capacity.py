@@ -49,13 +49,6 @@ def test_room_beside_other_layers_is_that_of_pages_mapped_one_by_one(seed: int) 
         assert rule.blocks(resident, num_pages, limit) <= room <= rule.blocks(layers, num_pages, limit)
 
 
-def test_a_tied_embedding_is_on_both_ends_and_once_in_a_whole_instance() -> None:
-    model = make_model(4, outer_bytes=640, first_stage_end=640, last_stage_begin=0)
-    rule = CapacityRule(model)
-    pages = [rule.parameter_pages(LayerRange(*edges)) for edges in ((0, 4), (0, 2), (2, 4), (1, 3))]
-    assert pages == [8 + 10, 4 + 10, 4 + 10, 4]
-
-
 def holding(first: int, end: int, pages: int = 1440) -> Holding:
     return Holding(LayerRange(first, end), pages, UNLIMITED_BLOCKS)
 
@@ -87,20 +80,6 @@ def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[H
     assert tiling is not None
     before = sum(min(rule.blocks(member.layers, member.num_pages) for member in part) for part in parts)
     assert tiling.num_blocks - before == gain
-
-
-@pytest.mark.parametrize(
-    ("members", "expected"),
-    [
-        ([holding(0, 2), holding(0, 5)], None),  # 2 + 5 layers, and nobody has the last two
-        ([holding(0, 2), holding(2, 7)], ["[0, 2)", "[2, 7)"]),
-        ([holding(0, 2), holding(1, 6)], None),
-        ([holding(0, 2), holding(2, 7), holding(0, 7)], ["[0, 2)", "[2, 4)", "[4, 7)"]),
-    ],
-)
-def test_ranges_need_not_exist(members: list[Holding], expected: list[str] | None) -> None:
-    tiling = TilingSearch(CapacityRule(make_model(7))).find(members, [1] * len(members), 0.0)
-    assert (None if tiling is None else [str(layers) for layers in tiling.layers]) == expected
 
 
 def brute_force(

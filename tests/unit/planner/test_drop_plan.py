@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, KvFate, missing_layers
+from services.planner.policy.plans.drop_facts import (
+    ClusterFacts,
+    DropParams,
+    InstanceFacts,
+    KvFate,
+    groups_of,
+    missing_layers,
+)
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal, RefusalKind
 from services.planner.policy.plans.greedy import merge_smallest
 from services.planner.policy.plans.merging import Merger, fewest_host_copies
@@ -46,13 +53,6 @@ def refusal_of(facts: ClusterFacts, required: int = 1, **fields: object) -> Drop
     plan = plan_drop(facts, DropParams(**fields), required)  # type: ignore[arg-type]
     assert isinstance(plan, DropRefusal), plan
     return plan
-
-
-def groups_of(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:
-    groups: dict[str, list[InstanceFacts]] = {}
-    for instance in facts.instances:
-        groups.setdefault(instance.group, []).append(instance)
-    return groups
 
 
 def literal_tokens(facts: ClusterFacts, members: list[InstanceFacts]) -> int:
@@ -129,6 +129,13 @@ def test_more_is_gained_where_more_is_required_and_no_merge_too_many_is_done(see
         assert plan_of(facts, plan.gained_tokens).groups == plan.groups
 
 
+def large(num_instances: int) -> ClusterFacts:
+    """60 layers of 2 pages, 240 pages: a group of s has s·240/120 - 1 blocks of 16 tokens, so a merge gains 16."""
+    model = make_model(60)
+    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(num_instances)]
+    return make_facts(whole, model)
+
+
 def algorithm_1(num_instances: int, worth: int, required: int) -> Counter[int]:
     """KunServe v1, Algorithm 1, to the letter: sizes of the groups at the end."""
     queue = [1] * num_instances
@@ -140,10 +147,7 @@ def algorithm_1(num_instances: int, worth: int, required: int) -> Counter[int]:
 
 @pytest.mark.parametrize("num_instances", range(2, 7))
 def test_groups_are_those_of_the_paper_where_every_merge_is_worth_one_p(num_instances: int) -> None:
-    """60 layers of 2 pages, 240 pages: a group of s has s·240/120 - 1 blocks of 16 tokens, so a merge gains 16."""
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(num_instances)]
-    facts = make_facts(whole, model)
+    facts = large(num_instances)
     for required in range(1, 16 * num_instances + 1, 5):
         plan = plan_of(facts, required)
         sizes = Counter(len(group.stages) for group in plan.groups)
@@ -153,9 +157,7 @@ def test_groups_are_those_of_the_paper_where_every_merge_is_worth_one_p(num_inst
 
 def test_a_size_that_cannot_be_cut_evenly_gains_less_and_the_smallest_merge_all_the_same() -> None:
     """7 stages of 60 layers: the longest has 9, and 7 · 240 / 120 - 1 = 13 blocks would need 60 / 7."""
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    rest = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(7)]
-    plan = plan_of(make_facts(rest, model), 16 * 6)
+    plan = plan_of(large(7), 16 * 6)
     assert [len(group.stages) for group in plan.groups] in ([4], [4, 3], [3, 4])
     assert not plan.is_satisfied
     assert "nothing would be gained" in plan.reason
@@ -172,9 +174,7 @@ def test_greedy_is_the_optimum_up_to_pairs_under_concave_profiles(
 ) -> None:
     """Concave: each further instance adds less. Then a lone merge costs least, and pairs are the cheapest k merges."""
     profile = tuple(np.cumsum([1.0, *sorted(steps, reverse=True)]).tolist())
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(num_instances)]
-    facts = make_facts(whole, model, profile)
+    facts = replace(large(num_instances), throughput=profile)
     required = max(1, int(share * 16 * (num_instances // 2)))
     greedy, best = plan_of(facts, required), plan_of(facts, required, strategy=DropStrategy.OPTIMUM)
     assert greedy.is_satisfied
@@ -203,14 +203,12 @@ def test_the_optimum_is_refused_where_it_would_take_too_long() -> None:
 
 def test_memory_greedy_grows_one_group_until_the_gain_exceeds_all_kv() -> None:
     """Alone an instance has 1 block of 16 tokens, and a merge gains one: 10 merges would exceed what 10 had by none."""
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(10)]
-    params = DropParams(max_group_size=6)
-    plan = plan_of(make_facts(whole, model), 1, params, strategy=DropStrategy.MEMORY_GREEDY)
+    facts, params = large(10), DropParams(max_group_size=6)
+    plan = plan_of(facts, 1, params, strategy=DropStrategy.MEMORY_GREEDY)
     assert [len(group.stages) for group in plan.groups] == [6, 4]
-    assert [len(group.stages) for group in plan_of(make_facts(whole, model), 1, params).groups] == [2]
-    tight = [replace(instance, num_pages=180) for instance in whole]
-    plan = plan_of(make_facts(tight, replace(model, block_bytes=32)), 1, params, strategy=DropStrategy.MEMORY_GREEDY)
+    assert [len(group.stages) for group in plan_of(facts, 1, params).groups] == [2]
+    tight = make_facts([replace(each, num_pages=180) for each in facts.instances], replace(facts.model, block_bytes=32))
+    plan = plan_of(tight, 1, params, strategy=DropStrategy.MEMORY_GREEDY)
     assert plan.gained_tokens > sum(group.before_tokens for group in plan.groups)
 
 
@@ -357,28 +355,24 @@ def test_the_price_is_stalls_of_the_exchange_and_of_slower_steps() -> None:
     assert plan.groups[0].price_s == pytest.approx(plan.price.total_s)
 
 
-def test_kv_that_is_computed_again_is_priced_by_the_time_of_its_tokens() -> None:
+def test_kv_is_priced_by_links_where_somebody_says_how_fast_his_is_else_by_the_time_of_its_tokens() -> None:
     """70 tokens, at 0.1 s each on the slower member; a pair computes 1 850 tokens where one computes 1 000. Of 3
-    requests the k-th waits T · k / 3: 2 T in all. Links do not matter then."""
+    requests the k-th waits T · k / 3: 2 T in all. Over links T is 12.8 s, as above."""
     copy = LayerRange(0, 8)
     first = make_instance(0, used_tokens=40, num_running=2, link_bytes_per_s=100.0, token_s=0.1, host_copy=copy)
     second = make_instance(1, used_tokens=30, num_running=1, token_s=0.04)
-    plan = plan_of(make_facts([first, second]), 1, DropParams(kv=KvFate.RECOMPUTE))
-    assert plan.groups[0].exchange_s == pytest.approx(7 / 1.85)
-    assert plan.price.exchange_s == pytest.approx(2 * 7 / 1.85)
-
-
-def test_kv_is_priced_by_links_where_somebody_says_how_fast_his_is() -> None:
-    copy = LayerRange(0, 8)
-    first = make_instance(0, used_tokens=40, num_running=2, link_bytes_per_s=100.0, token_s=0.1, host_copy=copy)
-    second = make_instance(1, used_tokens=30, num_running=1, token_s=0.04)
-
-    def time_s(left: InstanceFacts, kv: KvFate) -> float:
-        return plan_of(make_facts([left, second]), 1, DropParams(kv=kv)).groups[0].exchange_s
-
     mute = replace(first, link_bytes_per_s=0.0)
-    assert time_s(first, KvFate.BY_LINK) == time_s(first, KvFate.EXCHANGE) == pytest.approx(12.8)
-    assert time_s(mute, KvFate.BY_LINK) == time_s(mute, KvFate.RECOMPUTE) == pytest.approx(7 / 1.85)
+    again_s = 7 / 1.85
+    for kv, one, expected_s in (
+        (KvFate.EXCHANGE, first, 12.8),
+        (KvFate.BY_LINK, first, 12.8),
+        (KvFate.RECOMPUTE, first, again_s),
+        (KvFate.RECOMPUTE, mute, again_s),
+        (KvFate.BY_LINK, mute, again_s),
+    ):
+        plan = plan_of(make_facts([one, second]), 1, DropParams(kv=kv))
+        assert plan.groups[0].exchange_s == pytest.approx(expected_s)
+        assert plan.price.exchange_s == pytest.approx(2 * expected_s)
 
 
 def test_kv_of_a_group_is_exchanged_from_where_its_stages_have_it() -> None:

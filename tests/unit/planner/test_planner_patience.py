@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
 from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
-from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, random_facts
+from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, make_pair, random_facts
 from tests.support.statuses import make_elastic, make_status, make_view
 
 PACING = PacingParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
@@ -204,8 +204,7 @@ def test_pauses_double_up_to_a_limit_and_a_success_forgets_them() -> None:
 
 def group_of(used: int, demanded: int = 0, **fields: Any) -> list[InstanceFacts]:
     """Two stages; each instance alone has 3 blocks of 16 tokens: 96 tokens in all."""
-    pair = make_group(0, (4, 8))
-    return [replace(pair[0], used_tokens=used, demanded_tokens=demanded, **fields), pair[1]]
+    return make_pair(used_tokens=used, demanded_tokens=demanded, **fields)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +233,7 @@ def test_a_group_is_due_after_its_use_was_below_half_of_what_its_members_have_al
 
 def test_every_break_begins_the_wait_anew_for_that_group_only() -> None:
     watch = RestoreWatch(PACING)
-    other = [replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(group_of(0))]
+    other = make_pair("x")
     for at_s in range(10):
         used = 60 if at_s == 4 else 0
         assert watch.apply(make_facts([*group_of(used), *other]), float(at_s)) == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ from tests.support.drop_builders import (
     make_group,
     make_instance,
     make_model,
+    make_pair,
     pages_of,
     random_facts,
 )
@@ -70,10 +72,9 @@ def able(facts: ClusterFacts, resident: LayerRange | None = None, loaded_ratio: 
     )
 
 
-def group_of(used: int = 0, **fields: object) -> ClusterFacts:
+def group_of(used: int = 0, **fields: Any) -> ClusterFacts:
     """Two stages of 4 layers, 64 pages each: 3 blocks of 16 tokens alone, 7 as a group, (64 - 16) / 8 = 6 beside."""
-    pair = make_group(0, (4, 8))
-    return able(make_facts([replace(pair[0], used_tokens=used, **fields), pair[1]]))  # type: ignore[arg-type]
+    return able(make_facts(make_pair(used_tokens=used, **fields)))
 
 
 def beside(facts: ClusterFacts, ratio: float = 1.0) -> ClusterFacts:
@@ -351,10 +352,7 @@ def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a
 
 
 def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None:
-    others = [
-        replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(make_group(0, (4, 8)))
-    ]
-    facts = make_facts([*make_group(0, (4, 8)), *others])
+    facts = make_facts([*make_pair(), *make_pair("x")])
     facts = beside(replace(facts, instances=tuple(replace(each, throttled=True) for each in facts.instances)))
     watch = ResidenceWatch(PACING)
     assert [name for name, _ in due(facts, 0.0, watch).unload] == [GROUP, "x0"]
@@ -369,7 +367,7 @@ def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None
 
 def test_what_has_all_is_restored_before_those_that_stop_to_load() -> None:
     """One plan of both would keep the planner busy until the last has loaded."""
-    slow = [replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(make_group(0, (4, 8)))]
+    slow = make_pair("x")
     facts = make_facts([*beside(group_of()).instances, *slow])
     watch = ResidenceWatch(PACING)
     assert watch.apply(facts, (GROUP, "x0"), 0.0) == Due(restore=(GROUP,))
@@ -452,10 +450,3 @@ def test_however_the_load_changes_a_group_loads_once_per_hold_and_calm_makes_it_
     for _ in range(2 * 60):
         world.tick(0, throttled=False, fails=False)
     assert world.restored_s is not None
-
-
-def test_a_calm_group_holds_loads_and_is_whole() -> None:
-    world = World()
-    while world.restored_s is None:
-        world.tick(10, throttled=False, fails=False)
-    assert (world.loads_s, world.restored_s) == ([10.5], 12.0)

@@ -16,7 +16,7 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.scale_signal import ScaleParams, ScaleSignal, ScaleWish
 from shared.layers import LayerRange
-from tests.support.drop_builders import make_facts, make_group, make_instance
+from tests.support.drop_builders import make_facts, make_instance, make_pair
 from tests.support.plan_cluster import clustered
 from tests.support.plan_workers import PlanCluster
 
@@ -38,8 +38,7 @@ def two_short(demanded: int = 100) -> ClusterFacts:
 
 def pair(wanted: int, **fields: Any) -> ClusterFacts:
     """A group of two: 7 blocks, 112 tokens; apart they have 2 x 48."""
-    first, second = make_group(0, (4, 8))
-    return make_facts([replace(first, used_tokens=wanted, **fields), second])
+    return make_facts(make_pair(used_tokens=wanted, **fields))
 
 
 def drop_of(facts: ClusterFacts) -> Decision:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -112,11 +113,7 @@ class TilingSearch:
 
 def _strides(counts: Sequence[int]) -> list[int]:
     """Return by how much a state's number grows with one more member of each kind: states count in a mixed radix."""
-    strides, stride = [], 1
-    for count in counts:
-        strides.append(stride)
-        stride *= count + 1
-    return strides
+    return [1, *accumulate((count + 1 for count in counts[:-1]), mul)]
 
 
 def _tables(counts: Sequence[int], costs: Sequence[Table], join: _Join) -> Table:
