@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.monitor.policy.liveness import LivenessParams, judge, next_change_age_s
 from services.monitor.policy.sanity import find_absurdity
 from shared.messages.report import Liveness, WorkerReport
+from tests.support.kinds import some
 from tests.support.statuses import make_elastic, make_report
 
 PARAMS = LivenessParams(suspect_after_s=1.5, dead_after_s=3.0, forget_after_s=60.0)
@@ -26,8 +27,7 @@ def test_judgement_never_gets_better_with_age(first_s: float, second_s: float) -
 @given(start_s=st.floats(0, 1e6), age_s=st.floats(0, 59.9))
 def test_waking_at_the_next_change_always_changes_the_judgement(start_s: float, age_s: float) -> None:
     """Oracle: sleeping until `start + next change` on a float clock shows a new judgement, whatever the rounding."""
-    upcoming_s = next_change_age_s(PARAMS, age_s)
-    assert upcoming_s is not None
+    upcoming_s = some(next_change_age_s(PARAMS, age_s))
     woken_at_s = start_s + upcoming_s
     assert RANK[judge(PARAMS, woken_at_s - start_s)] > RANK[judge(PARAMS, age_s)]
 
@@ -67,8 +67,7 @@ def test_a_full_worker_is_not_absurd() -> None:
     ],
 )
 def test_absurd_numbers_are_named(fields: dict[str, object], named: str) -> None:
-    absurdity = find_absurdity(full(**fields))
-    assert absurdity is not None
+    absurdity = some(find_absurdity(full(**fields)))
     assert absurdity.startswith(named)
 
 

@@ -38,21 +38,19 @@ from tests.support.drop_builders import (
     make_model,
     random_facts,
 )
+from tests.support.kinds import of_kind
 
 SEEDS = range(60)
 
 
-def plan_of(facts: ClusterFacts, required: int, params: DropParams | None = None, **fields: object) -> DropPlan:
-    plan = plan_drop(facts, params or DropParams(), required, **fields)  # type: ignore[arg-type]
-    assert isinstance(plan, DropPlan), plan
+def plan_of(facts: ClusterFacts, required: int, params: DropParams | None = None, **fields: Any) -> DropPlan:
+    plan = of_kind(DropPlan, plan_drop(facts, params or DropParams(), required, **fields))
     plan.check_invariants(facts)
     return plan
 
 
-def refusal_of(facts: ClusterFacts, required: int = 1, **fields: object) -> DropRefusal:
-    plan = plan_drop(facts, DropParams(**fields), required)  # type: ignore[arg-type]
-    assert isinstance(plan, DropRefusal), plan
-    return plan
+def refusal_of(facts: ClusterFacts, required: int = 1, **fields: Any) -> DropRefusal:
+    return of_kind(DropRefusal, plan_drop(facts, DropParams(**fields), required))
 
 
 def literal_tokens(facts: ClusterFacts, members: list[InstanceFacts]) -> int:
@@ -393,8 +391,7 @@ def test_a_plan_that_costs_more_than_it_is_worth_is_refused() -> None:
     busy = [make_instance(number, num_running=10) for number in range(3)]
     price_s = plan_of(make_facts(busy), 1).price.total_s
     assert price_s > 0
-    dear = plan_drop(make_facts(busy), DropParams(), 1, worth_s=price_s * 0.99)
-    assert isinstance(dear, DropRefusal)
+    dear = of_kind(DropRefusal, plan_drop(make_facts(busy), DropParams(), 1, worth_s=price_s * 0.99))
     assert dear.kind is RefusalKind.NOT_WORTH_IT
     assert isinstance(plan_drop(make_facts(busy), DropParams(), 1, worth_s=price_s), DropPlan)
 

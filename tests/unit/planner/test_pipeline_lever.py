@@ -23,6 +23,7 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
 from tests.support.drop_builders import carry_out, make_facts, make_group, make_instance, make_model, random_facts
+from tests.support.kinds import of_kind
 from tests.support.plan_cluster import clustered
 from tests.support.plan_workers import PlanCluster
 
@@ -36,8 +37,7 @@ def offered(facts: ClusterFacts, lever: PipelineLever = PAIRS) -> Offer | Declin
 
 
 def plan_of(facts: ClusterFacts, lever: PipelineLever = PAIRS) -> DropPlan:
-    offer = offered(facts, lever)
-    assert isinstance(offer, Offer)
+    offer = of_kind(Offer, offered(facts, lever))
     assert isinstance(offer.order, DropPlan)
     assert offer.cost_s == offer.order.price.total_s
     return offer.order
@@ -83,8 +83,7 @@ def test_all_are_joined_but_the_one_without_a_partner(count: int) -> None:
     near = sum(len({hosts[name] for name in group}) == 1 for group in members(plan))
     on_hosts = [list(hosts.values()).count(host) for host in ("h0", "h1")]
     assert near == sum(number // 2 for number in on_hosts), "only who is left on its host is joined across hosts"
-    rest = offered(carry_out(facts, plan))
-    assert isinstance(rest, Declined)
+    rest = of_kind(Declined, offered(carry_out(facts, plan)))
     assert rest.reason.endswith("waits for others to join") == (count % 2 == 1)
 
 

@@ -12,6 +12,7 @@ from shared.ids import RequestId, WorkerId
 from shared.messages.queue import QueuedPart
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 from shared.types import RequestClass
+from tests.support.kinds import some
 from tests.support.statuses import make_elastic, make_status, make_view
 
 
@@ -44,8 +45,7 @@ def queue(name: str, count: int, num_blocks: int = 5) -> tuple[QueuedPart, ...]:
 
 
 def moves_of(found: ClusterView, queues: dict[str, tuple[QueuedPart, ...]], batch: int = 64) -> list[tuple[str, str]]:
-    overflow = find_overflow(found)
-    assert overflow is not None
+    overflow = some(find_overflow(found))
     by_name = {WorkerId(name): parts for name, parts in queues.items()}
     return [(str(move.request_id), move.target) for move in plan_moves(overflow, by_name, batch)]
 
@@ -94,8 +94,7 @@ def test_nobody_is_asked_who_is_not_short_or_could_not_let_go() -> None:
 
 def test_the_longest_queues_are_asked_first() -> None:
     crowd = [worker(f"w{i:03}", used=100, waits=i) for i in range(1, MAX_SOURCES + 9)]
-    overflow = find_overflow(make_view(*crowd, worker("free")))
-    assert overflow is not None
+    overflow = some(find_overflow(make_view(*crowd, worker("free"))))
     waits = [report.num_queued_for_memory for report in overflow.short]
     assert waits == sorted(waits, reverse=True)
     assert (len(waits), waits[0]) == (MAX_SOURCES, MAX_SOURCES + 8)

@@ -27,6 +27,7 @@ from shared.layers import LayerRange
 from shared.messages.plan import FormGroup, PlannedWorker, RestoreInstance
 from shared.messages.report import Liveness, WorkerPhase, WorkerStatus
 from tests.support.drop_builders import make_facts, make_group, make_instance, make_model, make_pair, random_facts
+from tests.support.kinds import of_kind, some
 from tests.support.statuses import make_elastic, make_status, make_view
 
 PACING = PacingParams(restore_ratio=0.5, restore_hold_s=10.0, cooldown_s=5.0, retry_s=2.0, max_retry_s=20.0)
@@ -50,8 +51,7 @@ def status(name: str, **fields: Any) -> WorkerStatus:
 
 
 def instances(*statuses: WorkerStatus) -> tuple[InstanceFacts, ...]:
-    facts = observe(make_view(*statuses), 0.1, OBSERVE).snapshot.facts
-    assert facts is not None
+    facts = some(observe(make_view(*statuses), 0.1, OBSERVE).snapshot.facts)
     return facts.instances
 
 
@@ -291,8 +291,7 @@ def test_a_group_of_named_instances_is_exactly_of_these_or_there_is_a_reason(see
 )
 def test_what_a_person_cannot_have_is_refused_with_the_reason(names: tuple[int, ...], reason: str) -> None:
     facts = make_facts([*make_group(0, (4, 8)), make_instance(3), make_instance(4)])
-    refusal = plan_chosen(facts, DropParams(), [WorkerId(f"w{number:05d}") for number in names])
-    assert isinstance(refusal, DropRefusal)
+    refusal = of_kind(DropRefusal, plan_chosen(facts, DropParams(), [WorkerId(f"w{number:05d}") for number in names]))
     assert refusal.reason == reason
 
 
@@ -309,8 +308,7 @@ def test_a_person_may_grow_a_group_by_naming_all_of_it() -> None:
     facts = make_facts(
         [*make_group(0, (6, 12), pages=96, host_copy=copy), make_instance(3, end=12, pages=96)], make_model(12)
     )
-    plan = plan_chosen(facts, DropParams(), [each.instance_id for each in facts.instances])
-    assert isinstance(plan, DropPlan)
+    plan = of_kind(DropPlan, plan_chosen(facts, DropParams(), [each.instance_id for each in facts.instances]))
     plan.check_invariants(facts)
     assert len(plan.groups[0].stages) == 3
 
@@ -322,8 +320,7 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
     ]
     seen = observe(make_view(*statuses), 0.1, OBSERVE)
     assert seen.snapshot.facts is not None
-    plan = plan_chosen(seen.snapshot.facts, DropParams(), [WorkerId("w0"), WorkerId("w1")])
-    assert isinstance(plan, DropPlan)
+    plan = of_kind(DropPlan, plan_chosen(seen.snapshot.facts, DropParams(), [WorkerId("w0"), WorkerId("w1")]))
     intent = intent_of(plan, seen.snapshot.facts, make_view(*statuses))
     (group,) = intent.steps
     assert isinstance(group, FormGroup)
@@ -335,10 +332,8 @@ def test_workers_are_told_process_address_and_layers_of_the_view_that_the_plan_w
 
     common: dict[str, Any] = {"group": "w0", "num_stages": 2}
     grouped = make_view(status("w0", layers=(0, 4), **common), status("w1", layers=(4, 8), stage=1, **common))
-    facts = observe(grouped, 0.1, OBSERVE).snapshot.facts
-    assert facts is not None
-    restore = plan_restore(facts)
-    assert isinstance(restore, RestorePlan)
+    facts = some(observe(grouped, 0.1, OBSERVE).snapshot.facts)
+    restore = of_kind(RestorePlan, plan_restore(facts))
     back = intent_of(restore, facts, grouped)
     assert [(step.kind, step.workers[0].held) for step in back.steps] == [("restore", (0, 4)), ("restore", (4, 8))]
 

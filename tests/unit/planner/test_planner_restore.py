@@ -13,12 +13,11 @@ from services.planner.policy.restoring.restore import Load, RestorePlan, Restore
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts
+from tests.support.kinds import of_kind, some
 
 
 def restored(facts: ClusterFacts, *groups: str) -> RestorePlan:
-    plan = plan_restore(facts, groups)
-    assert isinstance(plan, RestorePlan), plan
-    return plan
+    return of_kind(RestorePlan, plan_restore(facts, groups))
 
 
 def as_text(loads: tuple[Load, ...]) -> list[str]:
@@ -112,8 +111,7 @@ def test_what_no_instance_has_comes_from_host_memory_or_not_at_all() -> None:
     survivor = make_group(0, (4, 8))[:1]
     with_copy = [replace(survivor[0], host_copy=LayerRange(3, 8))]
     assert as_text(restored(make_facts(with_copy)).loads) == ["w00000 [4, 8) None 512"]
-    without = plan_restore(make_facts([replace(survivor[0], host_copy=LayerRange(3, 7))]))
-    assert isinstance(without, RestoreRefusal)
+    without = of_kind(RestoreRefusal, plan_restore(make_facts([replace(survivor[0], host_copy=LayerRange(3, 7))])))
     assert without.reason == "layer 7, which w00000 lacks, is in no instance and not in its host's memory"
 
 
@@ -126,8 +124,7 @@ def test_only_the_named_groups_are_restored() -> None:
     assert {load.instance_id for load in plan.loads} == {"w00002", "w00003"}
     with pytest.raises(ValueError, match="no group 'w1'"):
         plan_restore(facts, ("w1",))
-    nothing = plan_restore(facts, ("w00009",))
-    assert isinstance(nothing, RestoreRefusal)
+    nothing = of_kind(RestoreRefusal, plan_restore(facts, ("w00009",)))
     assert nothing.reason == "no group has dropped anything"
 
 
@@ -135,8 +132,7 @@ def test_a_group_whose_kv_would_not_fit_is_refused() -> None:
     """Whole: 3 blocks of 16 tokens each, 6 in all."""
     first, second = make_group(0, (4, 8))
     assert isinstance(plan_restore(make_facts([replace(first, used_tokens=96), second])), RestorePlan)
-    refused = plan_restore(make_facts([replace(first, used_tokens=97), second]))
-    assert isinstance(refused, RestoreRefusal)
+    refused = of_kind(RestoreRefusal, plan_restore(make_facts([replace(first, used_tokens=97), second])))
     assert "would surely find a place" in refused.reason
     # a request of 3 blocks beside two of one block, one on each instance, would have no place
     rule = CapacityRule(make_model())
@@ -144,8 +140,7 @@ def test_a_group_whose_kv_would_not_fit_is_refused() -> None:
     assert why_no_room(rule, "g", [replace(first, used_tokens=80), second], 48) is not None
     no_room = make_facts([replace(each, num_pages=20) for each in make_group(0, (4, 8))])
     assert isinstance(plan_restore(no_room), RestoreRefusal)
-    one_without = plan_restore(make_facts([first, replace(second, num_pages=20)]))
-    assert isinstance(one_without, RestoreRefusal)
+    one_without = of_kind(RestoreRefusal, plan_restore(make_facts([first, replace(second, num_pages=20)])))
     assert one_without.reason == "w00000: a whole copy leaves an instance no room for KV"
 
 
@@ -160,14 +155,11 @@ def test_a_restore_makes_every_instance_whole_from_those_who_have_the_layers(see
     assert sorted(members) == [each.instance_id for each in facts.instances if each.group_id]
     for name in members:
         gets = [load for load in plan.loads if load.instance_id == name]
-        layers = [layer for load in gets for layer in range(load.layers.first, load.layers.end)]
-        own = range(held[name].layers.first, held[name].layers.end)
-        assert sorted([*layers, *own]) == list(range(facts.model.num_layers))
+        layers = [layer for load in gets for layer in load.layers]
+        assert sorted([*layers, *held[name].layers]) == list(facts.model.all_layers)
         for load in gets:
             source = held[WorkerId(load.source_id or name)]
-            has = source.host_copy if load.source_id is None else source.layers
-            assert has is not None
-            assert has.covers(load.layers)
+            assert some(source.host_copy if load.source_id is None else source.layers).covers(load.layers)
     after = sum(
         literal_blocks(facts.model, facts.model.all_layers, held[name].num_pages, held[name].max_blocks)
         for name in members

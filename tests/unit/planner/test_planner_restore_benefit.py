@@ -20,6 +20,7 @@ from services.planner.policy.restoring.restore_benefit import MAX_FACTOR, Benefi
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import make_facts, make_group, make_instance
+from tests.support.kinds import of_kind
 from tests.support.plan_cluster import clustered, in_cluster, settings
 from tests.support.plan_workers import PlanCluster
 
@@ -114,8 +115,7 @@ def test_the_drop_again_is_priced_as_the_drop_itself(used: int, running: int, li
         make_instance(i, used_tokens=used, num_running=running, link_bytes_per_s=link, host_copy=WHOLE)
         for i in range(2)
     ]
-    plan = plan_drop(make_facts(apart), DROP, 1)
-    assert isinstance(plan, DropPlan)
+    plan = of_kind(DropPlan, plan_drop(make_facts(apart), DROP, 1))
     facts = group_of(used=2 * used, running=2 * running, link=link)
     price = restore_price(facts, facts.instances, DROP, beside=True)
     assert price.drop_s == pytest.approx(plan.price.remap_s + plan.price.exchange_s)

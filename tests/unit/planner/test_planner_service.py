@@ -24,6 +24,7 @@ from shared.transport.bus import BusError, KeyValue, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
+from tests.support.kinds import some
 from tests.support.levers import FakeLever
 from tests.support.staged import played_in
 from tests.support.statuses import make_status, make_view
@@ -55,8 +56,7 @@ class Room:
         return await self.bus.key_value(SUBJECTS.plan_bucket())
 
     async def plan(self) -> Plan:
-        entry = await (await self.plans()).get("plan")
-        assert entry is not None
+        entry = some(await (await self.plans()).get("plan"))
         assert entry.value is not None
         return decode_json(entry.value, Plan)
 
@@ -259,8 +259,7 @@ async def test_a_key_that_holds_no_plan_is_left_alone(room: Room) -> None:
     await (await room.plans()).put("plan", b"not a plan")
     with pytest.raises(StartupError, match="does not hold a plan"):
         await room.start()
-    entry = await (await room.plans()).get("plan")
-    assert entry is not None
+    entry = some(await (await room.plans()).get("plan"))
     assert entry.value == b"not a plan"
 
 

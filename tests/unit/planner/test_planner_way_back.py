@@ -12,6 +12,7 @@ from shared.ids import WorkerId
 from shared.messages.plan import LoadBeside, PlanPhase
 from shared.transport.memory_bus import Delivery
 from sim.faults.nodes import PlannerNode
+from tests.support.kinds import some
 from tests.support.plan_cluster import clustered, in_cluster, settings
 from tests.support.plan_workers import Faults, PlanCluster
 
@@ -47,8 +48,7 @@ async def too_much(cluster: PlanCluster) -> None:
 
 def let_go(cluster: PlanCluster, name: WorkerId) -> None:
     """Have a worker give up what it was prepared for, before it hears of the commit."""
-    prepared = cluster.workers[name].prepared
-    assert prepared is not None
+    prepared = some(cluster.workers[name].prepared)
     prepared.until_s = 0.0
 
 
