@@ -99,6 +99,8 @@ class Monitor:
 
     def _on_report(self, message: Message) -> None:
         self.counters[self._take(message)] += 1
+        if self._state.has_changes:
+            self._wake.set()
 
     def _take(self, message: Message) -> str:
         """Return under which name the report is counted."""
@@ -118,8 +120,6 @@ class Monitor:
             return self._refuse(message.subject, f"{self._settings.max_workers} workers are known already")
         if verdict is Verdict.ACCEPTED:
             self._follow(report)
-        if self._state.has_changes:
-            self._wake.set()
         return f"reports_{verdict.value}"
 
     def _follow(self, report: WorkerReport) -> None:
@@ -143,8 +143,6 @@ class Monitor:
         if self._state.absorb_incompatible(worker_id, error.version, self._now()) is Verdict.FULL:
             return self._refuse(subject, f"{self._settings.max_workers} workers are known already")
         self._detector.forget(worker_id)
-        if self._state.has_changes:
-            self._wake.set()
         return "reports_incompatible"
 
     def _refuse(self, subject: str, reason: str) -> str:

@@ -146,18 +146,12 @@ class PlanExecution:
         """
         asks = []
         for step in plan.steps:
-            movers, move_s = step.movers, self._move_s(step)
-            message = PreparePlan(
-                epoch=plan.epoch,
-                plan_id=plan.plan_id,
-                step=step,
-                limit_s=self._params.prepared_limit_s,
-            )
-            patient = message.model_copy(update={"limit_s": message.limit_s + move_s})
-            answer_s = self._params.prepare_limit_s
+            move_s = self._move_s(step)
             for worker in step.workers:
-                moves = worker in movers
-                question, limit_s = (message, max(answer_s, move_s)) if moves else (patient, answer_s)
+                own_s, others_s = (move_s, 0.0) if worker in step.movers else (0.0, move_s)
+                prepared_s = self._params.prepared_limit_s + others_s
+                question = PreparePlan(epoch=plan.epoch, plan_id=plan.plan_id, step=step, limit_s=prepared_s)
+                limit_s = max(self._params.prepare_limit_s, own_s)
                 asks.append(self._prepare_one(plan, worker, question, limit_s))
         troubles = await _together(asks, is_enough=lambda trouble: trouble is not None)
         return next((trouble for trouble in troubles if trouble is not None), None)
