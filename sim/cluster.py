@@ -17,7 +17,7 @@ from services.dispatcher.service import DispatcherService
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
-from services.planner.service import Planner, build_planner
+from services.planner.service import Planner
 from services.worker.engine.invariants import check_engine
 from services.worker.engine.stats import take_stats
 from shared.systems import KvExchange, find_system
@@ -68,7 +68,7 @@ class SimCluster:
         self.workers: list[SimWorker] = []
         self.failures: list[tuple[str, BaseException]] = []
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
-        self._planner: Planner = build_planner(
+        self._planner = Planner(
             PlannerSettings(**{**params.planner, "instance_id": "planner", "system": params.system}),
             self.broker.connect("planner"),
             on_failure=self._fail,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.monitor.config import MonitorSettings
-from services.monitor.service import build_monitor
+from services.monitor.service import Monitor
 from shared.process.log import get_logger
 from shared.process.service_process import ServiceProcess, run_service_process
 
@@ -11,7 +11,7 @@ from shared.process.service_process import ServiceProcess, run_service_process
 async def serve(settings: MonitorSettings, process: ServiceProcess) -> None:
     """Run one monitor until told to stop."""
     async with process.bus() as bus:
-        monitor = build_monitor(settings, bus, process.fail)
+        monitor = Monitor(settings, bus, process.fail)
         await monitor.start()
         get_logger().info("monitor_ready", cluster=settings.cluster)
         await process.wait_stop()

@@ -7,7 +7,6 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from services.monitor.policy.liveness import LivenessParams
-from services.monitor.policy.throttling import ThrottlingParams
 from shared.process.config import ServiceSettings
 
 _Seconds = Annotated[float, Field(gt=0, le=3600)]
@@ -32,13 +31,8 @@ class MonitorSettings(ServiceSettings):
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         self.liveness()
-        self.throttling()
         return self
 
     def liveness(self) -> LivenessParams:
         """Return the parameters of the judgement."""
         return LivenessParams(self.suspect_after_s, self.dead_after_s, self.forget_after_s)
-
-    def throttling(self) -> ThrottlingParams:
-        """Return when a worker runs short of KV memory."""
-        return ThrottlingParams(horizon_s=self.throttling_horizon_s)

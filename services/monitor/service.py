@@ -34,7 +34,13 @@ MIN_VIEW_GAP_S = 0.02
 
 
 class Monitor:
-    """The only writer of the cluster view. Runs live and on the virtual clock alike."""
+    """The only writer of the cluster view. Runs live and on the virtual clock alike.
+
+    Args:
+        settings: checked.
+        bus: connected; the caller closes it after `stop`.
+        on_failure: called with a task's name and error when the monitor's own loop dies.
+    """
 
     def __init__(
         self, settings: MonitorSettings, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
@@ -43,7 +49,7 @@ class Monitor:
         self._bus = bus
         self._subjects = Subjects(settings.cluster)
         self._state = ClusterState(settings.liveness(), settings.max_workers)
-        self._detector = ThrottlingDetector(settings.throttling())
+        self._detector = ThrottlingDetector(settings.throttling_horizon_s)
         self._throttled: list[tuple[WorkerId, str]] = []
         self._epoch = 0
         self._tasks = TaskOwner(on_failure)
@@ -93,6 +99,8 @@ class Monitor:
 
     def _on_report(self, message: Message) -> None:
         self.counters[self._take(message)] += 1
+        if self._state.has_changes:
+            self._wake.set()
 
     def _take(self, message: Message) -> str:
         """Return under which name the report is counted."""
@@ -112,8 +120,6 @@ class Monitor:
             return self._refuse(message.subject, f"{self._settings.max_workers} workers are known already")
         if verdict is Verdict.ACCEPTED:
             self._follow(report)
-        if self._state.has_changes:
-            self._wake.set()
         return f"reports_{verdict.value}"
 
     def _follow(self, report: WorkerReport) -> None:
@@ -137,8 +143,6 @@ class Monitor:
         if self._state.absorb_incompatible(worker_id, error.version, self._now()) is Verdict.FULL:
             return self._refuse(subject, f"{self._settings.max_workers} workers are known already")
         self._detector.forget(worker_id)
-        if self._state.has_changes:
-            self._wake.set()
         return "reports_incompatible"
 
     def _refuse(self, subject: str, reason: str) -> str:
@@ -242,16 +246,3 @@ class Monitor:
             Endpoint("view", subject("view"), view, metadata={"format": "json"}),
             Endpoint("counters", subject("counters"), counters, metadata={"format": "json"}),
         ]
-
-
-def build_monitor(
-    settings: MonitorSettings, bus: Bus, on_failure: Callable[[str, BaseException], None] | None = None
-) -> Monitor:
-    """Return a monitor that is ready to `start`.
-
-    Args:
-        settings: checked.
-        bus: connected; the caller closes it after `stop`.
-        on_failure: called with a task's name and error when the monitor's own loop dies.
-    """
-    return Monitor(settings, bus, on_failure)

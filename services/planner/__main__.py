@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 
 from services.planner.config import PlannerSettings
-from services.planner.service import build_planner
+from services.planner.service import Planner
 from shared.process.log import get_logger
 from shared.process.metrics_server import serve_metrics
 from shared.process.service_process import ServiceProcess, run_service_process
@@ -14,7 +14,7 @@ from shared.process.service_process import ServiceProcess, run_service_process
 async def serve(settings: PlannerSettings, process: ServiceProcess) -> None:
     """Run one planner until told to stop."""
     async with process.bus() as bus, AsyncExitStack() as running:
-        planner = build_planner(settings, bus, on_failure=process.fail)
+        planner = Planner(settings, bus, on_failure=process.fail)
         if settings.metrics_port:
             await running.enter_async_context(
                 serve_metrics(settings.metrics_host, settings.metrics_port, planner.render_metrics)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from shared.errors import StartupError
 from shared.messages.plan import PLAN_KEY, Plan, PlanPhase, Step, WantedInstances
@@ -93,21 +94,8 @@ class PlanBook:
         Raises:
             SupersededError, BusError: as `write`.
         """
-
-        def begun(last: Plan) -> Plan:
-            epoch = last.epoch + 1
-            phase = PlanPhase.PREPARING
-            return Plan(
-                epoch=epoch,
-                lever=lever,
-                reason=reason,
-                plan_id=epoch,
-                phase=phase,
-                steps=steps,
-                wanted=last.wanted,
-            )
-
-        return await self._next(begun)
+        begun = partial(Plan, lever=lever, reason=reason, phase=PlanPhase.PREPARING, steps=steps)
+        return await self._next(lambda last: begun(epoch=last.epoch + 1, plan_id=last.epoch + 1, wanted=last.wanted))
 
     async def advance(self, phase: PlanPhase, reason: str) -> Plan:
         """Write under the next epoch how far the plan that was begun is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -132,20 +133,7 @@ class PlannerSettings(ServiceSettings):
 
     def pacing(self) -> PacingParams:
         """Return how much patience there is."""
-        return PacingParams(
-            restore_by=self.restore_by,
-            restore_max_ratio=self.restore_max_ratio,
-            restore_horizon_s=self.restore_horizon_s,
-            restore_again_s=self.restore_again_s,
-            restore_ratio=self.restore_ratio,
-            restore_hold_s=self.restore_hold_s,
-            cooldown_s=self.cooldown_s,
-            retry_s=self.retry_s,
-            max_retry_s=self.max_retry_s,
-            restore_beside=self.restore_beside,
-            ahead_wait_s=self.ahead_wait_s,
-            load_stall_s=self.load_stall_s,
-        )
+        return PacingParams(**{field.name: getattr(self, field.name) for field in fields(PacingParams)})
 
     def observation(self) -> ObserveParams:
         """Return what is known of groups besides what workers report.

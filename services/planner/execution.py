@@ -71,8 +71,6 @@ class ExecutionParams:
     """After which a worker that is alive but does not answer counts as failed."""
 
     def __post_init__(self) -> None:
-        if min(self.prepare_limit_s, self.move_limit_s, self.ask_limit_s, self.retry_s, self.commit_limit_s) <= 0:
-            raise ValueError("limits are positive")
         if self.prepared_limit_s <= self.prepare_limit_s:
             raise ValueError("prepared_limit_s must exceed prepare_limit_s: who is prepared waits for the others")
 
@@ -148,18 +146,12 @@ class PlanExecution:
         """
         asks = []
         for step in plan.steps:
-            movers, move_s = step.movers, self._move_s(step)
-            message = PreparePlan(
-                epoch=plan.epoch,
-                plan_id=plan.plan_id,
-                step=step,
-                limit_s=self._params.prepared_limit_s,
-            )
-            patient = message.model_copy(update={"limit_s": message.limit_s + move_s})
-            answer_s = self._params.prepare_limit_s
+            move_s = self._move_s(step)
             for worker in step.workers:
-                moves = worker in movers
-                question, limit_s = (message, max(answer_s, move_s)) if moves else (patient, answer_s)
+                own_s, others_s = (move_s, 0.0) if worker in step.movers else (0.0, move_s)
+                prepared_s = self._params.prepared_limit_s + others_s
+                question = PreparePlan(epoch=plan.epoch, plan_id=plan.plan_id, step=step, limit_s=prepared_s)
+                limit_s = max(self._params.prepare_limit_s, own_s)
                 asks.append(self._prepare_one(plan, worker, question, limit_s))
         troubles = await _together(asks, is_enough=lambda trouble: trouble is not None)
         return next((trouble for trouble in troubles if trouble is not None), None)
@@ -179,18 +171,11 @@ class PlanExecution:
 
     async def _abort(self, plan: Plan, trouble: str, began_s: float) -> Outcome:
         """Tell every worker, and close the plan."""
-        await self._abort_all(plan, plan.workers)
+        await self._end(plan, plan.workers, commits=False)
         reason = f"plan {plan.plan_id} abandoned: {trouble}"
         await self._book.advance(PlanPhase.DONE, reason)
         await self._announce("plan_aborted", f"{reason} ({plan.reason})")
-        return Outcome(
-            is_done=False,
-            reason=reason,
-            plan_id=plan.plan_id,
-            latency_s=_now_s() - began_s,
-            lever=plan.lever,
-            steps=plan.steps,
-        )
+        return _outcome(plan, reason, _now_s() - began_s, is_done=False)
 
     async def _commit(self, plan: Plan, began_s: float) -> Outcome:
         by_step = await _together([self._commit_step(plan, step) for step in plan.steps])
@@ -204,34 +189,21 @@ class PlanExecution:
         reason = "; ".join([what, *troubles[:MAX_REASONS], *rooms[:MAX_REASONS]])
         await self._book.advance(PlanPhase.DONE, f"{reason}: {plan.reason}")
         await self._announce("plan_failed" if troubles else "plan_done", f"{reason}: {plan.reason}")
-        return Outcome(
-            is_done=not troubles,
-            reason=reason,
-            plan_id=plan.plan_id,
-            latency_s=latency_s,
-            lever=plan.lever,
-            steps=plan.steps,
-            done=done,
-        )
+        return _outcome(plan, reason, latency_s, done, is_done=not troubles)
 
     async def _commit_step(self, plan: Plan, step: Step) -> dict[WorkerId, _Answer]:
         """Return what each worker of a step says at the end."""
         answers: dict[WorkerId, _Answer] = {}
         for workers in step.turns:
             are_done = all(_state(answer) is PlanState.DONE for answer in answers.values())
-            said = await (self._commit_all if are_done else self._abort_all)(plan, workers)
+            said = await self._end(plan, workers, commits=are_done)
             answers |= {worker.worker_id: answer for worker, answer in zip(workers, said, strict=True)}
         return answers
 
-    async def _commit_all(self, plan: Plan, workers: Sequence[PlannedWorker]) -> list[_Answer]:
-        message = CommitPlan(epoch=plan.epoch, plan_id=plan.plan_id)
-        limit_s = self._params.commit_limit_s
-        return await _together([self._finish(plan, worker, message, limit_s) for worker in workers])
-
-    async def _abort_all(self, plan: Plan, workers: Sequence[PlannedWorker]) -> list[_Answer]:
-        """Tell these, as long as one may still be prepared."""
-        message = AbortPlan(epoch=plan.epoch, plan_id=plan.plan_id)
-        limit_s = self._params.prepared_limit_s
+    async def _end(self, plan: Plan, workers: Sequence[PlannedWorker], *, commits: bool) -> list[_Answer]:
+        """Tell these workers to commit; or to abort, as long as one may still be prepared."""
+        message = (CommitPlan if commits else AbortPlan)(epoch=plan.epoch, plan_id=plan.plan_id)
+        limit_s = self._params.commit_limit_s if commits else self._params.prepared_limit_s
         return await _together([self._finish(plan, worker, message, limit_s) for worker in workers])
 
     async def _finish(
@@ -292,6 +264,10 @@ async def _together(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _outcome(plan: Plan, reason: str, latency_s: float, done: tuple[WorkerId, ...] = (), *, is_done: bool) -> Outcome:
+    return Outcome(is_done, reason, plan.plan_id, latency_s, plan.lever, plan.steps, done)
 
 
 def _rooms(plan: Plan, answers: Mapping[WorkerId, _Answer]) -> list[str]:

@@ -26,6 +26,8 @@ from shared.transport.bus import Bus, BusError
 from shared.wire import WireError, decode_union_json, encode_json
 
 _log = get_logger()
+ANSWER_LIMIT_S = 0.5
+"""For a worker to say who waits; nothing else is decided meanwhile."""
 M = TypeVar("M", QueueList, QueueMoved)
 _LISTED: TypeAdapter[QueueList | ErrandRefused] = TypeAdapter(
     Annotated[QueueList | ErrandRefused, Field(discriminator="kind")]
@@ -43,7 +45,6 @@ class Rebalancer:
         subjects: of the cluster.
         batch_per_worker: requests that a worker runs well at a time.
         pause_s: between two rounds: reports have to show what the last one changed.
-        limit_s: for one answer.
         announce: tells people the name of what happened, and the reason.
     """
 
@@ -54,14 +55,12 @@ class Rebalancer:
         *,
         batch_per_worker: int,
         pause_s: float,
-        limit_s: float,
         announce: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._subjects = subjects
         self._batch_per_worker = batch_per_worker
         self._pause_s = pause_s
-        self._limit_s = limit_s
         self._announce = announce
         self._not_before_s = float("-inf")
 
@@ -116,7 +115,7 @@ class Rebalancer:
     async def _request(self, worker_id: WorkerId, errand: Errand, answers: TypeAdapter[M | ErrandRefused]) -> M | None:
         subject = self._subjects.plan(worker_id)
         try:
-            data = await self._bus.request(subject, encode_json(errand), timeout_s=self._limit_s)
+            data = await self._bus.request(subject, encode_json(errand), timeout_s=ANSWER_LIMIT_S)
             answer = decode_union_json(data, answers)
         except (BusError, WireError) as error:
             _log.warning("queue_not_known", worker=worker_id, error=str(error))

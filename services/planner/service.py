@@ -39,8 +39,6 @@ from shared.wire import WireError, encode_json
 _log = get_logger()
 ROUNDING_S = 1e-6
 SETTLE_LOOK_S = 0.02
-REBALANCE_LIMIT_S = 0.5
-"""For a worker to say who waits; nothing else is decided meanwhile."""
 MAX_TOLD = 1024
 """Events that are told once and remembered; when there are more, all may be told again."""
 
@@ -124,7 +122,6 @@ class Planner:
                 self._subjects,
                 batch_per_worker=self._settings.batch_per_worker,
                 pause_s=self._settings.rebalance_pause_s,
-                limit_s=REBALANCE_LIMIT_S,
                 announce=self.announce,
             )
         await self.announce("planner_started", f"holds epoch {plan.epoch}; {len(self._levers)} levers in its ladder")
@@ -359,14 +356,3 @@ def _short_of_memory(view: ClusterView | None) -> dict[tuple[WorkerId, bool], No
     throttled = [status.report for status in view.workers if status.throttled] if view is not None else []
     needs = [(report.worker_id, False) for report in throttled]
     return dict.fromkeys(needs + [(report.worker_id, True) for report in throttled if report.num_queued_for_memory])
-
-
-def build_planner(
-    settings: PlannerSettings,
-    bus: Bus,
-    *,
-    levers: Sequence[Lever] | None = None,
-    on_failure: Callable[[str, BaseException], None] | None = None,
-) -> Planner:
-    """Return a planner that is ready to `start`. See `Planner`."""
-    return Planner(settings, bus, levers, on_failure)

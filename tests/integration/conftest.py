@@ -1,13 +1,22 @@
-"""What the tests of the HTTP interface share: a small model's folder, and its text side."""
+"""What integration tests share: a broker; of the HTTP interface a small model's folder, and its text side."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.dispatcher.build import ModelText
+from shared.transport.nats_server import EmbeddedNats
 from tests.support.dispatchers import load_model
+
+
+@pytest.fixture(scope="module")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a broker for the tests of a module."""
+    with EmbeddedNats() as nats:
+        yield nats.start(tmp_path_factory.mktemp("nats"))
 
 
 @pytest.fixture(scope="module")

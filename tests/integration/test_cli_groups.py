@@ -10,9 +10,9 @@ import pytest
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from cli.groups.command import run_verb
 from services.monitor.config import MonitorSettings
-from services.monitor.service import build_monitor
+from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
-from services.planner.service import build_planner
+from services.planner.service import Planner
 from shared.ids import WorkerId
 from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
@@ -41,8 +41,8 @@ async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> No
         assert nobody.value.code == UNREACHABLE
 
         buses = {role: await connect(role) for role in (Role.MONITOR, Role.PLANNER, Role.WORKER)}
-        monitor = build_monitor(MonitorSettings(instance_id="monitor", suspect_after_s=0.2), buses[Role.MONITOR])
-        planner = build_planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[Role.PLANNER])
+        monitor = Monitor(MonitorSettings(instance_id="monitor", suspect_after_s=0.2), buses[Role.MONITOR])
+        planner = Planner(PlannerSettings(instance_id="planner", system="kunserve"), buses[Role.PLANNER])
         await monitor.start()
         await planner.start()
         report = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)

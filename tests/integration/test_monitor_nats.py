@@ -7,10 +7,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from shared.ids import WorkerId
 from shared.messages.event import Event
@@ -19,18 +16,11 @@ from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerRep
 from shared.subjects import Subjects
 from shared.transport.bus import BusTimeoutError, KvEntry, Message, NoRespondersError
 from shared.transport.nats_bus import NatsBus
-from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects("t")
 LIMIT_S = 15.0
-
-
-@pytest.fixture(scope="module")
-def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedNats() as nats:
-        yield nats.start(tmp_path_factory.mktemp("nats"))
 
 
 def start(service: str, nats_url: str, *flags: str) -> subprocess.Popen[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
-from services.planner.service import build_planner
+from services.planner.service import Planner
 from shared.cost import load_profile
 from shared.ids import Incarnation, WorkerId
 from shared.layers import LayerRange
@@ -28,7 +28,6 @@ from shared.messages.report import ClusterView, ElasticFacts, WorkerPhase, Worke
 from shared.subjects import Subjects
 from shared.transport.bus import Message
 from shared.transport.nats_bus import NatsBus
-from shared.transport.nats_server import EmbeddedNats
 from shared.wire import decode_json, encode_json
 from sim.plan_driver import group_of
 from sim.worker import SimWorker, SimWorkerParams
@@ -37,12 +36,6 @@ from tests.support.hand_planner import HandPlanner
 LIMIT_S = 15.0
 SYSTEM = "kunserve"
 PAGE = 64
-
-
-@pytest.fixture(scope="module")
-def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedNats() as nats:
-        yield nats.start(tmp_path_factory.mktemp("nats"))
 
 
 @dataclass
@@ -107,7 +100,7 @@ async def planning(
     buses = [await NatsBus.connect(nats_url, name=name) for name in ("monitor", "planner")]
     monitor = Monitor(MonitorSettings(instance_id="monitor", cluster=cluster), buses[0], _fail)
     fields = {"instance_id": "planner", "cluster": cluster, "system": SYSTEM, "tick_period_s": 0.1, **settings}
-    planner = build_planner(PlannerSettings.model_validate(fields), buses[1], on_failure=_fail)
+    planner = Planner(PlannerSettings.model_validate(fields), buses[1], on_failure=_fail)
     await monitor.start()
     async with room(nats_url, cluster) as here:
         telling = asyncio.create_task(_tell(here, reports))

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-
-import pytest
+from collections.abc import Callable
 
 from cli.groups.command import run_planner
 from shared.messages.event import Event
-from shared.transport.nats_server import EmbeddedNats
 from tests.integration.test_plan_refusals import NO_GAIN, Room, planning, report
 
 LIMIT_S = 15.0
-
-
-@pytest.fixture(scope="module")
-def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with EmbeddedNats() as nats:
-        yield nats.start(tmp_path_factory.mktemp("nats"))
 
 
 async def _told(here: Room, is_it: Callable[[Event], bool]) -> Event:

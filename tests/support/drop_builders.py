@@ -47,6 +47,21 @@ def make_group(first_number: int, ends: Sequence[int], **fields: Any) -> list[In
     ]
 
 
+def make_pair(name: str = "w0000", **leader: Any) -> list[InstanceFacts]:
+    """Two stages of 4 of 8 layers: 3 blocks of 16 tokens each alone, 7 as a group.
+
+    Args:
+        name: they are `<name>0`, which leads, and `<name>1`.
+        leader: fields of the first one.
+    """
+    first, second = make_group(0, (4, 8))
+    names = [WorkerId(f"{name}{index}") for index in range(2)]
+    return [
+        replace(first, instance_id=names[0], group_id=names[0], **leader),
+        replace(second, instance_id=names[1], group_id=names[0]),
+    ]
+
+
 def make_facts(
     instances: Sequence[InstanceFacts], model: ModelFacts | None = None, throughput: tuple[float, ...] = PROFILE
 ) -> ClusterFacts:

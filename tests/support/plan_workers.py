@@ -1,4 +1,4 @@
-"""Workers that keep the promises of `shared.messages.plan`, with a real planner and a real monitor, in virtual time.
+"""Workers that keep the promises of `shared.messages.plan`, with a real planner and a real monitor.
 
 They have no model: layers, groups and loads are numbers. What they heard and said is written down, and `check` holds it
 to the laws of the protocol.
@@ -7,10 +7,12 @@ to the laws of the protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -20,7 +22,7 @@ from services.planner.config import PlannerSettings
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ModelFacts
 from shared.ids import Incarnation, WorkerId
-from shared.layers import LayerRange
+from shared.layers import LayerRange, check_tiling
 from shared.messages.event import Event
 from shared.messages.plan import (
     PLAN_KEY,
@@ -37,14 +39,14 @@ from shared.messages.plan import (
     Step,
     UnloadBeside,
 )
-from shared.messages.report import ElasticFacts, WorkerPhase, WorkerReport
+from shared.messages.report import WorkerPhase, WorkerReport
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, Endpoint, KvEntry, Message, ServiceInfo
 from shared.transport.memory_bus import Delivery, MemoryBroker, MemoryBus
 from shared.wire import decode_json, decode_union_json, encode_json
 from sim.faults.nodes import MonitorNode, PlannerNode
-from sim.virtual_time import run
 from tests.support.drop_builders import make_model
+from tests.support.statuses import make_elastic
 
 SUBJECTS = Subjects()
 MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
@@ -52,6 +54,8 @@ MODEL = make_model(8, layer_bytes=(8 * 64,) * 8)
 NUM_PAGES = 224
 GROUP_LIMIT_S = 1.0
 """In which the members of a group must have met."""
+Faults = Callable[[Delivery], tuple[float, ...]]
+"""What becomes of a message: when each of its copies arrives."""
 _QUESTION: TypeAdapter[PlanMessage] = TypeAdapter(Annotated[PlanMessage, Field(discriminator="kind")])
 
 
@@ -158,8 +162,7 @@ class PlanWorker:
         return self._num_blocks(self.resident) if self.ahead is None else self.ahead
 
     def _num_blocks(self, resident: LayerRange | None) -> int:
-        blocks = CapacityRule(self.model).blocks(self.layers, NUM_PAGES, resident=resident)
-        return max(blocks - self.lacks_blocks, 0)
+        return max(CapacityRule(self.model).blocks(self.layers, NUM_PAGES, resident=resident) - self.lacks_blocks, 0)
 
     @property
     def usable_blocks(self) -> int:
@@ -183,10 +186,8 @@ class PlanWorker:
             return
         self._number += 1
         report = self._make_report()
-        try:
+        with suppress(BusError):
             await self.bus.publish(SUBJECTS.report(self.worker_id), encode_json(report))
-        except BusError:
-            return
 
     def _make_report(self) -> WorkerReport:
         leads = not self.group or self.group[0] == self.worker_id
@@ -196,7 +197,10 @@ class PlanWorker:
         if leads and any(num_blocks > member.num_blocks for member in members):
             self.cluster.violations.append(f"{self.worker_id} uses blocks that others lack, after plan {self.plan_id}")
         resident = self.resident or self.layers
-        used = sum(load.used for load in loads)
+        used, demanded = sum(load.used for load in loads), sum(load.demanded for load in loads)
+        queued = sum(load.queued for load in loads)
+        sizes = {"layer_bytes": self.model.layer_bytes, "block_bytes": self.model.block_bytes, "num_pages": NUM_PAGES}
+        elastic = make_elastic(**sizes, max_blocks=10_000, has_host_copy=True)
         return WorkerReport(
             worker_id=self.worker_id,
             sequence_number=self._number,
@@ -207,9 +211,9 @@ class PlanWorker:
             block_size=self.model.block_size,
             num_blocks=num_blocks,
             num_used_blocks=min(used, num_blocks),
-            num_demanded_blocks=sum(load.demanded for load in loads) + max(used - num_blocks, 0),
-            num_head_blocks=min(1, sum(load.queued for load in loads)),
-            num_queued_for_memory=self._num_queued(loads, num_blocks),
+            num_demanded_blocks=demanded + max(used - num_blocks, 0),
+            num_head_blocks=min(1, queued),
+            num_queued_for_memory=queued if used + demanded > num_blocks else 0,
             num_running=used,
             num_layers=self.model.num_layers,
             layers=(self.layers.first, self.layers.end),
@@ -220,14 +224,9 @@ class PlanWorker:
             num_stages=max(len(self.group), 1),
             plan_id=self.plan_id,
             stage_address=f"{self.worker_id}:1",
-            elastic=_elastic(self.model) if self.is_elastic else None,
+            elastic=elastic if self.is_elastic else None,
             token_s=0.0001,
         )
-
-    @staticmethod
-    def _num_queued(loads: list[Load], num_blocks: int) -> int:
-        wanted = sum(load.used + load.demanded for load in loads)
-        return sum(load.queued for load in loads) if wanted > num_blocks else 0
 
     async def _answer(self, message: Message) -> bytes:
         question = decode_union_json(message.data, _QUESTION)
@@ -258,14 +257,14 @@ class PlanWorker:
             return await asyncio.shield(self._changing[question.plan_id]), ""
         if isinstance(question, PreparePlan):
             return await self._prepare(question)
-        prepared, self.prepared = self.prepared, None
-        if not isinstance(question, CommitPlan) or prepared is None or prepared.plan_id != question.plan_id:
-            self.prepared = prepared
-            if prepared is not None and prepared.plan_id == question.plan_id:
-                self._drop_prepared()
-            self.concluded[question.plan_id] = PlanState.ABORTED
-            return PlanState.ABORTED, ""
-        return await self._commit(prepared), ""
+        prepared = self.prepared
+        if prepared is not None and prepared.plan_id == question.plan_id:
+            if isinstance(question, CommitPlan):
+                self.prepared = None
+                return await self._commit(prepared), ""
+            self._drop_prepared()
+        self.concluded[question.plan_id] = PlanState.ABORTED
+        return PlanState.ABORTED, ""
 
     async def _prepare(self, question: PreparePlan) -> tuple[PlanState, str]:
         why_not = self.refuses or self._why_not(question.step) or ("it is changing" if self._changing else "")
@@ -309,6 +308,8 @@ class PlanWorker:
         prepared, self.prepared = self.prepared, None
         if prepared is not None and isinstance(prepared.step, LoadBeside) and self.resident is None:
             self.limit = None
+        if any(self.cluster.workers[name].group != self.group for name in self.group):
+            self.become_whole()  # others of its group went on without it
 
     async def _commit(self, prepared: _Prepared) -> PlanState:
         change: asyncio.Future[PlanState] = asyncio.get_running_loop().create_future()
@@ -370,7 +371,7 @@ class PlanCluster:
         self,
         num_workers: int,
         settings: PlannerSettings,
-        deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
+        deliver: Faults | None = None,
         *,
         loads_beside: bool = False,
     ) -> None:
@@ -427,6 +428,30 @@ class PlanCluster:
         self.planners[name].launch()
         return self.planners[name]
 
+    async def burst(
+        self, *names: str, after_s: float = 1.0, queued: int = 3, demanded: int = 2, until_groups: int = 0
+    ) -> PlannerNode:
+        """Start a planner, and after a while let these workers run short; return when there are so many groups."""
+        node = self.start_planner()
+        await asyncio.sleep(after_s)
+        for name in names:
+            await self.strain(name, queued, demanded)
+        if until_groups:
+            await self.until(lambda: len(self.groups()) == until_groups)
+        return node
+
+    async def ask(self, verb: str, fields: Any = None, timeout_s: float = 30) -> Any:
+        """Ask the planner by hand; return what it answers."""
+        data = b"" if fields is None else json.dumps(fields).encode()
+        return json.loads(await self.bus.request(SUBJECTS.admin("planner", "p", verb), data, timeout_s=timeout_s))
+
+    async def until(self, is_so: Callable[[], bool], limit_s: float = 120.0) -> float:
+        """Return soon after something is so, with the time that it is then."""
+        async with asyncio.timeout(limit_s):
+            while not is_so():
+                await asyncio.sleep(0.02)
+        return _now_s()
+
     async def close(self) -> None:
         """End everything."""
         for planner in self.planners.values():
@@ -478,6 +503,24 @@ class PlanCluster:
         """Names of the planner's events."""
         return [name for _, name, _ in self.events if name.startswith(prefix)]
 
+    def reasons(self, name: str, word: str = "") -> list[str]:
+        """Reasons of the events of this name that have the word in them."""
+        return [reason for _, event, reason in self.events if event == name and word in reason]
+
+    def times(self, name: str) -> list[float]:
+        """When the events of this name were told."""
+        return [at_s for at_s, event, _ in self.events if event == name]
+
+    @property
+    def committed(self) -> list[Plan]:
+        """Plans that workers were told to carry out."""
+        return [plan for plan in self.plans if plan.phase is PlanPhase.COMMITTING]
+
+    @property
+    def levers(self) -> list[str]:
+        """Their levers, in order."""
+        return [plan.lever for plan in self.committed]
+
     def groups(self) -> list[tuple[str, ...]]:
         """The groups of living workers, by their leaders."""
         return [w.group for w in self.workers.values() if w.is_alive and w.group and w.group[0] == w.worker_id]
@@ -514,12 +557,10 @@ class PlanCluster:
         assert all(later > earlier for earlier, later in pairwise(epochs)), epochs
         for plan in self.plans:
             for step in plan.steps:
-                reached = 0
-                for stage in step.stages if isinstance(step, FormGroup) else ():
-                    assert stage.held[0] <= stage.layers[0] < stage.layers[1] <= stage.held[1], "it would have to load"
-                    assert stage.layers[0] == reached, "layers are missing"
-                    reached = stage.layers[1]
-                assert reached == MODEL.num_layers or not isinstance(step, FormGroup)
+                if isinstance(step, FormGroup):
+                    check_tiling([LayerRange(*stage.layers) for stage in step.stages], MODEL.num_layers)
+                    for stage in step.stages:
+                        assert LayerRange(*stage.held).covers(LayerRange(*stage.layers)), "it would have to load"
 
     def _check_plan(self, plan_id: int, *, is_lossless: bool) -> None:
         heard = [each for each in self.heard if each.plan_id == plan_id]
@@ -532,18 +573,17 @@ class PlanCluster:
         both = commits and [each for each in aborts if each.worker_id not in in_turn]
         assert not both, f"plan {plan_id} was both committed and aborted"
         if commits:
-            prepared = {each.worker_id for each in heard if each.kind == "prepare_plan"}
             first = {each.worker_id: each for each in reversed(heard) if each.kind == "prepare_plan"}
             refused = [name for name, each in first.items() if each.state is not PlanState.PREPARED]
             assert not refused, f"plan {plan_id} was committed although {refused} refused"
-            assert prepared == named, f"plan {plan_id} was committed although not all were prepared"
+            assert first.keys() == named, f"plan {plan_id} was committed although not all were prepared"
         if is_lossless:
             told = {each.worker_id for each in (*commits, *aborts)}
             silent = {name for name in named - told if self.workers[name].is_alive}
             assert not silent, f"{sorted(silent)} never heard what became of plan {plan_id}"
 
     def _check_groups(self) -> None:
-        assert self.plan.phase is PlanPhase.DONE, "something was begun and not ended"
+        assert not self.plans or self.plan.phase is PlanPhase.DONE, "something was begun and not ended"
         for worker in self.workers.values():
             if not worker.is_alive:
                 continue
@@ -555,46 +595,6 @@ class PlanCluster:
             members = [self.workers[name] for name in worker.group]
             assert all(member.group == worker.group for member in members), "members disagree"
             assert [member.layers.first for member in members] == [0, *(m.layers.end for m in members[:-1])]
-
-
-def settings(**changes: object) -> PlannerSettings:
-    """A planner that drops."""
-    return PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **changes})
-
-
-def in_cluster(
-    test: Callable[[PlanCluster], Awaitable[None]],
-    num_workers: int = 4,
-    planner: PlannerSettings | None = None,
-    deliver: Callable[[Delivery], tuple[float, ...]] | None = None,
-    *,
-    loads_beside: bool = False,
-) -> PlanCluster:
-    """Run a test in virtual time, in a cluster whose workers are ready and whose planner is not started."""
-
-    async def main() -> PlanCluster:
-        cluster = PlanCluster(num_workers, planner or settings(), deliver, loads_beside=loads_beside)
-        await cluster.start()
-        await asyncio.sleep(2)
-        await test(cluster)
-        await cluster.close()
-        return cluster
-
-    return run(main())
-
-
-def _elastic(model: ModelFacts) -> ElasticFacts:
-    return ElasticFacts(
-        layer_bytes=model.layer_bytes,
-        outer_bytes=model.outer_bytes,
-        first_stage_end=model.first_stage_end,
-        last_stage_begin=model.last_stage_begin,
-        block_bytes=model.block_bytes,
-        page_bytes=model.page_bytes,
-        num_pages=NUM_PAGES,
-        max_blocks=10_000,
-        has_host_copy=True,
-    )
 
 
 def _now_s() -> float:

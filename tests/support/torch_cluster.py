@@ -20,7 +20,7 @@ from services.dispatcher.service import DispatcherService
 from services.monitor.config import MonitorSettings
 from services.monitor.service import Monitor
 from services.planner.config import PlannerSettings
-from services.planner.service import Planner, build_planner
+from services.planner.service import Planner
 from services.worker.build import build_worker, make_reporter
 from services.worker.config import KernelKind, LoadFrom, WorkerSettings
 from services.worker.engine.invariants import check_engine
@@ -127,7 +127,7 @@ class TorchCluster:
         self.driver = HandPlanner(self.broker.connect("hand"))
         self._monitor = Monitor(MonitorSettings(instance_id="monitor"), self.broker.connect("monitor"), self._fail)
         settings = PlannerSettings(instance_id="planner", system=SYSTEM, restore_ratio=0, cooldown_s=0)
-        self.planner: Planner = build_planner(settings, self.broker.connect("planner"), on_failure=self._fail)
+        self.planner = Planner(settings, self.broker.connect("planner"), on_failure=self._fail)
         front = DispatcherSettings(
             instance_id="dispatcher", model=NO_FOLDER, served_model_name=(MODEL_NAME,), system=SYSTEM
         )

@@ -12,7 +12,7 @@ in which a change counts less the longer ago it was.
             ╱╱╱╱   │ raised │ (silent) │ new epoch: raised again │ (silent) │ calm: may be raised again
 
 Of a worker there is one event per plan epoch: the planner heard it, and its plan takes time. When its demand has fallen
-below `release_ratio` of its capacity, the next event may come in the same epoch. A false event costs a line in the log.
+below `RELEASE_RATIO` of its capacity, the next event may come in the same epoch. A false event costs a line in the log.
 
 Pure reducer: reports in, events out; time is an argument. Source: KunServe v1, section 4.3 ("Online monitor and drop
 trigger") and 2.2 (demand); v2, section 4.1 and 2.2. Deviations: hysteresis, and averages of the rates, of which the
@@ -33,22 +33,12 @@ ROUNDING_S = 1e-6
 """A gap that is this little shorter than the limit has reached it: clocks round."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThrottlingParams:
-    """When the rules hold."""
-
-    horizon_s: float = 1.0
-    """h: how far ahead the rates are followed (v1, section 4.3); higher acts earlier, and errs more."""
-    half_life_s: float = 1.0
-    """Age at which a change counts half in the rates; higher is steadier, and sees a burst later."""
-    release_ratio: float = 0.9
-    """Demand over capacity below which a worker is calm again; higher repeats events sooner."""
-    min_gap_s: float = 0.1
-    """Shortest time that makes a rate: what changes within it counts with the next report; higher is steadier."""
-
-    def __post_init__(self) -> None:
-        if self.horizon_s < 0 or self.half_life_s <= 0 or not 0 <= self.release_ratio <= 1 or self.min_gap_s < 0:
-            raise ValueError("horizon_s >= 0, half_life_s > 0, 0 <= release_ratio <= 1 and min_gap_s >= 0 must hold")
+HALF_LIFE_S = 1.0
+"""Age at which a change counts half in the rates; higher is steadier, and sees a burst later."""
+RELEASE_RATIO = 0.9
+"""Demand over capacity below which a worker is calm again; higher repeats events sooner."""
+MIN_GAP_S = 0.1
+"""Shortest time that makes a rate: what changes within it counts with the next report; higher is steadier."""
 
 
 class ThrottlingRule(StrEnum):
@@ -76,10 +66,14 @@ class _Watch:
 
 
 class ThrottlingDetector:
-    """Follows the demand of every worker."""
+    """Follows the demand of every worker.
 
-    def __init__(self, params: ThrottlingParams) -> None:
-        self._params = params
+    Args:
+        horizon_s: h, how far ahead the rates are followed (v1, section 4.3); higher acts earlier, and errs more.
+    """
+
+    def __init__(self, horizon_s: float = 1.0) -> None:
+        self._horizon_s = horizon_s
         self._watches: dict[WorkerId, _Watch] = {}
 
     def strain(self, worker_id: WorkerId) -> str:
@@ -119,23 +113,23 @@ class ThrottlingDetector:
     def _follow(self, watch: _Watch, report: WorkerReport, now_s: float) -> None:
         elapsed_s = now_s - watch.at_s
         watch.sequence_number = report.sequence_number
-        if elapsed_s <= 0 or elapsed_s < self._params.min_gap_s - ROUNDING_S:
+        if elapsed_s <= 0 or elapsed_s < MIN_GAP_S - ROUNDING_S:
             return  # two reports at once: what has changed between them counts with the next one
         demand, capacity = _demand(report), report.num_blocks
-        weight = 1 - 0.5 ** (elapsed_s / self._params.half_life_s) if watch.has_rates else 1.0
+        weight = 1 - 0.5 ** (elapsed_s / HALF_LIFE_S) if watch.has_rates else 1.0
         watch.has_rates = True
         watch.demand_rate += weight * ((demand - watch.demand) / elapsed_s - watch.demand_rate)
         watch.capacity_rate += weight * ((capacity - watch.capacity) / elapsed_s - watch.capacity_rate)
         watch.at_s, watch.demand, watch.capacity = now_s, demand, capacity
 
     def _judge(self, watch: _Watch, report: WorkerReport, epoch: int) -> str | None:
-        demand, capacity, horizon_s = _demand(report), report.num_blocks, self._params.horizon_s
+        demand, capacity, horizon_s = _demand(report), report.num_blocks, self._horizon_s
         ahead = demand + watch.demand_rate * horizon_s
         room = capacity + watch.capacity_rate * horizon_s
         is_queued = report.num_queued_for_memory > 0
         watch.strain, watch.rule = "", None
         if not is_queued and ahead - room < MIN_SHORTAGE_BLOCKS:
-            if demand <= self._params.release_ratio * capacity:
+            if demand <= RELEASE_RATIO * capacity:
                 watch.raised_epoch = None
             return None
         what = f"{demand} of {capacity} KV blocks wanted"

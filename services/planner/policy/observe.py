@@ -11,6 +11,7 @@ Pure. Source: the project's own design.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,8 @@ def observe(view: ClusterView, view_age_s: float, params: ObserveParams) -> Obse
             left_out[name] = "the sizes of its model are not those of most workers"
             continue
         instances.append(_instance(status, models[name], params))
-    facts = None if model is None else ClusterFacts(model[1], tuple(_sorted(instances)), params.throughput)
+    instances.sort(key=lambda instance: instance.instance_id)
+    facts = None if model is None else ClusterFacts(model[1], tuple(instances), params.throughput)
     snapshot = ClusterSnapshot(view_age_s, loads, len(view.workers) - len(usable), facts)
     return Observation(snapshot, tuple(sorted(left_out.items())))
 
@@ -155,9 +157,7 @@ def _resident(report: WorkerReport) -> LayerRange | None:
 
 def _most_common(models: Mapping[WorkerId, _Model]) -> _Model | None:
     """Return the model that most workers have; of equally many the first worker's."""
-    counts: dict[_Model, int] = {}
-    for name in sorted(models):
-        counts[models[name]] = counts.get(models[name], 0) + 1
+    counts = Counter(models[name] for name in sorted(models))
     return max(counts, key=counts.__getitem__, default=None)
 
 
@@ -187,7 +187,3 @@ def _instance(status: WorkerStatus, model: _Model, params: ObserveParams) -> Ins
         resident=_resident(report),
         loaded_ratio=report.loaded_ratio,
     )
-
-
-def _sorted(instances: Sequence[InstanceFacts]) -> list[InstanceFacts]:
-    return sorted(instances, key=lambda instance: instance.instance_id)

@@ -73,13 +73,12 @@ def plan_moves(
     for model in sorted({report.model for report in overflow.short}):
         short = [r for r in overflow.short if r.model == model and r.worker_id in queues]
         roomy = [r for r in overflow.roomy if r.model == model]
-        loads = [_load(report, queues[report.worker_id]) for report in short] + [_load(report, ()) for report in roomy]
-        sizes = {load.size: load.size * batch_per_worker for load in loads}
-        moves += rebalance(loads, sizes)
+        queued = [(report, queues[report.worker_id]) for report in short] + [(report, ()) for report in roomy]
+        moves += rebalance([_load(report, queue, batch_per_worker) for report, queue in queued])
     return tuple(moves)
 
 
-def _load(report: WorkerReport, queue: Sequence[QueuedPart]) -> GroupLoad:
+def _load(report: WorkerReport, queue: Sequence[QueuedPart], batch_per_worker: int) -> GroupLoad:
     requests = tuple(
         QueuedRequest(
             part.request_id,
@@ -90,7 +89,8 @@ def _load(report: WorkerReport, queue: Sequence[QueuedPart]) -> GroupLoad:
         for part in queue
     )
     free = max(_free_blocks(report), 0) * report.block_size
-    return GroupLoad(str(report.worker_id), max(report.num_stages, 1), report.num_running, free, requests)
+    max_batch = max(report.num_stages, 1) * batch_per_worker
+    return GroupLoad(str(report.worker_id), max_batch, report.num_running, free, requests)
 
 
 def _free_blocks(report: WorkerReport) -> int:

@@ -1,7 +1,7 @@
 """After a drop: queued requests that their group cannot take into its next batch go to groups that can.
 
-A group has room for KV then, but computes only so many requests at a time well; beyond that they would still queue. How
-many is profiled per size of group. What is over that limit, or over the group's free KV, *overflows*:
+A group has room for KV then, but computes only so many requests at a time well; beyond that they would still queue.
+What is over that limit, or over the group's free KV, *overflows*:
 
     A  max 4:  running 3 | queue: a b c        keeps a; b and c overflow
     B  max 8:  running 5 | queue: d            keeps d, and has 2 places left
@@ -17,7 +17,7 @@ besides the batch.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.ids import RequestId
@@ -41,8 +41,8 @@ class GroupLoad:
     """What a group has to do."""
 
     group_id: str
-    size: int
-    """Instances of the group."""
+    max_batch: int
+    """Requests that it runs well at a time; at least one."""
     num_running: int
     free_tokens: int
     queued: tuple[QueuedRequest, ...]
@@ -80,22 +80,16 @@ class _Room:
         return self.num_taken / self.max_batch, self.group_id
 
 
-def rebalance(groups: Sequence[GroupLoad], max_batch_by_size: Mapping[int, int]) -> tuple[Move, ...]:
+def rebalance(groups: Sequence[GroupLoad]) -> tuple[Move, ...]:
     """Return the moves that bring overflowing requests to groups with room, in order of placing.
 
     Args:
         groups: all of them, each once.
-        max_batch_by_size: profile: requests that a group of so many instances runs well at a time.
-
-    Raises:
-        ValueError: a group occurs twice, or its size was not profiled, or a number is negative.
     """
-    if len({group.group_id for group in groups}) != len(groups):
-        raise ValueError("a group occurs twice")
     rooms: list[_Room] = []
     overflow: list[tuple[QueuedRequest, str]] = []
     for group in groups:
-        room = _room(group, max_batch_by_size)
+        room = _Room(group.group_id, group.max_batch, group.num_running, group.free_tokens)
         # what stands behind one that does not fit waits with it: it would take the room that the first one waits for
         queue = sorted(group.queued, key=_urgency)
         num_kept = next((number for number, request in enumerate(queue) if not room.take(request)), len(queue))
@@ -107,15 +101,6 @@ def rebalance(groups: Sequence[GroupLoad], max_batch_by_size: Mapping[int, int])
 
 def _urgency(request: QueuedRequest) -> tuple[int, float, RequestId]:
     return -request.priority, -request.age_s, request.request_id
-
-
-def _room(group: GroupLoad, max_batch_by_size: Mapping[int, int]) -> _Room:
-    max_batch = max_batch_by_size.get(group.size)
-    if max_batch is None or max_batch < 1:
-        raise ValueError(f"the largest batch of a group of {group.size} is not known")
-    if min(group.num_running, group.free_tokens, *(request.num_tokens for request in group.queued), 0) < 0:
-        raise ValueError(f"group '{group.group_id}' has a negative number")
-    return _Room(group.group_id, max_batch, group.num_running, group.free_tokens)
 
 
 def _place(rooms: Sequence[_Room], overflow: Sequence[tuple[QueuedRequest, str]]) -> tuple[Move, ...]:

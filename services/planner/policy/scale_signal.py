@@ -55,10 +55,6 @@ class ScaleParams:
     hold_s: float = 60.0
     """Seconds for which demand must fit without the instances that were asked for; higher takes a wish back later."""
 
-    def __post_init__(self) -> None:
-        if min(self.max_instances, self.wait_s, self.hold_s) < 0 or self.window_s <= 0:
-            raise ValueError("max_instances, wait_s and hold_s are not negative, and window_s is positive")
-
 
 @dataclass(frozen=True, slots=True)
 class ScaleWish:
@@ -189,7 +185,7 @@ class ScaleSignal:
         if not first.wanted < middle.wanted < wanted:
             return 0, 0.0
         growth = (wanted - first.wanted) * self._params.window_s / span_s
-        return int(wanted + growth) - _capacity(rule, facts), span_s
+        return int(wanted + growth) - sum(_room(rule, members) for members in groups), span_s
 
     def _remember(self, sample: _Sample) -> None:
         """Keep samples of the last window, and the newest before it."""
@@ -222,10 +218,6 @@ def _unmet(rule: CapacityRule, facts: ClusterFacts, decision: Decision) -> int:
 def _room(rule: CapacityRule, members: list[InstanceFacts]) -> int:
     """Return the KV that a group has room for, tokens; 0 if it cannot serve."""
     return 0 if missing_layers(rule.model, members) is not None else rule.tokens(rule.group_blocks(members))
-
-
-def _capacity(rule: CapacityRule, facts: ClusterFacts) -> int:
-    return sum(_room(rule, members) for members in groups_of(facts).values())
 
 
 def _with_growth(members: list[InstanceFacts]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from services.monitor.config import MonitorSettings
-from services.monitor.service import build_monitor
+from services.monitor.service import Monitor
 from shared.cluster_views import VIEW_KEY, ViewFeed
 from shared.messages.report import ClusterView
 from shared.subjects import Subjects
@@ -16,6 +16,7 @@ from shared.transport.bus import BusError
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import WireError, encode_json
 from sim.virtual_time import run
+from tests.support.staged import played_in
 
 SUBJECTS = Subjects()
 
@@ -57,73 +58,63 @@ def in_room(test: Callable[[Room], Awaitable[None]]) -> None:
     run(main())
 
 
-def test_the_stored_view_comes_first_and_its_age_is_unknown() -> None:
-    async def late(room: Room) -> None:
-        await room.store(7)
-        await room.feed.start()
-        await asyncio.sleep(0.1)
-        await room.store(8)
-        assert room.told == [(7, False), (8, True)]
-
-    in_room(late)
+@played_in(in_room)
+async def test_the_stored_view_comes_first_and_its_age_is_unknown(room: Room) -> None:
+    await room.store(7)
+    await room.feed.start()
+    await asyncio.sleep(0.1)
+    await room.store(8)
+    assert room.told == [(7, False), (8, True)]
 
 
-def test_what_is_stored_is_not_heard_twice_once_views_are_published() -> None:
-    async def both(room: Room) -> None:
-        await room.store(7)
-        await room.feed.start()
-        await asyncio.sleep(0.1)
-        for number in (8, 9):
-            await room.publish(number)
-            await room.store(number)
-        assert room.told == [(7, False), (8, True), (9, True)]
-
-    in_room(both)
+@played_in(in_room)
+async def test_what_is_stored_is_not_heard_twice_once_views_are_published(room: Room) -> None:
+    await room.store(7)
+    await room.feed.start()
+    await asyncio.sleep(0.1)
+    for number in (8, 9):
+        await room.publish(number)
+        await room.store(number)
+    assert room.told == [(7, False), (8, True), (9, True)]
 
 
-def test_what_is_no_view_is_told_and_changes_nothing() -> None:
-    async def broken(room: Room) -> None:
-        bucket = await room.bus.key_value(SUBJECTS.view_bucket())
-        await bucket.put(VIEW_KEY, b"[]")
-        await room.feed.start()
-        await room.bus.publish(SUBJECTS.view(), b"{")
-        await asyncio.sleep(0.1)
-        assert sorted(room.malformed) == sorted([VIEW_KEY, SUBJECTS.view()])
-        await room.store(3)  # nothing that counts was published, nor was the first stored one a view
-        assert room.told == [(3, False)]
-
-    in_room(broken)
+@played_in(in_room)
+async def test_what_is_no_view_is_told_and_changes_nothing(room: Room) -> None:
+    bucket = await room.bus.key_value(SUBJECTS.view_bucket())
+    await bucket.put(VIEW_KEY, b"[]")
+    await room.feed.start()
+    await room.bus.publish(SUBJECTS.view(), b"{")
+    await asyncio.sleep(0.1)
+    assert sorted(room.malformed) == sorted([VIEW_KEY, SUBJECTS.view()])
+    await room.store(3)  # nothing that counts was published, nor was the first stored one a view
+    assert room.told == [(3, False)]
 
 
-def test_nothing_is_heard_after_the_end() -> None:
-    async def ended(room: Room) -> None:
-        await room.feed.start()
-        await room.feed.close()
-        await room.publish(1)
-        await room.store(1)
-        assert room.told == []
-
-    in_room(ended)
+@played_in(in_room)
+async def test_nothing_is_heard_after_the_end(room: Room) -> None:
+    await room.feed.start()
+    await room.feed.close()
+    await room.publish(1)
+    await room.store(1)
+    assert room.told == []
 
 
-def test_a_monitor_whose_store_is_full_is_heard_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(room: Room) -> None:
-        await room.feed.start()
-        monitor = build_monitor(MonitorSettings(), room.bus)
-        await monitor.start()
+@played_in(in_room)
+async def test_a_monitor_whose_store_is_full_is_heard_all_the_same(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    await room.feed.start()
+    monitor = Monitor(MonitorSettings(), room.bus)
+    await monitor.start()
 
-        async def refuse(key: str, value: bytes) -> int:
-            del key, value
-            raise BusError("the store is full")
+    async def refuse(key: str, value: bytes) -> int:
+        del key, value
+        raise BusError("the store is full")
 
-        assert monitor._view is not None
-        monkeypatch.setattr(monitor._view, "put", refuse)
-        await asyncio.sleep(6.0)
-        await monitor.stop()
-        await asyncio.sleep(0.1)
-        assert monitor.counters["views_written"] == 0
-        assert monitor.counters["views_not_written"] >= 8
-        assert len(room.told) == monitor.counters["views_not_written"]
-        assert all(is_fresh for _, is_fresh in room.told)
-
-    in_room(full)
+    assert monitor._view is not None
+    monkeypatch.setattr(monitor._view, "put", refuse)
+    await asyncio.sleep(6.0)
+    await monitor.stop()
+    await asyncio.sleep(0.1)
+    assert monitor.counters["views_written"] == 0
+    assert monitor.counters["views_not_written"] >= 8
+    assert len(room.told) == monitor.counters["views_not_written"]
+    assert all(is_fresh for _, is_fresh in room.told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.monitor.config import MonitorSettings
-from services.monitor.service import Monitor, build_monitor
+from services.monitor.service import Monitor
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlanPhase
@@ -22,6 +23,7 @@ from shared.transport.bus import KvEntry, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
+from tests.support.staged import played_in
 
 SUBJECTS = Subjects()
 SETTINGS = MonitorSettings(instance_id="m")
@@ -65,7 +67,7 @@ def in_room(test: Callable[[Room], Awaitable[None]], settings: MonitorSettings =
     async def main() -> Room:
         broker = MemoryBroker(latency_s=0.0)
         bus, monitor_bus = broker.connect("test"), broker.connect("monitor")
-        room = Room(build_monitor(settings, monitor_bus), bus, broker)
+        room = Room(Monitor(settings, monitor_bus), bus, broker)
         await bus.subscribe("sluice.*.event.>", room.on_event)
         await room.monitor.start()
         await (await bus.key_value(SUBJECTS.view_bucket())).watch("cluster", room.on_view)
@@ -78,132 +80,96 @@ def in_room(test: Callable[[Room], Awaitable[None]], settings: MonitorSettings =
     return run(main())
 
 
-def test_a_silent_worker_is_suspect_dead_and_gone_at_exactly_its_times() -> None:
-    async def silence(room: Room) -> None:
-        await asyncio.sleep(0.77)
-        await room.report()
-        await asyncio.sleep(100)
-
-    room = in_room(silence)
+@played_in(in_room)
+async def test_a_silent_worker_is_suspect_dead_and_gone_in_events_and_views_at_exactly_its_times(room: Room) -> None:
+    await asyncio.sleep(0.77)
+    await room.report()
+    await asyncio.sleep(100)
     assert room.events == [
         (0.77, "worker_ready", "w"),
         (0.77 + 1.5, "worker_suspect", "w"),
         (0.77 + 3.0, "worker_dead", "w"),
         (0.77 + 60.0, "worker_gone", "w"),
     ]
-
-
-def test_the_view_is_written_at_the_moment_of_each_change_and_by_period() -> None:
-    async def silence(room: Room) -> None:
-        await asyncio.sleep(0.77)
-        await room.report()
-        await asyncio.sleep(4)
-
-    room = in_room(silence)
     times = [at_s for at_s, _ in room.views]
-    assert {0.77, 0.77 + 1.5, 0.77 + 3.0} <= set(times)
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    assert max(gaps) <= 0.5 + 1e-9
+    assert max(later - earlier for earlier, later in pairwise(times)) <= 0.5 + 1e-9, "a view by period"
     seen = {at_s: view.workers[0].liveness for at_s, view in room.views if view.workers}
-    assert seen[0.77] is Liveness.ALIVE
-    assert seen[0.77 + 1.5] is Liveness.SUSPECT
-    assert seen[0.77 + 3.0] is Liveness.DEAD
+    judged = [Liveness.ALIVE, Liveness.SUSPECT, Liveness.DEAD]
+    assert [seen[0.77 + after_s] for after_s in (0.0, 1.5, 3.0)] == judged, "and at the moment of each change"
 
 
-def test_a_new_monitor_does_not_replace_the_view_before_it_has_heard_the_workers() -> None:
+@played_in(in_room)
+async def test_a_new_monitor_does_not_replace_the_view_before_it_has_heard_the_workers(room: Room) -> None:
     """The view of the monitor before stays; two workers report at 0.2 s and 0.4 s, as they do every 0.5 s."""
-
-    async def restart(room: Room) -> None:
-        await asyncio.sleep(0.2)
-        await room.report()
-        await asyncio.sleep(5)
-
-    first_at_s, first = in_room(restart).views[0]
+    await asyncio.sleep(0.2)
+    await room.report()
+    await asyncio.sleep(5)
+    first_at_s, first = room.views[0]
     assert first_at_s == 0.2
     assert [status.report.worker_id for status in first.workers] == ["w"]
 
 
-def test_a_monitor_that_hears_nobody_says_so_after_a_while() -> None:
-    async def silence(_: Room) -> None:
-        await asyncio.sleep(1.6)
-
-    assert [(at_s, view.workers) for at_s, view in in_room(silence).views] == [(1.5, ())]
-
-
-def test_views_are_numbered_one_by_one() -> None:
-    async def busy(room: Room) -> None:
-        for _ in range(5):
-            await room.report()
-            await asyncio.sleep(0.3)
-
-    numbers = [view.sequence_number for _, view in in_room(busy).views]
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert len(numbers) >= 3
+@played_in(in_room)
+async def test_a_monitor_that_hears_nobody_says_so_after_a_while(room: Room) -> None:
+    await asyncio.sleep(1.6)
+    assert [(at_s, view.workers) for at_s, view in room.views] == [(1.5, ())]
 
 
-def test_reports_without_a_change_do_not_cause_extra_views() -> None:
+@played_in(in_room)
+async def test_views_are_numbered_and_reports_without_a_change_do_not_cause_more(room: Room) -> None:
     """10 s at one view per 0.5 s are 20 views, and 1 for the worker's appearance; 100 reports add none."""
+    for _ in range(100):
+        await room.report()
+        await asyncio.sleep(0.1)
+    assert 19 <= len(room.views) <= 22
+    numbers = [view.sequence_number for _, view in room.views]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
-    async def chatty(room: Room) -> None:
-        for _ in range(100):
-            await room.report()
-            await asyncio.sleep(0.1)
 
-    assert 19 <= len(in_room(chatty).views) <= 22
-
-
-def test_each_phase_is_told_once() -> None:
-    async def life(room: Room) -> None:
-        for phase in WorkerPhase:
-            for _ in range(3):
-                await room.report(phase=phase)
-                await asyncio.sleep(0.5)
-        await asyncio.sleep(70)
-
-    names = [name for _, name, _ in in_room(life).events]
+@played_in(in_room)
+async def test_each_phase_is_told_once(room: Room) -> None:
+    for phase in WorkerPhase:
+        for _ in range(3):
+            await room.report(phase=phase)
+            await asyncio.sleep(0.5)
+    await asyncio.sleep(70)
+    names = [name for _, name, _ in room.events]
     assert names == ["worker_loading", "worker_ready", "worker_draining", "worker_gone"]
 
 
-def test_refused_reports_change_nothing_and_are_counted() -> None:
-    async def hostile(room: Room) -> None:
-        subject = SUBJECTS.report(WorkerId("w"))
-        good = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
-        other = good.model_copy(update={"worker_id": WorkerId("x")})
-        absurd = good.model_copy(update={"num_running": -5})
-        huge = good.model_copy(update={"model": "m" * 5000})
-        for data in (b"", b"\xff\x00", b"[]", b'{"kind":"plan"}', *map(encode_json, (other, absurd, huge))):
-            await room.bus.publish(subject, data)
-        await asyncio.sleep(1)
-
-    room = in_room(hostile)
+@played_in(in_room)
+async def test_refused_reports_change_nothing_and_are_counted(room: Room) -> None:
+    subject = SUBJECTS.report(WorkerId("w"))
+    good = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
+    other = good.model_copy(update={"worker_id": WorkerId("x")})
+    absurd = good.model_copy(update={"num_running": -5})
+    huge = good.model_copy(update={"model": "m" * 5000})
+    for data in (b"", b"\xff\x00", b"[]", b'{"kind":"plan"}', *map(encode_json, (other, absurd, huge))):
+        await room.bus.publish(subject, data)
+    await asyncio.sleep(1)
     assert room.monitor.counters["reports_refused"] == 7
     assert room.events == []
     assert all(view.workers == () for _, view in room.views)
 
 
-def test_one_worker_too_many_is_refused() -> None:
-    async def crowd(room: Room) -> None:
-        await room.report("a")
-        await room.report("b")
-        await asyncio.sleep(1)
-
-    room = in_room(crowd, SETTINGS.model_copy(update={"max_workers": 1}))
+@played_in(partial(in_room, settings=SETTINGS.model_copy(update={"max_workers": 1})))
+async def test_one_worker_too_many_is_refused(room: Room) -> None:
+    await room.report("a")
+    await room.report("b")
+    await asyncio.sleep(1)
     assert [status.report.worker_id for status in room.views[-1][1].workers] == ["a"]
     assert room.monitor.counters["reports_refused"] == 1
 
 
-def test_a_lost_broker_is_not_the_workers_death() -> None:
+@played_in(in_room)
+async def test_a_lost_broker_is_not_the_workers_death(room: Room) -> None:
     """Cut off from 1 s to 31 s: nobody is judged; after that a silent worker gets its 1.5 s and 3 s anew."""
-
-    async def outage(room: Room) -> None:
-        await room.report()
-        await asyncio.sleep(1.0)
-        room.broker.available = False
-        await asyncio.sleep(30.0)
-        room.broker.available = True
-        await asyncio.sleep(10.0)
-
-    room = in_room(outage)
+    await room.report()
+    await asyncio.sleep(1.0)
+    room.broker.available = False
+    await asyncio.sleep(30.0)
+    room.broker.available = True
+    await asyncio.sleep(10.0)
     assert room.events[0] == (0.0, "worker_ready", "w")
     assert [name for _, name, _ in room.events[1:]] == ["worker_suspect", "worker_dead"]
     suspect_s, dead_s = (at_s for at_s, _, _ in room.events[1:])
@@ -244,17 +210,15 @@ def throttled(view: ClusterView) -> list[str]:
     return [status.report.worker_id for status in view.workers if status.throttled]
 
 
-def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_once() -> None:
-    async def short(room: Room) -> None:
-        await room.report(**ENOUGH)
-        await asyncio.sleep(1.23)
-        for _ in range(4):
-            await room.report(**SHORT)
-            await asyncio.sleep(0.5)
-        await room.report(**ENOUGH)
-        await asyncio.sleep(1)
-
-    room = in_room(short)
+@played_in(in_room)
+async def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_once(room: Room) -> None:
+    await room.report(**ENOUGH)
+    await asyncio.sleep(1.23)
+    for _ in range(4):
+        await room.report(**SHORT)
+        await asyncio.sleep(0.5)
+    await room.report(**ENOUGH)
+    await asyncio.sleep(1)
     first_s, first = next((at_s, view) for at_s, view in room.views if throttled(view))
     assert first_s == 1.23
     assert (
@@ -265,84 +229,80 @@ def test_a_worker_that_begins_to_run_short_is_in_a_view_at_once_and_told_once() 
     assert room.views[-1][1].workers[0].throttled_reason == ""
 
 
-def test_requests_that_begin_to_wait_at_a_worker_that_was_about_to_run_short_are_in_a_view_at_once() -> None:
-    async def shorter(room: Room) -> None:
-        await room.report(num_blocks=100, num_used_blocks=40)
-        await asyncio.sleep(0.64)
-        await room.report(num_blocks=100, num_used_blocks=72)  # 32 more in 0.64 s
-        await asyncio.sleep(0.59)
-        await room.report(**SHORT)
-        await asyncio.sleep(0.3)
-
-    views = in_room(shorter).views
+@played_in(in_room)
+async def test_requests_that_begin_to_wait_at_a_worker_that_was_about_to_run_short_are_in_a_view_at_once(
+    room: Room,
+) -> None:
+    await room.report(num_blocks=100, num_used_blocks=40)
+    await asyncio.sleep(0.64)
+    await room.report(num_blocks=100, num_used_blocks=72)  # 32 more in 0.64 s
+    await asyncio.sleep(0.59)
+    await room.report(**SHORT)
+    await asyncio.sleep(0.3)
+    views = room.views
     reasons = [(at_s, view.workers[0].throttled_reason) for at_s, view in views if throttled(view)]
     assert reasons[0] == (0.64, "72 of 100 KV blocks wanted; in 1 s it would be 122 of 100")
     at_s, _ = next(row for row in reasons if "queued" in row[1])
     assert at_s == 1.23
 
 
-def test_many_that_run_short_together_are_no_flood_of_views() -> None:
+@played_in(in_room)
+async def test_many_that_run_short_together_are_no_flood_of_views(room: Room) -> None:
     """100 workers within 0.1 s: one view at once, and one per 20 ms."""
-
-    async def crowd(room: Room) -> None:
-        for number in range(100):
-            await room.report(f"w{number:02d}", **ENOUGH)
-        await asyncio.sleep(1.01)
-        room.views.clear()
-        for number in range(100):
-            await room.report(f"w{number:02d}", **SHORT)
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-
-    room = in_room(crowd)
+    for number in range(100):
+        await room.report(f"w{number:02d}", **ENOUGH)
+    await asyncio.sleep(1.01)
+    room.views.clear()
+    for number in range(100):
+        await room.report(f"w{number:02d}", **SHORT)
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
     assert len(room.views) <= 1 + 0.1 / 0.02 + 1
     assert len(throttled(room.views[-1][1])) == 100
 
 
-def test_a_plan_that_is_carried_out_is_what_lets_it_be_told_again() -> None:
-    async def plans(room: Room) -> None:
-        bucket = await room.bus.key_value(SUBJECTS.plan_bucket())
-        await room.report(**ENOUGH)
-        for epoch, phase in [(1, "done"), (2, "preparing"), (3, "committing"), (4, "done")]:
-            await bucket.put("plan", encode_json(Plan(epoch=epoch, phase=PlanPhase(phase))))
-            await asyncio.sleep(0.5)
-            await room.report(**SHORT)
-        await bucket.put("plan", b"no plan")
+@played_in(in_room)
+async def test_a_plan_that_is_carried_out_is_what_lets_it_be_told_again(room: Room) -> None:
+    bucket = await room.bus.key_value(SUBJECTS.plan_bucket())
+    await room.report(**ENOUGH)
+    for epoch, phase in [(1, "done"), (2, "preparing"), (3, "committing"), (4, "done")]:
+        await bucket.put("plan", encode_json(Plan(epoch=epoch, phase=PlanPhase(phase))))
         await asyncio.sleep(0.5)
         await room.report(**SHORT)
-        await asyncio.sleep(0.1)
+    await bucket.put("plan", b"no plan")
+    await asyncio.sleep(0.5)
+    await room.report(**SHORT)
+    await asyncio.sleep(0.1)
+    assert [name for _, name, _ in room.events] == ["worker_ready", "worker_throttled", "worker_throttled"]
 
-    assert [name for _, name, _ in in_room(plans).events] == ["worker_ready", "worker_throttled", "worker_throttled"]
 
-
-def test_a_worker_that_is_gone_runs_short_of_nothing() -> None:
-    async def gone(room: Room) -> None:
-        await room.report(**SHORT)
-        await asyncio.sleep(0.2)
-        await room.report(phase=WorkerPhase.STOPPED)
-        await asyncio.sleep(2)
-
-    room = in_room(gone)
+@played_in(in_room)
+async def test_a_worker_that_is_gone_runs_short_of_nothing(room: Room) -> None:
+    await room.report(**SHORT)
+    await asyncio.sleep(0.2)
+    await room.report(phase=WorkerPhase.STOPPED)
+    await asyncio.sleep(2)
     assert any(throttled(view) for _, view in room.views)
     assert throttled(room.views[-1][1]) == []
 
 
-def test_after_stop_nothing_is_heard_or_written() -> None:
-    async def stop_early(room: Room) -> None:
-        await room.report()
-        await asyncio.sleep(0.1)
-        await room.monitor.stop()
-        before = (len(room.views), dict(room.monitor.counters))
-        await room.report()
-        await asyncio.sleep(10)
-        assert (len(room.views), dict(room.monitor.counters)) == before
-
-    in_room(stop_early)
+@played_in(in_room)
+async def test_after_stop_nothing_is_heard_or_written(room: Room) -> None:
+    await room.report()
+    await asyncio.sleep(0.1)
+    await room.monitor.stop()
+    before = (len(room.views), dict(room.monitor.counters))
+    await room.report()
+    await asyncio.sleep(10)
+    assert (len(room.views), dict(room.monitor.counters)) == before
 
 
 def test_limits_out_of_order_are_refused_by_the_settings() -> None:
-    with pytest.raises(ValidationError, match="must hold"):
-        MonitorSettings(suspect_after_s=4.0)
+    for limits in ((0.0, 1.0, 2.0), (2.0, 1.0, 3.0), (1.0, 3.0, 3.0)):
+        with pytest.raises(ValidationError, match=r"must hold|greater than 0"):
+            MonitorSettings(suspect_after_s=limits[0], dead_after_s=limits[1], forget_after_s=limits[2])
+    with pytest.raises(ValidationError):
+        MonitorSettings(throttling_horizon_s=-1.0)
 
 
 def test_the_same_run_twice_gives_the_same_trace() -> None:
@@ -358,16 +318,14 @@ def test_the_same_run_twice_gives_the_same_trace() -> None:
     assert len(first.events) == 12
 
 
-def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read() -> None:
-    async def upgrade(room: Room) -> None:
-        newer = json.loads(encode_json(WorkerReport(worker_id=WorkerId("new"), sequence_number=0, phase=READY)))
-        await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
-        for data in (b'{"version":3}', b'{"version":3,"anything":[1]}', b'{"version":-7}'):
-            await room.bus.publish("sluice.default.worker.other.report", data)
-        await room.bus.publish("sluice.default.worker.a b.report".replace(" ", "%"), b'{"version":3}')
-        await asyncio.sleep(1)
-
-    room = in_room(upgrade)
+@played_in(in_room)
+async def test_reports_of_another_major_version_are_shown_and_those_of_a_newer_minor_are_read(room: Room) -> None:
+    newer = json.loads(encode_json(WorkerReport(worker_id=WorkerId("new"), sequence_number=0, phase=READY)))
+    await room.bus.publish("sluice.default.worker.new.report", json.dumps({**newer, "hue": {"a": 1}}).encode())
+    for data in (b'{"version":3}', b'{"version":3,"anything":[1]}', b'{"version":-7}'):
+        await room.bus.publish("sluice.default.worker.other.report", data)
+    await room.bus.publish("sluice.default.worker.a b.report".replace(" ", "%"), b'{"version":3}')
+    await asyncio.sleep(1)
     assert [(name, about) for _, name, about in room.events] == [
         ("worker_ready", "new"),
         ("worker_incompatible", "other"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,14 +12,13 @@ from services.monitor.policy.liveness import LivenessParams
 from services.monitor.state import ClusterState, Verdict
 from shared.ids import WorkerId
 from shared.messages.report import Liveness, WorkerPhase, WorkerReport
+from tests.support import statuses
 
 PARAMS = LivenessParams()
 
 
-def make_report(
-    number: int, *, worker: str = "w", pid: int = 1, host: str = "h", phase: WorkerPhase = WorkerPhase.READY
-) -> WorkerReport:
-    return WorkerReport(worker_id=WorkerId(worker), sequence_number=number, pid=pid, host=host, phase=phase)
+def make_report(number: int, *, worker: str = "w", **fields: Any) -> WorkerReport:
+    return statuses.make_report(worker, **({"sequence_number": number, "pid": 1, "host": "h"} | fields))
 
 
 def make_state(max_workers: int = 8) -> ClusterState:

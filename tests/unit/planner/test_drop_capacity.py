@@ -12,6 +12,7 @@ from services.planner.policy.plans.drop_facts import ModelFacts
 from services.planner.policy.plans.tiling import Holding, TilingSearch
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_model, pages_of, random_model
+from tests.support.kinds import some
 
 WHOLE = LayerRange(0, 48)
 
@@ -49,13 +50,6 @@ def test_room_beside_other_layers_is_that_of_pages_mapped_one_by_one(seed: int) 
         assert rule.blocks(resident, num_pages, limit) <= room <= rule.blocks(layers, num_pages, limit)
 
 
-def test_a_tied_embedding_is_on_both_ends_and_once_in_a_whole_instance() -> None:
-    model = make_model(4, outer_bytes=640, first_stage_end=640, last_stage_begin=0)
-    rule = CapacityRule(model)
-    pages = [rule.parameter_pages(LayerRange(*edges)) for edges in ((0, 4), (0, 2), (2, 4), (1, 3))]
-    assert pages == [8 + 10, 4 + 10, 4 + 10, 4]
-
-
 def holding(first: int, end: int, pages: int = 1440) -> Holding:
     return Holding(LayerRange(first, end), pages, UNLIMITED_BLOCKS)
 
@@ -83,38 +77,13 @@ def test_merges_of_48_equal_layers_gain_one_p_or_half_or_lose(parts: list[list[H
     rule = CapacityRule(make_model(48, layer_bytes=(12 * 64,) * 48))
     members = [member for part in parts for member in part]
     kinds = sorted(set(members))
-    tiling = TilingSearch(rule, 1).find(kinds, [members.count(kind) for kind in kinds], np.inf)
-    assert tiling is not None
+    tiling = some(TilingSearch(rule).find(kinds, [members.count(kind) for kind in kinds], np.inf))
     before = sum(min(rule.blocks(member.layers, member.num_pages) for member in part) for part in parts)
     assert tiling.num_blocks - before == gain
 
 
-@pytest.mark.parametrize(
-    ("members", "expected"),
-    [
-        ([holding(0, 2), holding(0, 5)], None),  # 2 + 5 layers, and nobody has the last two
-        ([holding(0, 2), holding(2, 7)], ["[0, 2)", "[2, 7)"]),
-        ([holding(0, 2), holding(1, 6)], None),
-        ([holding(0, 2), holding(2, 7), holding(0, 7)], ["[0, 2)", "[2, 4)", "[4, 7)"]),
-    ],
-)
-def test_ranges_need_not_exist(members: list[Holding], expected: list[str] | None) -> None:
-    tiling = TilingSearch(CapacityRule(make_model(7)), 1).find(members, [1] * len(members), 0.0)
-    assert (None if tiling is None else [str(layers) for layers in tiling.layers]) == expected
-
-
-def test_a_stage_is_never_shorter_than_the_least_length() -> None:
-    rule = CapacityRule(make_model(7))
-    members = [holding(0, 2), holding(2, 7)]
-    found = TilingSearch(rule, 2).find(members, [2, 2], 0.0)
-    assert found is None
-    found = TilingSearch(rule, 2).find(members, [1, 2], 0.0)
-    assert found is not None
-    assert sorted(len(layers) for layers in found.layers) == [2, 2, 3]
-
-
 def brute_force(
-    model: ModelFacts, rule: CapacityRule, members: list[Holding], min_layers: int, ratio: float
+    model: ModelFacts, rule: CapacityRule, members: list[Holding], ratio: float
 ) -> tuple[float, int, float] | None:
     """Try every order and every cut; return the best (slowest stage, blocks, sum of squares) in the same steps."""
     found: dict[tuple[tuple[float, ...], int], None] = {}
@@ -128,7 +97,7 @@ def brute_force(
             if at == model.num_layers:
                 found[times, blocks] = None
             return
-        for end in range(at + min_layers, model.num_layers + 1):
+        for end in range(at + 1, model.num_layers + 1):
             layers = LayerRange(at, end)
             backed = rule.blocks(layers, order[0].num_pages, order[0].max_blocks)
             if order[0].layers.covers(layers) and backed:
@@ -155,10 +124,10 @@ def test_ranges_are_the_best_of_all_orders_and_cuts(seed: int) -> None:
         if rng.integers(2):
             first, end = 0, model.num_layers
         members.append(Holding(LayerRange(first, end), int(rng.choice([60, 90])), UNLIMITED_BLOCKS))
-    min_layers, ratio = int(rng.integers(1, 3)), float(rng.choice([0.0, 0.2, np.inf]))
+    ratio = float(rng.choice([0.0, 0.2, np.inf]))
     kinds = sorted(set(members))
-    found = TilingSearch(rule, min_layers).find(kinds, [members.count(kind) for kind in kinds], ratio)
-    expected = brute_force(model, rule, members, min_layers, ratio)
+    found = TilingSearch(rule).find(kinds, [members.count(kind) for kind in kinds], ratio)
+    expected = brute_force(model, rule, members, ratio)
     if expected is None or found is None:
         assert found is None
         assert expected is None

@@ -20,6 +20,7 @@ from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_s
 from services.planner.policy.plans.drop_facts import InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan
 from tests.support.drop_builders import make_facts, make_instance
+from tests.support.kinds import of_kind, some
 
 LEVER = DropLever()
 
@@ -49,8 +50,7 @@ def test_the_ladder_pulls_the_lever_and_gets_its_plan() -> None:
     assert decision.lever == "drop"
     assert isinstance(decision.order, DropPlan)
     assert decision.order.required_tokens == 64
-    offer = LEVER.offer(snapshot)
-    assert isinstance(offer, Offer)
+    offer = of_kind(Offer, LEVER.offer(snapshot))
     assert (offer.order, offer.cost_s) == (decision.order, decision.order.price.total_s)
     assert decision.order.reason in decision.reason
 
@@ -86,22 +86,18 @@ def test_nothing_is_offered_while_groups_may_not_change() -> None:
 
 def test_a_drop_is_offered_only_if_waiting_costs_more() -> None:
     snapshot = make_snapshot(busy(0), busy(1), calm(2))
-    offer = LEVER.offer(snapshot)
-    assert isinstance(offer, Offer)
+    offer = of_kind(Offer, LEVER.offer(snapshot))
     wait_s = offer.cost_s / 4  # 4 queued requests
     assert isinstance(DropLever(wait_s=wait_s * 1.01).offer(snapshot), Offer)
-    declined = DropLever(wait_s=wait_s * 0.99).offer(snapshot)
-    assert isinstance(declined, Declined)
+    declined = of_kind(Declined, DropLever(wait_s=wait_s * 0.99).offer(snapshot))
     assert "the room would save" in declined.reason
 
 
 def test_requests_that_will_queue_count_as_those_that_do() -> None:
     """9 requests hold 16 tokens each; 64 tokens are missing, and a seventeenth of them would be one request more."""
-    facts = make_snapshot(busy(0, num_queued=0), busy(1, num_queued=0), calm(2)).facts
-    assert facts is not None
+    facts = some(make_snapshot(busy(0, num_queued=0), busy(1, num_queued=0), calm(2)).facts)
     assert [num_without_room(facts, tokens) for tokens in (1, 64, 65)] == [1, 4, 5]
-    queued = make_snapshot(busy(0, num_queued=7)).facts
-    assert queued is not None
+    queued = some(make_snapshot(busy(0, num_queued=7)).facts)
     assert num_without_room(queued, 1) == 7
 
 
@@ -123,8 +119,7 @@ def test_the_strategy_is_the_one_of_the_settings() -> None:
     for strategy in DropStrategy:
         (lever,) = PlannerSettings(instance_id="planner", system="kunserve", drop_strategy=strategy).levers()
         assert isinstance(lever, DropLever)
-        offer = replace(lever, params=LEVER.params, wait_s=None).offer(snapshot)
-        assert isinstance(offer, Offer)
+        offer = of_kind(Offer, replace(lever, params=LEVER.params, wait_s=None).offer(snapshot))
         assert offer.order == plan_drop(snapshot.facts, LEVER.params, required, strategy)
         plans.append(offer.order)
     assert any(plan != plans[0] for plan in plans)
@@ -132,8 +127,7 @@ def test_the_strategy_is_the_one_of_the_settings() -> None:
 
 def test_the_optimum_of_many_groups_is_declined_and_not_an_error() -> None:
     lever = DropLever(strategy=DropStrategy.OPTIMUM)
-    declined = lever.offer(make_snapshot(*(busy(number) for number in range(10))))
-    assert isinstance(declined, Declined)
+    declined = of_kind(Declined, lever.offer(make_snapshot(*(busy(number) for number in range(10)))))
     assert declined.reason == (
         "the optimum is searched for among at most 9 groups, not 10; set drop_strategy=throughput-greedy"
     )

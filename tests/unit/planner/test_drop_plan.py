@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_short
-from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, InstanceFacts, KvFate, missing_layers
+from services.planner.policy.plans.drop_facts import (
+    ClusterFacts,
+    DropParams,
+    InstanceFacts,
+    KvFate,
+    groups_of,
+    missing_layers,
+)
 from services.planner.policy.plans.drop_plan import DropPlan, DropRefusal, RefusalKind
 from services.planner.policy.plans.greedy import merge_smallest
 from services.planner.policy.plans.merging import Merger, fewest_host_copies
@@ -31,28 +38,19 @@ from tests.support.drop_builders import (
     make_model,
     random_facts,
 )
+from tests.support.kinds import of_kind
 
 SEEDS = range(60)
 
 
-def plan_of(facts: ClusterFacts, required: int, params: DropParams | None = None, **fields: object) -> DropPlan:
-    plan = plan_drop(facts, params or DropParams(), required, **fields)  # type: ignore[arg-type]
-    assert isinstance(plan, DropPlan), plan
+def plan_of(facts: ClusterFacts, required: int, params: DropParams | None = None, **fields: Any) -> DropPlan:
+    plan = of_kind(DropPlan, plan_drop(facts, params or DropParams(), required, **fields))
     plan.check_invariants(facts)
     return plan
 
 
-def refusal_of(facts: ClusterFacts, required: int = 1, **fields: object) -> DropRefusal:
-    plan = plan_drop(facts, DropParams(**fields), required)  # type: ignore[arg-type]
-    assert isinstance(plan, DropRefusal), plan
-    return plan
-
-
-def groups_of(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:
-    groups: dict[str, list[InstanceFacts]] = {}
-    for instance in facts.instances:
-        groups.setdefault(instance.group, []).append(instance)
-    return groups
+def refusal_of(facts: ClusterFacts, required: int = 1, **fields: Any) -> DropRefusal:
+    return of_kind(DropRefusal, plan_drop(facts, DropParams(**fields), required))
 
 
 def literal_tokens(facts: ClusterFacts, members: list[InstanceFacts]) -> int:
@@ -67,7 +65,7 @@ def test_what_a_plan_claims_is_what_pages_mapped_one_by_one_give(seed: int, stra
     """Each part of the claim is counted anew: ranges, room before and after, the gain, what v1's objective says."""
     rng = np.random.default_rng(seed)
     facts = random_facts(rng)
-    params = DropParams(min_stage_layers=int(rng.integers(1, 3)), page_quantum=int(rng.choice([1, 1, 8])))
+    params = DropParams(page_quantum=int(rng.choice([1, 1, 8])))
     plan = plan_drop(facts, params, int(rng.integers(1, 400)), strategy)
     if isinstance(plan, DropRefusal):
         return
@@ -79,7 +77,6 @@ def test_what_a_plan_claims_is_what_pages_mapped_one_by_one_give(seed: int, stra
         covered = [layer for stage in group.stages for layer in range(stage.layers.first, stage.layers.end)]
         assert covered == list(range(facts.model.num_layers))
         assert all(held[stage.instance_id].layers.covers(stage.layers) for stage in group.stages)
-        assert min(len(stage.layers) for stage in group.stages) >= params.min_stage_layers
         names = dict.fromkeys(held[stage.instance_id].group for stage in group.stages)
         assert sum(len(before[name]) for name in names) == len(group.stages)  # groups merge whole
         assert group.before_tokens == sum(literal_tokens(facts, before[name]) for name in names)
@@ -130,6 +127,13 @@ def test_more_is_gained_where_more_is_required_and_no_merge_too_many_is_done(see
         assert plan_of(facts, plan.gained_tokens).groups == plan.groups
 
 
+def large(num_instances: int) -> ClusterFacts:
+    """60 layers of 2 pages, 240 pages: a group of s has s·240/120 - 1 blocks of 16 tokens, so a merge gains 16."""
+    model = make_model(60)
+    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(num_instances)]
+    return make_facts(whole, model)
+
+
 def algorithm_1(num_instances: int, worth: int, required: int) -> Counter[int]:
     """KunServe v1, Algorithm 1, to the letter: sizes of the groups at the end."""
     queue = [1] * num_instances
@@ -141,10 +145,7 @@ def algorithm_1(num_instances: int, worth: int, required: int) -> Counter[int]:
 
 @pytest.mark.parametrize("num_instances", range(2, 7))
 def test_groups_are_those_of_the_paper_where_every_merge_is_worth_one_p(num_instances: int) -> None:
-    """60 layers of 2 pages, 240 pages: a group of s has s·240/120 - 1 blocks of 16 tokens, so a merge gains 16."""
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(num_instances)]
-    facts = make_facts(whole, model)
+    facts = large(num_instances)
     for required in range(1, 16 * num_instances + 1, 5):
         plan = plan_of(facts, required)
         sizes = Counter(len(group.stages) for group in plan.groups)
@@ -154,9 +155,7 @@ def test_groups_are_those_of_the_paper_where_every_merge_is_worth_one_p(num_inst
 
 def test_a_size_that_cannot_be_cut_evenly_gains_less_and_the_smallest_merge_all_the_same() -> None:
     """7 stages of 60 layers: the longest has 9, and 7 · 240 / 120 - 1 = 13 blocks would need 60 / 7."""
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    rest = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(7)]
-    plan = plan_of(make_facts(rest, model), 16 * 6)
+    plan = plan_of(large(7), 16 * 6)
     assert [len(group.stages) for group in plan.groups] in ([4], [4, 3], [3, 4])
     assert not plan.is_satisfied
     assert "nothing would be gained" in plan.reason
@@ -173,9 +172,7 @@ def test_greedy_is_the_optimum_up_to_pairs_under_concave_profiles(
 ) -> None:
     """Concave: each further instance adds less. Then a lone merge costs least, and pairs are the cheapest k merges."""
     profile = tuple(np.cumsum([1.0, *sorted(steps, reverse=True)]).tolist())
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(num_instances)]
-    facts = make_facts(whole, model, profile)
+    facts = replace(large(num_instances), throughput=profile)
     required = max(1, int(share * 16 * (num_instances // 2)))
     greedy, best = plan_of(facts, required), plan_of(facts, required, strategy=DropStrategy.OPTIMUM)
     assert greedy.is_satisfied
@@ -204,14 +201,12 @@ def test_the_optimum_is_refused_where_it_would_take_too_long() -> None:
 
 def test_memory_greedy_grows_one_group_until_the_gain_exceeds_all_kv() -> None:
     """Alone an instance has 1 block of 16 tokens, and a merge gains one: 10 merges would exceed what 10 had by none."""
-    model = make_model(60, layer_bytes=(2 * 64,) * 60)
-    whole = [make_instance(number, end=60, pages=240, host_copy=model.all_layers) for number in range(10)]
-    params = DropParams(max_group_size=6)
-    plan = plan_of(make_facts(whole, model), 1, params, strategy=DropStrategy.MEMORY_GREEDY)
+    facts, params = large(10), DropParams(max_group_size=6)
+    plan = plan_of(facts, 1, params, strategy=DropStrategy.MEMORY_GREEDY)
     assert [len(group.stages) for group in plan.groups] == [6, 4]
-    assert [len(group.stages) for group in plan_of(make_facts(whole, model), 1, params).groups] == [2]
-    tight = [replace(instance, num_pages=180) for instance in whole]
-    plan = plan_of(make_facts(tight, replace(model, block_bytes=32)), 1, params, strategy=DropStrategy.MEMORY_GREEDY)
+    assert [len(group.stages) for group in plan_of(facts, 1, params).groups] == [2]
+    tight = make_facts([replace(each, num_pages=180) for each in facts.instances], replace(facts.model, block_bytes=32))
+    plan = plan_of(tight, 1, params, strategy=DropStrategy.MEMORY_GREEDY)
     assert plan.gained_tokens > sum(group.before_tokens for group in plan.groups)
 
 
@@ -258,15 +253,14 @@ def test_where_a_pair_loses_another_pair_is_tried() -> None:
 
 
 def test_where_ranges_do_not_exist_another_pair_is_tried() -> None:
-    """With stages of at least 2 layers, groups of 2 + 5 cannot share their first two. A whole instance can join one:
-    (77 - 14) / 14 = 4 and (77 - 10) / 10 = 6 blocks become (77 - 6) / 6 = 11."""
+    """Groups of 1 + 6 cannot share their first layer. A whole instance can join one: (77 - 14) / 14 = 4 and
+    (77 - 12) / 12 = 5 blocks become (77 - 6) / 6 = 11."""
     copy: dict[str, Any] = {"host_copy": LayerRange(0, 7), "pages": 77}
-    groups = make_group(0, (2, 7), **copy) + make_group(2, (2, 7), **copy)
+    groups = make_group(0, (1, 7), **copy) + make_group(2, (1, 7), **copy)
     facts = make_facts(groups, make_model(7))
-    assert refusal_of(facts, min_stage_layers=2).kind is RefusalKind.NO_RANGES
-    more = make_facts([*groups, make_instance(5, end=7, **copy)], make_model(7))
-    plan = plan_of(more, 1, DropParams(min_stage_layers=2))
-    assert [[str(stage.layers) for stage in group.stages] for group in plan.groups] == [["[0, 2)", "[2, 4)", "[4, 7)"]]
+    assert refusal_of(facts).kind is RefusalKind.NO_RANGES
+    plan = plan_of(make_facts([*groups, make_instance(5, end=7, **copy)], make_model(7)), 1)
+    assert [[str(stage.layers) for stage in group.stages] for group in plan.groups] == [["[0, 1)", "[1, 4)", "[4, 7)"]]
 
 
 def test_instances_of_different_budgets_merge_where_equal_ones_are_not_to_be_had() -> None:
@@ -359,28 +353,24 @@ def test_the_price_is_stalls_of_the_exchange_and_of_slower_steps() -> None:
     assert plan.groups[0].price_s == pytest.approx(plan.price.total_s)
 
 
-def test_kv_that_is_computed_again_is_priced_by_the_time_of_its_tokens() -> None:
+def test_kv_is_priced_by_links_where_somebody_says_how_fast_his_is_else_by_the_time_of_its_tokens() -> None:
     """70 tokens, at 0.1 s each on the slower member; a pair computes 1 850 tokens where one computes 1 000. Of 3
-    requests the k-th waits T · k / 3: 2 T in all. Links do not matter then."""
+    requests the k-th waits T · k / 3: 2 T in all. Over links T is 12.8 s, as above."""
     copy = LayerRange(0, 8)
     first = make_instance(0, used_tokens=40, num_running=2, link_bytes_per_s=100.0, token_s=0.1, host_copy=copy)
     second = make_instance(1, used_tokens=30, num_running=1, token_s=0.04)
-    plan = plan_of(make_facts([first, second]), 1, DropParams(kv=KvFate.RECOMPUTE))
-    assert plan.groups[0].exchange_s == pytest.approx(7 / 1.85)
-    assert plan.price.exchange_s == pytest.approx(2 * 7 / 1.85)
-
-
-def test_kv_is_priced_by_links_where_somebody_says_how_fast_his_is() -> None:
-    copy = LayerRange(0, 8)
-    first = make_instance(0, used_tokens=40, num_running=2, link_bytes_per_s=100.0, token_s=0.1, host_copy=copy)
-    second = make_instance(1, used_tokens=30, num_running=1, token_s=0.04)
-
-    def time_s(left: InstanceFacts, kv: KvFate) -> float:
-        return plan_of(make_facts([left, second]), 1, DropParams(kv=kv)).groups[0].exchange_s
-
     mute = replace(first, link_bytes_per_s=0.0)
-    assert time_s(first, KvFate.BY_LINK) == time_s(first, KvFate.EXCHANGE) == pytest.approx(12.8)
-    assert time_s(mute, KvFate.BY_LINK) == time_s(mute, KvFate.RECOMPUTE) == pytest.approx(7 / 1.85)
+    again_s = 7 / 1.85
+    for kv, one, expected_s in (
+        (KvFate.EXCHANGE, first, 12.8),
+        (KvFate.BY_LINK, first, 12.8),
+        (KvFate.RECOMPUTE, first, again_s),
+        (KvFate.RECOMPUTE, mute, again_s),
+        (KvFate.BY_LINK, mute, again_s),
+    ):
+        plan = plan_of(make_facts([one, second]), 1, DropParams(kv=kv))
+        assert plan.groups[0].exchange_s == pytest.approx(expected_s)
+        assert plan.price.exchange_s == pytest.approx(2 * expected_s)
 
 
 def test_kv_of_a_group_is_exchanged_from_where_its_stages_have_it() -> None:
@@ -401,8 +391,7 @@ def test_a_plan_that_costs_more_than_it_is_worth_is_refused() -> None:
     busy = [make_instance(number, num_running=10) for number in range(3)]
     price_s = plan_of(make_facts(busy), 1).price.total_s
     assert price_s > 0
-    dear = plan_drop(make_facts(busy), DropParams(), 1, worth_s=price_s * 0.99)
-    assert isinstance(dear, DropRefusal)
+    dear = of_kind(DropRefusal, plan_drop(make_facts(busy), DropParams(), 1, worth_s=price_s * 0.99))
     assert dear.kind is RefusalKind.NOT_WORTH_IT
     assert isinstance(plan_drop(make_facts(busy), DropParams(), 1, worth_s=price_s), DropPlan)
 
@@ -500,19 +489,6 @@ def test_a_model_that_cannot_be_is_refused(fields: dict[str, object], message: s
 def test_an_instance_that_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_instance(0, **fields)
-
-
-@pytest.mark.parametrize(
-    ("field", "least"),
-    [
-        *((name, 1) for name in ("max_group_size", "min_stage_layers", "page_quantum")),
-        *((name, 0) for name in ("max_imbalance_ratio", "remap_s", "hold_s")),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(field: str, least: int) -> None:
-    DropParams(**{field: least})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=field):
-        DropParams(**{field: least - 1})  # type: ignore[arg-type]
 
 
 def test_a_host_has_one_copy_of_a_layer_however_many_of_its_instances_map_it() -> None:

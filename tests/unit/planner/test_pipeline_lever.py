@@ -22,10 +22,10 @@ from services.planner.policy.levers.pipeline_lever import PipelineLever
 from services.planner.policy.plans.drop_facts import ClusterFacts, InstanceFacts
 from services.planner.policy.plans.drop_plan import DropPlan
 from shared.ids import WorkerId
-from shared.messages.plan import PlanPhase
 from tests.support.drop_builders import carry_out, make_facts, make_group, make_instance, make_model, random_facts
-from tests.support.plan_workers import PlanCluster, in_cluster, settings
-from tests.unit.planner.test_planner_plans import ask
+from tests.support.kinds import of_kind
+from tests.support.plan_cluster import clustered
+from tests.support.plan_workers import PlanCluster
 
 PAIRS = PipelineLever(2)
 CALM_S = 300.0
@@ -37,8 +37,7 @@ def offered(facts: ClusterFacts, lever: PipelineLever = PAIRS) -> Offer | Declin
 
 
 def plan_of(facts: ClusterFacts, lever: PipelineLever = PAIRS) -> DropPlan:
-    offer = offered(facts, lever)
-    assert isinstance(offer, Offer)
+    offer = of_kind(Offer, offered(facts, lever))
     assert isinstance(offer.order, DropPlan)
     assert offer.cost_s == offer.order.price.total_s
     return offer.order
@@ -84,8 +83,7 @@ def test_all_are_joined_but_the_one_without_a_partner(count: int) -> None:
     near = sum(len({hosts[name] for name in group}) == 1 for group in members(plan))
     on_hosts = [list(hosts.values()).count(host) for host in ("h0", "h1")]
     assert near == sum(number // 2 for number in on_hosts), "only who is left on its host is joined across hosts"
-    rest = offered(carry_out(facts, plan))
-    assert isinstance(rest, Declined)
+    rest = of_kind(Declined, offered(carry_out(facts, plan)))
     assert rest.reason.endswith("waits for others to join") == (count % 2 == 1)
 
 
@@ -149,66 +147,49 @@ def test_a_pipeline_of_one_is_none() -> None:
 # --- in a cluster ----------------------------------------------------------------------------------------------------
 
 
-def static() -> Any:
-    return settings(system="fcfs-pp")
+BOTH_PAIRS = [("w0", "w1"), ("w2", "w3")]
 
 
-def test_workers_are_joined_at_the_start_and_stay_together_with_nothing_to_do() -> None:
-    async def calm(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(2)
-        assert cluster.groups() == [("w0", "w1"), ("w2", "w3")]
-        await asyncio.sleep(CALM_S)
-        for name in ("w0", "w2"):
-            await cluster.strain(name, queued=9, demanded=99)
-        await asyncio.sleep(CALM_S)
-        assert cluster.groups() == [("w0", "w1"), ("w2", "w3")]
-
-    cluster = in_cluster(calm, planner=static())
-    cluster.check()
-    committed = [plan.lever for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING]
-    assert committed == ["pipeline"], "one plan, and never another"
+@clustered(system="fcfs-pp")
+async def test_workers_are_joined_at_the_start_and_stay_together_with_nothing_to_do(cluster: PlanCluster) -> None:
+    await cluster.burst(after_s=2)
+    assert cluster.groups() == BOTH_PAIRS
+    await asyncio.sleep(CALM_S)
+    for name in ("w0", "w2"):
+        await cluster.strain(name, queued=9, demanded=99)
+    await asyncio.sleep(CALM_S)
+    assert cluster.groups() == BOTH_PAIRS
+    assert cluster.levers == ["pipeline"], "one plan, and never another"
 
 
 @pytest.mark.parametrize("victim", ["w0", "w1"])
-def test_a_pair_is_joined_again_when_a_member_that_died_is_back(victim: str) -> None:
-    async def death(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(2)
-        cluster.workers[WorkerId(victim)].die()
-        await asyncio.sleep(20)
-        assert cluster.groups() == [("w2", "w3")], "the survivor serves alone"
-        await cluster.restart(WorkerId(victim))
-        await asyncio.sleep(20)
-        assert cluster.groups() == [("w0", "w1"), ("w2", "w3")]
-
-    in_cluster(death, planner=static()).check()
+@clustered(system="fcfs-pp")
+async def test_a_pair_is_joined_again_when_a_member_that_died_is_back(cluster: PlanCluster, victim: str) -> None:
+    await cluster.burst(after_s=2)
+    cluster.workers[WorkerId(victim)].die()
+    await asyncio.sleep(20)
+    assert cluster.groups() == [("w2", "w3")], "the survivor serves alone"
+    await cluster.restart(WorkerId(victim))
+    await asyncio.sleep(20)
+    assert cluster.groups() == BOTH_PAIRS
 
 
-def test_an_odd_worker_serves_alone_until_another_comes() -> None:
-    async def odd(cluster: PlanCluster) -> None:
-        cluster.workers[WorkerId("w1")].die()
-        await asyncio.sleep(5)
-        cluster.start_planner()
-        await asyncio.sleep(20)
-        assert cluster.groups() == [("w0", "w2")]
-        await cluster.restart(WorkerId("w1"))
-        await asyncio.sleep(20)
-        assert cluster.groups() == [("w0", "w2"), ("w1", "w3")]
-
-    in_cluster(odd, planner=static()).check()
+@clustered(system="fcfs-pp")
+async def test_an_odd_worker_serves_alone_until_another_comes(cluster: PlanCluster) -> None:
+    cluster.workers[WorkerId("w1")].die()
+    await asyncio.sleep(5)
+    await cluster.burst(after_s=20)
+    assert cluster.groups() == [("w0", "w2")]
+    await cluster.restart(WorkerId("w1"))
+    await asyncio.sleep(20)
+    assert cluster.groups() == [("w0", "w2"), ("w1", "w3")]
 
 
-def test_what_a_person_restores_is_joined_again() -> None:
-    async def restore(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(2)
-        answer = await ask(cluster, "restore", {"groups": ["w2"]})
-        assert answer["done"], answer
-        await asyncio.sleep(2)
-        assert cluster.groups() == [("w0", "w1"), ("w2", "w3")]
-
-    cluster = in_cluster(restore, planner=static())
-    cluster.check()
-    committed = [plan.lever for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING]
-    assert committed == ["pipeline", "restore", "pipeline"]
+@clustered(system="fcfs-pp")
+async def test_what_a_person_restores_is_joined_again(cluster: PlanCluster) -> None:
+    await cluster.burst(after_s=2)
+    answer = await cluster.ask("restore", {"groups": ["w2"]})
+    assert answer["done"], answer
+    await asyncio.sleep(2)
+    assert cluster.groups() == BOTH_PAIRS
+    assert cluster.levers == ["pipeline", "restore", "pipeline"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from sim.virtual_time import run
 
 SUBJECTS = Subjects()
 NAMES = (WorkerId("w0"), WorkerId("w1"))
+HALVES = ((0, 4), (4, 8))
 PLAN_ID = 2
 """The epoch of the claim is 1."""
 PARAMS = ExecutionParams()
@@ -43,6 +45,45 @@ def says(state: PlanState, *, plan_id: int = PLAN_ID, by: str = "", epoch: int =
     )
 
 
+def played(
+    intent: Intent,
+    answer: Callable[[PlanBook, WorkerId, dict[str, Any]], Awaitable[PlanAnswer]],
+    announce_s: float = 0.0,
+) -> tuple[Outcome, float]:
+    """Carry something out with workers that answer so; return what became of it, and the seconds that it took.
+
+    Args:
+        intent: for workers of `NAMES`.
+        answer: given the planner's book, the worker that is asked, and the question.
+        announce_s: until people have heard of the plan.
+    """
+
+    async def main() -> tuple[Outcome, float]:
+        broker = MemoryBroker()
+        bus = broker.connect("planner")
+        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
+        await book.claim("test")
+        for name in NAMES:
+
+            async def reply(message: Message, name: WorkerId = name) -> bytes:
+                return encode_json(await answer(book, name, json.loads(message.data)))
+
+            info = ServiceInfo("sluice-worker", "1.0.0", "answers by heart", {}, name)
+            await broker.connect(name).serve(info, [Endpoint("plan", SUBJECTS.plan(name), reply)])
+
+        async def announce(name: str, _reason: str) -> None:
+            await asyncio.sleep(announce_s if name == "plan_preparing" else 0)
+
+        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
+        begun_s = asyncio.get_running_loop().time()
+        outcome = await execution.carry_out(intent)
+        took_s = asyncio.get_running_loop().time() - begun_s
+        await asyncio.sleep(1.0)
+        return outcome, took_s
+
+    return run(main())
+
+
 def carried_out(second: Sequence[Said], announce_s: float = 0.0) -> tuple[Outcome, int, float]:
     """Carry out a plan of two workers: w0 does all, w1 says these things one after the other, the last for ever.
 
@@ -52,34 +93,16 @@ def carried_out(second: Sequence[Said], announce_s: float = 0.0) -> tuple[Outcom
     script = {NAMES[0]: [says(PREPARED), says(DONE)], NAMES[1]: list(second)}
     asked = dict.fromkeys(NAMES, 0)
 
-    async def main() -> tuple[Outcome, int, float]:
-        broker = MemoryBroker()
-        for name in NAMES:
+    async def answer(_book: PlanBook, name: WorkerId, _question: dict[str, Any]) -> PlanAnswer:
+        number, asked[name] = asked[name], asked[name] + 1
+        return script[name][min(number, len(script[name]) - 1)](name)
 
-            async def answer(message: Message, name: WorkerId = name) -> bytes:
-                number, asked[name] = asked[name], asked[name] + 1
-                return encode_json(script[name][min(number, len(script[name]) - 1)](name))
-
-            info = ServiceInfo("sluice-worker", "1.0.0", "answers by heart", {}, name)
-            await broker.connect(name).serve(info, [Endpoint("plan", SUBJECTS.plan(name), answer)])
-        bus = broker.connect("planner")
-        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
-        await book.claim("test")
-
-        async def announce(name: str, _reason: str) -> None:
-            await asyncio.sleep(announce_s if name == "plan_preparing" else 0)
-
-        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
-        ranges = ((0, 4), (4, 8))
-        stages = [
-            PlannedStage(worker_id=name, incarnation=Incarnation(0), address="", held=(0, 8), layers=layers)
-            for name, layers in zip(NAMES, ranges, strict=True)
-        ]
-        begun_s = asyncio.get_running_loop().time()
-        outcome = await execution.carry_out(Intent(DROP, "by heart", (FormGroup(stages=tuple(stages)),)))
-        return outcome, asked[NAMES[1]], asyncio.get_running_loop().time() - begun_s
-
-    return run(main())
+    stages = tuple(
+        PlannedStage(worker_id=name, incarnation=Incarnation(0), address="", held=(0, 8), layers=layers)
+        for name, layers in zip(NAMES, HALVES, strict=True)
+    )
+    outcome, took_s = played(Intent(DROP, "by heart", (FormGroup(stages=stages),)), answer, announce_s)
+    return outcome, asked[NAMES[1]], took_s
 
 
 def test_a_plan_is_done_when_all_have_said_so() -> None:
@@ -93,31 +116,15 @@ def test_each_question_goes_under_the_newest_epoch_that_the_planner_holds() -> N
     """An errand under a newer epoch comes between prepare and commit: whoever did it hears the commit all the same."""
     heard: list[int] = []
 
-    async def main() -> Outcome:
-        broker = MemoryBroker()
-        bus = broker.connect("planner")
-        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
+    async def answer(book: PlanBook, name: WorkerId, question: dict[str, Any]) -> PlanAnswer:
+        heard.append(question["epoch"])
+        if question["kind"] == "prepare_plan":
+            return says(PREPARED)(name)
+        epoch = (await book.want(None)).epoch if len(heard) == 2 else book.epoch
+        return says(PREPARED if len(heard) == 2 else DONE, epoch=epoch)(name)
 
-        async def answer(message: Message) -> bytes:
-            question = json.loads(message.data)
-            heard.append(question["epoch"])
-            if question["kind"] == "prepare_plan":
-                return encode_json(says(PREPARED)(NAMES[0]))
-            epoch = (await book.want(None)).epoch if len(heard) == 2 else book.epoch
-            return encode_json(says(PREPARED if len(heard) == 2 else DONE, epoch=epoch)(NAMES[0]))
-
-        info = ServiceInfo("sluice-worker", "1.0.0", "does errands", {}, NAMES[0])
-        await broker.connect(NAMES[0]).serve(info, [Endpoint("plan", SUBJECTS.plan(NAMES[0]), answer)])
-        await book.claim("test")
-
-        async def announce(_name: str, _reason: str) -> None:
-            return None
-
-        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
-        step = RestoreInstance(worker=PlannedWorker(worker_id=NAMES[0], held=(0, 4)))
-        return await execution.carry_out(Intent(RESTORE, "by heart", (step,)))
-
-    assert run(main()).is_done
+    step = RestoreInstance(worker=PlannedWorker(worker_id=NAMES[0], held=(0, 4)))
+    assert played(Intent(RESTORE, "by heart", (step,)), answer)[0].is_done
     assert heard == [PLAN_ID, PLAN_ID + 1, PLAN_ID + 2]
 
 
@@ -165,36 +172,16 @@ def test_a_leader_that_moves_kv_before_a_load_has_time_and_the_others_wait_for_i
     """A member is prepared at once and waits so much longer; nobody commits before the leader is prepared."""
     asked: list[tuple[str, str, float]] = []
 
-    async def main() -> Outcome:
-        broker, loop = MemoryBroker(), asyncio.get_running_loop()
-        for name in NAMES:
+    async def answer(_book: PlanBook, name: WorkerId, question: dict[str, Any]) -> PlanAnswer:
+        asked.append((name, question["kind"], question.get("limit_s", asyncio.get_running_loop().time())))
+        if question["kind"] == "prepare_plan":
+            await asyncio.sleep(moves_s if name == NAMES[0] else 0.0)
+            return says(PREPARED)(name)
+        return says(DONE if question["kind"] == "commit_plan" else ABORTED)(name)
 
-            async def answer(message: Message, name: WorkerId = name) -> bytes:
-                question = json.loads(message.data)
-                asked.append((name, question["kind"], question.get("limit_s", loop.time())))
-                if question["kind"] == "prepare_plan":
-                    await asyncio.sleep(moves_s if name == NAMES[0] else 0.0)
-                    return encode_json(says(PREPARED)(name))
-                return encode_json(says(DONE if question["kind"] == "commit_plan" else ABORTED)(name))
-
-            info = ServiceInfo("sluice-worker", "1.0.0", "moves for a while", {}, name)
-            await broker.connect(name).serve(info, [Endpoint("plan", SUBJECTS.plan(name), answer)])
-        bus = broker.connect("planner")
-        book = PlanBook(await bus.key_value(SUBJECTS.plan_bucket()))
-        await book.claim("test")
-
-        async def announce(_name: str, _reason: str) -> None:
-            return None
-
-        execution = PlanExecution(bus, SUBJECTS, book, PARAMS, lambda _: None, announce)
-        stages = tuple(
-            PlannedWorker(worker_id=name, held=layers) for name, layers in zip(NAMES, ((0, 4), (4, 8)), strict=True)
-        )
-        outcome = await execution.carry_out(Intent(LOAD, "by heart", (LoadBeside(stages=stages, num_blocks=9),)))
-        await asyncio.sleep(1.0)
-        return outcome
-
-    assert run(main()).is_done is is_done
+    stages = tuple(PlannedWorker(worker_id=name, held=layers) for name, layers in zip(NAMES, HALVES, strict=True))
+    outcome, _ = played(Intent(LOAD, "by heart", (LoadBeside(stages=stages, num_blocks=9),)), answer)
+    assert outcome.is_done is is_done
     prepares, ends = asked[:2], asked[2:]
     limits_s = {name: limit_s for name, kind, limit_s in prepares if kind == "prepare_plan"}
     assert limits_s == {"w0": PARAMS.prepared_limit_s, "w1": PARAMS.prepared_limit_s + PARAMS.move_limit_s}

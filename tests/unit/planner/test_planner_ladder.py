@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,24 +10,14 @@ from services.planner.policy.levers.ladder import (
     ClusterSnapshot,
     Decision,
     LadderParams,
-    Offer,
     Situation,
     WorkerLoad,
     decide,
 )
 from shared.ids import WorkerId
+from tests.support.levers import FakeLever
 
 PARAMS = LadderParams(max_view_age_s=1.5, pressure_ratio=1.0)
-
-
-@dataclass(frozen=True)
-class FakeLever:
-    name: str
-    cost_s: float | None
-    is_standing: bool = False
-
-    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
-        return None if self.cost_s is None else Offer(self.cost_s, f"{self.name} helps {len(snapshot.workers)}")
 
 
 def make_snapshot(used: int = 0, demanded: int = 0, *, age_s: float | None = 0.1, blocks: int = 100) -> ClusterSnapshot:

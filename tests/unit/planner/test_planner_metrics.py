@@ -15,9 +15,11 @@ from services.planner.policy.plans.intent import Outcome
 from services.planner.policy.scale_signal import ScaleWish
 from shared.errors import StartupError
 from shared.ids import WorkerId
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness
 from shared.process.metrics_server import serve_metrics
-from tests.support.plan_workers import SUBJECTS, PlanCluster, in_cluster, settings
+from tests.support.plan_cluster import clustered
+from tests.support.plan_workers import SUBJECTS, PlanCluster
+from tests.support.statuses import make_status, make_view
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -36,18 +38,12 @@ def scraped(metrics: PlannerMetrics, wish: ScaleWish | None = None) -> Samples:
 
 def view(*groups: str, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
     """One worker for each name of a group; "" is alone."""
-    statuses = [
-        WorkerStatus(
-            liveness=liveness,
-            age_s=0,
-            throttled=group == "w0",
-            report=WorkerReport(
-                worker_id=WorkerId(f"w{index}"), sequence_number=0, phase=WorkerPhase.READY, group=group
-            ),
+    return make_view(
+        *(
+            make_status(f"w{index}", liveness=liveness, throttled=group == "w0", group=group)
+            for index, group in enumerate(groups)
         )
-        for index, group in enumerate(groups)
-    ]
-    return ClusterView(sequence_number=0, workers=tuple(statuses))
+    )
 
 
 def test_time_in_groups_is_that_of_each_worker_between_views() -> None:
@@ -94,38 +90,26 @@ def test_plans_are_counted_by_what_became_of_them(outcome: Outcome, said: str) -
     assert counts == ({(("lever", "drop"), ("outcome", said)): 1} if said else {})
 
 
-def test_a_planner_counts_what_it_tells() -> None:
-    found: list[Samples] = []
-
-    async def burst(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(1.3)
-        await cluster.strain("w0", queued=5, demanded=40)
-        await asyncio.sleep(8)
-        cluster.relax(0)
-        async with asyncio.timeout(60):
-            while cluster.groups():
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(1)
-        data = await cluster.bus.request(SUBJECTS.admin("planner", "p", "metrics"), b"", timeout_s=5)
-        found.append(parse(data.decode()))
-
-    cluster = in_cluster(burst, 2, settings(max_instances=8, scale_hold_s=5.0, cooldown_s=0))
+@clustered(2, max_instances=8, scale_hold_s=5.0, cooldown_s=0)
+async def test_a_planner_counts_what_it_tells(cluster: PlanCluster) -> None:
+    await cluster.burst("w0", after_s=1.3, queued=5, demanded=40)
+    await asyncio.sleep(8)
+    cluster.relax(0)
+    await cluster.until(lambda: not cluster.groups())
+    await asyncio.sleep(1)
+    data = await cluster.bus.request(SUBJECTS.admin("planner", "p", "metrics"), b"", timeout_s=5)
+    found = parse(data.decode())
     told = Counter(name for _, name, _ in cluster.events if name.startswith(("plan_", "planner_", "instances_")))
     counted = {
-        dict(labels)["name"]: value
-        for (name, labels), value in found[0].items()
-        if name == "sluice:planner_events_total"
+        dict(labels)["name"]: value for (name, labels), value in found.items() if name == "sluice:planner_events_total"
     }
     assert counted == told
-    assert told["plan_done"] == 2
     for lever in ("drop", "restore"):
-        assert found[0]["sluice:plan_seconds_count", (("lever", lever), ("outcome", "done"))] == 1
-    assert found[0]["sluice:groups", ()] == 0
-    times = {name: at_s for at_s, name, _ in cluster.events if name == "plan_done"}
-    first_s = next(at_s for at_s, name, _ in cluster.events if name == "plan_done")
-    spent_s = found[0]["sluice:group_worker_seconds_total", ()]
-    assert spent_s == pytest.approx(2 * (times["plan_done"] - first_s), abs=2 * 1.5), "two workers, a view each 0.5 s"
+        assert found["sluice:plan_seconds_count", (("lever", lever), ("outcome", "done"))] == 1
+    assert found["sluice:groups", ()] == 0
+    formed_s, restored_s = cluster.times("plan_done")
+    spent_s = found["sluice:group_worker_seconds_total", ()]
+    assert spent_s == pytest.approx(2 * (restored_s - formed_s), abs=2 * 1.5), "two workers, a view each 0.5 s"
 
 
 async def test_metrics_are_scraped_over_http_and_nothing_else_is_there() -> None:

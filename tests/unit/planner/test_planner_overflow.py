@@ -10,41 +10,25 @@ import pytest
 from services.planner.policy.overflow import MAX_SOURCES, find_overflow, plan_moves
 from shared.ids import RequestId, WorkerId
 from shared.messages.queue import QueuedPart
-from shared.messages.report import ClusterView, ElasticFacts, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerStatus
 from shared.types import RequestClass
-
-ELASTIC = ElasticFacts(
-    layer_bytes=(64,) * 8,
-    outer_bytes=0,
-    first_stage_end=0,
-    last_stage_begin=0,
-    block_bytes=64,
-    page_bytes=64,
-    num_pages=99,
-    max_blocks=99,
-)
+from tests.support.kinds import some
+from tests.support.statuses import make_elastic, make_status, make_view
 
 
 def worker(name: str, *, used: int = 0, waits: int = 0, **fields: Any) -> WorkerStatus:
     """100 blocks of 16 tokens; who waits needs 5 each."""
-    numbers: dict[str, Any] = {
+    common: dict[str, Any] = {
         "num_blocks": 100,
         "num_used_blocks": used,
         "num_demanded_blocks": 5 * waits,
         "num_queued_for_memory": waits,
         "num_waiting": waits,
         "block_size": 16,
-        "elastic": ELASTIC,
+        "elastic": make_elastic(),
         "model": "m",
-        "phase": WorkerPhase.READY,
-        **{key: value for key, value in fields.items() if key != "liveness"},
     }
-    report = WorkerReport(worker_id=WorkerId(name), sequence_number=1, pid=1, host="h", **numbers)
-    return WorkerStatus(liveness=fields.get("liveness", Liveness.ALIVE), age_s=0.1, report=report)
-
-
-def view(*statuses: WorkerStatus) -> ClusterView:
-    return ClusterView(sequence_number=1, workers=statuses)
+    return make_status(name, **(common | fields))
 
 
 def queue(name: str, count: int, num_blocks: int = 5) -> tuple[QueuedPart, ...]:
@@ -61,24 +45,25 @@ def queue(name: str, count: int, num_blocks: int = 5) -> tuple[QueuedPart, ...]:
 
 
 def moves_of(found: ClusterView, queues: dict[str, tuple[QueuedPart, ...]], batch: int = 64) -> list[tuple[str, str]]:
-    overflow = find_overflow(found)
-    assert overflow is not None
+    overflow = some(find_overflow(found))
     by_name = {WorkerId(name): parts for name, parts in queues.items()}
     return [(str(move.request_id), move.target) for move in plan_moves(overflow, by_name, batch)]
 
 
 def test_what_waits_for_memory_goes_to_who_has_some_and_no_further_than_that() -> None:
-    crowd = view(worker("a", used=98, waits=4), worker("b", used=88, num_running=2))
+    crowd = make_view(worker("a", used=98, waits=4), worker("b", used=88, num_running=2))
     assert moves_of(crowd, {"a": queue("a", 4)}) == [("a-0", "b"), ("a-1", "b")], "10 blocks beside one for each"
 
 
 def test_who_keeps_a_queue_of_its_own_is_offered_what_is_left() -> None:
-    crowd = view(worker("a", used=100, waits=3), worker("b", used=50, waits=0, num_demanded_blocks=45, num_waiting=9))
+    crowd = make_view(
+        worker("a", used=100, waits=3), worker("b", used=50, waits=0, num_demanded_blocks=45, num_waiting=9)
+    )
     assert moves_of(crowd, {"a": queue("a", 3)}) == [("a-0", "b")]
 
 
 def test_a_group_takes_as_many_as_its_workers_together() -> None:
-    crowd = view(
+    crowd = make_view(
         worker("a", used=100, waits=9),
         worker("b", group="b", num_stages=2, num_running=7),
         worker("c", group="b", stage=1, num_stages=2, num_blocks=0),
@@ -99,25 +84,24 @@ def test_a_group_takes_as_many_as_its_workers_together() -> None:
     ids=["full", "busy", "draining", "suspect", "member", "model"],
 )
 def test_nobody_is_asked_for_the_sake_of_who_takes_nothing(other: WorkerStatus) -> None:
-    assert find_overflow(view(worker("a", used=100, waits=4), other)) is None
+    assert find_overflow(make_view(worker("a", used=100, waits=4), other)) is None
 
 
 def test_nobody_is_asked_who_is_not_short_or_could_not_let_go() -> None:
-    assert find_overflow(view(worker("a", used=50, num_waiting=4), worker("b"))) is None
-    assert find_overflow(view(worker("a", used=100, waits=4, elastic=None), worker("b"))) is None
+    assert find_overflow(make_view(worker("a", used=50, num_waiting=4), worker("b"))) is None
+    assert find_overflow(make_view(worker("a", used=100, waits=4, elastic=None), worker("b"))) is None
 
 
 def test_the_longest_queues_are_asked_first() -> None:
     crowd = [worker(f"w{i:03}", used=100, waits=i) for i in range(1, MAX_SOURCES + 9)]
-    overflow = find_overflow(view(*crowd, worker("free")))
-    assert overflow is not None
+    overflow = some(find_overflow(make_view(*crowd, worker("free"))))
     waits = [report.num_queued_for_memory for report in overflow.short]
     assert waits == sorted(waits, reverse=True)
     assert (len(waits), waits[0]) == (MAX_SOURCES, MAX_SOURCES + 8)
 
 
 def test_who_does_not_answer_loses_nothing() -> None:
-    crowd = view(worker("a", used=100, waits=4), worker("b", used=100, waits=2), worker("c"))
+    crowd = make_view(worker("a", used=100, waits=4), worker("b", used=100, waits=2), worker("c"))
     assert {name[0] for name, _ in moves_of(crowd, {"b": queue("b", 2)})} == {"b"}
 
 
@@ -132,7 +116,7 @@ def test_nobody_gets_more_than_it_has_room_for(seed: int) -> None:
         statuses.append(worker(name, used=used, waits=waits if used > 80 else 0, num_running=running))
         if used > 80 and waits:
             queues[name] = queue(name, waits, int(random.integers(1, 12)))
-    found = view(*statuses)
+    found = make_view(*statuses)
     if find_overflow(found) is None:
         return
     moves = moves_of(found, queues, batch=24)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,9 +43,11 @@ from tests.support.drop_builders import (
     make_group,
     make_instance,
     make_model,
+    make_pair,
     pages_of,
     random_facts,
 )
+from tests.support.kinds import of_kind
 
 PACING = PacingParams(restore_hold_s=10.0, retry_s=2.0, max_retry_s=20.0, load_stall_s=30.0)
 WIDE = replace(PACING, restore_ratio=0.7)
@@ -70,10 +73,9 @@ def able(facts: ClusterFacts, resident: LayerRange | None = None, loaded_ratio: 
     )
 
 
-def group_of(used: int = 0, **fields: object) -> ClusterFacts:
+def group_of(used: int = 0, **fields: Any) -> ClusterFacts:
     """Two stages of 4 layers, 64 pages each: 3 blocks of 16 tokens alone, 7 as a group, (64 - 16) / 8 = 6 beside."""
-    pair = make_group(0, (4, 8))
-    return able(make_facts([replace(pair[0], used_tokens=used, **fields), pair[1]]))  # type: ignore[arg-type]
+    return able(make_facts(make_pair(used_tokens=used, **fields)))
 
 
 def beside(facts: ClusterFacts, ratio: float = 1.0) -> ClusterFacts:
@@ -168,19 +170,16 @@ def test_stages_of_equal_size_have_as_much_beside_the_whole_model_as_alone_toget
 def test_a_load_says_its_bytes_and_the_room_before_and_meanwhile() -> None:
     model = make_model(8, layer_bytes=(2**30,) * 8, page_bytes=2**30, block_bytes=2**30)
     facts = able(make_facts(make_group(0, (4, 8)), model))
-    plan = plan_load(facts, GROUP, 0.5)
-    assert isinstance(plan, ResidencePlan)
+    plan = of_kind(ResidencePlan, plan_load(facts, GROUP, 0.5))
     said = "8.00 GiB of parameters are loaded beside serving; room for 48 tokens meanwhile, 112 before"
     assert plan.reason == said, "(64 - 4) / 8 = 7 blocks of 16, and (64 - 8) / 16 = 3 of all layers"
 
 
 def test_what_is_loaded_already_is_not_counted_again() -> None:
-    plan = plan_restore(beside(group_of()))
-    assert isinstance(plan, RestorePlan)
+    plan = of_kind(RestorePlan, plan_restore(beside(group_of())))
     assert plan.loads == ()
     assert "their parameters are loaded already; room for 96 tokens, now 96" in plan.reason
-    half = plan_restore(beside(group_of(), 0.9))
-    assert isinstance(half, RestorePlan)
+    half = of_kind(RestorePlan, plan_restore(beside(group_of(), 0.9)))
     assert sum(load.num_bytes for load in half.loads) == 8 * 128, "nobody knows which"
 
 
@@ -246,19 +245,22 @@ def due(facts: ClusterFacts, now_s: float = 0.0, watch: ResidenceWatch | None = 
     return (watch or ResidenceWatch(PACING)).apply(facts, (GROUP,) if is_idle else (), now_s)
 
 
+NOTHING, LOAD, RESTORE = Due(), Due(load=(GROUP,)), Due(restore=(GROUP,))
+
+
 def test_a_group_that_is_idle_loads_and_one_that_has_all_is_restored() -> None:
-    assert due(group_of()) == Due(load=(GROUP,))
-    assert due(group_of(), is_idle=False) == Due()
-    assert due(beside(group_of(), 0.5)) == Due(), "it loads"
-    assert due(beside(group_of(47))) == Due(restore=(GROUP,))
-    assert due(beside(group_of(47)), is_idle=False) == Due(restore=(GROUP,)), "no second hold"
-    assert due(beside(group_of(48))) == Due(), "3 of 6 blocks: not below half"
+    assert due(group_of()) == LOAD
+    assert due(group_of(), is_idle=False) == NOTHING
+    assert due(beside(group_of(), 0.5)) == NOTHING, "it loads"
+    assert due(beside(group_of(47))) == RESTORE
+    assert due(beside(group_of(47)), is_idle=False) == RESTORE, "no second hold"
+    assert due(beside(group_of(48))) == NOTHING, "3 of 6 blocks: not below half"
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
 def test_a_group_that_runs_short_or_fills_up_gives_back(ratio: float) -> None:
     """Half way from 0.5 to 1: 72 of 96 tokens are kept."""
-    assert due(beside(group_of(72), ratio)) == Due()
+    assert due(beside(group_of(72), ratio)) == NOTHING
     assert due(beside(group_of(60, demanded_tokens=13), ratio)).unload == (
         (GROUP, "w00000: its requests want 73 tokens of KV, over 75% of the room there is"),
     )
@@ -267,14 +269,14 @@ def test_a_group_that_runs_short_or_fills_up_gives_back(ratio: float) -> None:
 
 def test_of_a_group_that_lost_a_member_nothing_is_due() -> None:
     facts = beside(group_of(throttled=True))
-    assert due(make_facts(facts.instances[:1])) == Due()
+    assert due(make_facts(facts.instances[:1])) == NOTHING
 
 
 def test_without_loads_beside_groups_are_restored_in_one_step_from_wherever_they_are() -> None:
     watch = ResidenceWatch(replace(PACING, restore_beside=False))
     for facts in (group_of(), beside(group_of(), 0.5), beside(group_of())):
-        assert due(facts, watch=watch) == Due(restore=(GROUP,))
-    assert due(beside(group_of(), 0.5), watch=watch, is_idle=False) == Due()
+        assert due(facts, watch=watch) == RESTORE
+    assert due(beside(group_of(), 0.5), watch=watch, is_idle=False) == NOTHING
 
 
 def linked(used: int, link: float = 1e9) -> ClusterFacts:
@@ -285,78 +287,65 @@ def linked(used: int, link: float = 1e9) -> ClusterFacts:
 
 def test_a_group_waits_a_while_until_its_kv_can_move_ahead() -> None:
     watch = ResidenceWatch(WIDE)
-    assert due(linked(55), 0.0, watch) == Due()
-    assert due(linked(55), 9.9, watch) == Due()
-    assert due(linked(55), 10.0, watch) == Due(load=(GROUP,))
+    assert [due(linked(55), at_s, watch) for at_s in (0.0, 9.9, 10.0)] == [NOTHING, NOTHING, LOAD]
     watch = ResidenceWatch(WIDE)
-    assert due(linked(55), 0.0, watch) == Due()
-    assert due(linked(54), 0.5, watch) == Due(load=(GROUP,)), "now it fits"
+    assert due(linked(55), 0.0, watch) == NOTHING
+    assert due(linked(54), 0.5, watch) == LOAD, "now it fits"
 
 
 @pytest.mark.parametrize("breaks", ["it is used", "nobody sees it"])
 def test_that_wait_begins_anew(breaks: str) -> None:
     watch = ResidenceWatch(WIDE)
-    assert due(linked(55), 0.0, watch) == Due()
+    assert due(linked(55), 0.0, watch) == NOTHING
     if breaks == "it is used":
-        assert due(linked(55), 8.0, watch, is_idle=False) == Due()
+        assert due(linked(55), 8.0, watch, is_idle=False) == NOTHING
     else:
         watch.forget()
-    assert due(linked(55), 9.0, watch) == Due()
-    assert due(linked(55), 18.9, watch) == Due()
-    assert due(linked(55), 19.0, watch) == Due(load=(GROUP,))
+    assert [due(linked(55), at_s, watch) for at_s in (9.0, 18.9, 19.0)] == [NOTHING, NOTHING, LOAD]
 
 
 def test_nobody_waits_for_what_cannot_be() -> None:
-    assert due(linked(55, link=0.0), watch=ResidenceWatch(WIDE)) == Due(load=(GROUP,)), "its KV does not move at all"
-    assert due(linked(55), watch=ResidenceWatch(replace(WIDE, ahead_wait_s=0.0))) == Due(load=(GROUP,))
+    assert due(linked(55, link=0.0), watch=ResidenceWatch(WIDE)) == LOAD, "its KV does not move at all"
+    assert due(linked(55), watch=ResidenceWatch(replace(WIDE, ahead_wait_s=0.0))) == LOAD
     in_one_step = ResidenceWatch(replace(WIDE, restore_beside=False))
-    assert due(linked(55), watch=in_one_step) == Due(restore=(GROUP,))
-    with pytest.raises(ValueError, match="ahead_wait_s"):
-        replace(PACING, ahead_wait_s=-1.0)
+    assert due(linked(55), watch=in_one_step) == RESTORE
 
 
 def test_who_cannot_load_beside_is_restored_in_one_step() -> None:
     """Stages of 1 and 7 layers have (64 - 16) / 14 = 3 blocks beside, and alone 6: 24 tokens are half of 3 only."""
     first, second = group_of().instances
-    assert due(make_facts([first, replace(second, resident=None)])) == Due(restore=(GROUP,))
+    assert due(make_facts([first, replace(second, resident=None)])) == RESTORE
     small, large = make_group(0, (1, 8))
-    assert due(able(make_facts([replace(small, used_tokens=24), large]))) == Due(restore=(GROUP,))
-    assert due(able(make_facts([replace(small, used_tokens=23), large]))) == Due(load=(GROUP,))
+    assert due(able(make_facts([replace(small, used_tokens=24), large]))) == RESTORE
+    assert due(able(make_facts([replace(small, used_tokens=23), large]))) == LOAD
 
 
 def test_a_load_that_makes_no_progress_is_given_up_after_the_limit() -> None:
     watch = ResidenceWatch(PACING)
-    assert [due(beside(group_of(), ratio), at_s, watch).unload for at_s, ratio in [(0, 0.5), (29, 0.5), (30, 0.6)]] == [
-        (),
-        (),
-        (),
-    ]
-    assert due(beside(group_of(), 0.6), 59.9, watch) == Due()
+    for at_s, ratio in [(0.0, 0.5), (29.0, 0.5), (30.0, 0.6), (59.9, 0.6)]:
+        assert due(beside(group_of(), ratio), at_s, watch) == NOTHING
     expected = ((GROUP, "w00000: nothing has been loaded for 30 s"),)
     assert due(beside(group_of(), 0.6), 60.0, watch).unload == expected
     watch.forget()
-    assert due(beside(group_of(), 0.6), 61.0, watch) == Due(), "nobody has seen it meanwhile"
+    assert due(beside(group_of(), 0.6), 61.0, watch) == NOTHING, "nobody has seen it meanwhile"
 
 
 def test_pauses_between_loads_that_fail_double_and_the_last_one_is_followed_by_a_restore_in_one_step() -> None:
     watch, now_s = ResidenceWatch(PACING), 0.0
     for number in range(MAX_LOADS):
-        assert due(group_of(), now_s, watch) == Due(load=(GROUP,))
+        assert due(group_of(), now_s, watch) == LOAD
         watch.loaded([GROUP], now_s, is_done=False)
         if number < MAX_LOADS - 1:
             pause_s = 2.0 * 2**number
-            assert due(group_of(), now_s + pause_s - 0.1, watch) == Due()
+            assert due(group_of(), now_s + pause_s - 0.1, watch) == NOTHING
             now_s += pause_s
-    assert due(group_of(), now_s, watch) == Due(restore=(GROUP,))
-    assert due(make_facts([]), now_s, watch) == Due(), "the group is no more"
-    assert due(group_of(), now_s, watch) == Due(load=(GROUP,)), "the next of this name begins anew"
+    assert due(group_of(), now_s, watch) == RESTORE
+    assert due(make_facts([]), now_s, watch) == NOTHING, "the group is no more"
+    assert due(group_of(), now_s, watch) == LOAD, "the next of this name begins anew"
 
 
 def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None:
-    others = [
-        replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(make_group(0, (4, 8)))
-    ]
-    facts = make_facts([*make_group(0, (4, 8)), *others])
+    facts = make_facts([*make_pair(), *make_pair("x")])
     facts = beside(replace(facts, instances=tuple(replace(each, throttled=True) for each in facts.instances)))
     watch = ResidenceWatch(PACING)
     assert [name for name, _ in due(facts, 0.0, watch).unload] == [GROUP, "x0"]
@@ -371,10 +360,10 @@ def test_an_unload_that_was_refused_is_tried_again_alone_after_a_pause() -> None
 
 def test_what_has_all_is_restored_before_those_that_stop_to_load() -> None:
     """One plan of both would keep the planner busy until the last has loaded."""
-    slow = [replace(each, instance_id=WorkerId(f"x{i}"), group_id="x0") for i, each in enumerate(make_group(0, (4, 8)))]
+    slow = make_pair("x")
     facts = make_facts([*beside(group_of()).instances, *slow])
     watch = ResidenceWatch(PACING)
-    assert watch.apply(facts, (GROUP, "x0"), 0.0) == Due(restore=(GROUP,))
+    assert watch.apply(facts, (GROUP, "x0"), 0.0) == RESTORE
     assert watch.apply(make_facts(slow), ("x0",), 0.0) == Due(restore=("x0",))
 
 
@@ -382,10 +371,9 @@ def test_a_load_that_came_to_its_end_makes_up_for_those_that_failed() -> None:
     watch = ResidenceWatch(PACING)
     watch.loaded([GROUP], 0.0, is_done=False)
     watch.loaded([GROUP], 2.0, is_done=False)
-    assert due(beside(group_of(60)), 10.0, watch) == Due(), "all is there"
+    assert due(beside(group_of(60)), 10.0, watch) == NOTHING, "all is there"
     watch.loaded([GROUP], 20.0, is_done=False)
-    assert due(group_of(), 21.9, watch) == Due()
-    assert due(group_of(), 22.0, watch) == Due(load=(GROUP,)), "the first pause again"
+    assert [due(group_of(), at_s, watch) for at_s in (21.9, 22.0)] == [NOTHING, LOAD], "the first pause again"
 
 
 # --- over time -------------------------------------------------------------------------------------------------------
@@ -454,10 +442,3 @@ def test_however_the_load_changes_a_group_loads_once_per_hold_and_calm_makes_it_
     for _ in range(2 * 60):
         world.tick(0, throttled=False, fails=False)
     assert world.restored_s is not None
-
-
-def test_a_calm_group_holds_loads_and_is_whole() -> None:
-    world = World()
-    while world.restored_s is None:
-        world.tick(10, throttled=False, fails=False)
-    assert (world.loads_s, world.restored_s) == ([10.5], 12.0)

@@ -7,17 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop_facts import ClusterFacts
-from services.planner.policy.restoring.restore import Load, RestorePlan, RestoreRefusal, plan_restore
+from services.planner.policy.restoring.restore import Load, RestorePlan, RestoreRefusal, plan_restore, why_no_room
 from shared.ids import WorkerId
 from shared.layers import LayerRange
 from tests.support.drop_builders import literal_blocks, make_facts, make_group, make_instance, make_model, random_facts
+from tests.support.kinds import of_kind, some
 
 
-def restored(facts: ClusterFacts, *groups: str, largest: int = 1) -> RestorePlan:
-    plan = plan_restore(facts, groups, largest)
-    assert isinstance(plan, RestorePlan), plan
-    return plan
+def restored(facts: ClusterFacts, *groups: str) -> RestorePlan:
+    return of_kind(RestorePlan, plan_restore(facts, groups))
 
 
 def as_text(loads: tuple[Load, ...]) -> list[str]:
@@ -111,8 +111,7 @@ def test_what_no_instance_has_comes_from_host_memory_or_not_at_all() -> None:
     survivor = make_group(0, (4, 8))[:1]
     with_copy = [replace(survivor[0], host_copy=LayerRange(3, 8))]
     assert as_text(restored(make_facts(with_copy)).loads) == ["w00000 [4, 8) None 512"]
-    without = plan_restore(make_facts([replace(survivor[0], host_copy=LayerRange(3, 7))]))
-    assert isinstance(without, RestoreRefusal)
+    without = of_kind(RestoreRefusal, plan_restore(make_facts([replace(survivor[0], host_copy=LayerRange(3, 7))])))
     assert without.reason == "layer 7, which w00000 lacks, is in no instance and not in its host's memory"
 
 
@@ -125,8 +124,7 @@ def test_only_the_named_groups_are_restored() -> None:
     assert {load.instance_id for load in plan.loads} == {"w00002", "w00003"}
     with pytest.raises(ValueError, match="no group 'w1'"):
         plan_restore(facts, ("w1",))
-    nothing = plan_restore(facts, ("w00009",))
-    assert isinstance(nothing, RestoreRefusal)
+    nothing = of_kind(RestoreRefusal, plan_restore(facts, ("w00009",)))
     assert nothing.reason == "no group has dropped anything"
 
 
@@ -134,16 +132,15 @@ def test_a_group_whose_kv_would_not_fit_is_refused() -> None:
     """Whole: 3 blocks of 16 tokens each, 6 in all."""
     first, second = make_group(0, (4, 8))
     assert isinstance(plan_restore(make_facts([replace(first, used_tokens=96), second])), RestorePlan)
-    refused = plan_restore(make_facts([replace(first, used_tokens=97), second]))
-    assert isinstance(refused, RestoreRefusal)
+    refused = of_kind(RestoreRefusal, plan_restore(make_facts([replace(first, used_tokens=97), second])))
     assert "would surely find a place" in refused.reason
     # a request of 3 blocks beside two of one block, one on each instance, would have no place
-    assert isinstance(plan_restore(make_facts([replace(first, used_tokens=64), second]), (), 48), RestorePlan)
-    assert isinstance(plan_restore(make_facts([replace(first, used_tokens=80), second]), (), 48), RestoreRefusal)
+    rule = CapacityRule(make_model())
+    assert why_no_room(rule, "g", [replace(first, used_tokens=64), second], 48) is None
+    assert why_no_room(rule, "g", [replace(first, used_tokens=80), second], 48) is not None
     no_room = make_facts([replace(each, num_pages=20) for each in make_group(0, (4, 8))])
     assert isinstance(plan_restore(no_room), RestoreRefusal)
-    one_without = plan_restore(make_facts([first, replace(second, num_pages=20)]))
-    assert isinstance(one_without, RestoreRefusal)
+    one_without = of_kind(RestoreRefusal, plan_restore(make_facts([first, replace(second, num_pages=20)])))
     assert one_without.reason == "w00000: a whole copy leaves an instance no room for KV"
 
 
@@ -158,14 +155,11 @@ def test_a_restore_makes_every_instance_whole_from_those_who_have_the_layers(see
     assert sorted(members) == [each.instance_id for each in facts.instances if each.group_id]
     for name in members:
         gets = [load for load in plan.loads if load.instance_id == name]
-        layers = [layer for load in gets for layer in range(load.layers.first, load.layers.end)]
-        own = range(held[name].layers.first, held[name].layers.end)
-        assert sorted([*layers, *own]) == list(range(facts.model.num_layers))
+        layers = [layer for load in gets for layer in load.layers]
+        assert sorted([*layers, *held[name].layers]) == list(facts.model.all_layers)
         for load in gets:
             source = held[WorkerId(load.source_id or name)]
-            has = source.host_copy if load.source_id is None else source.layers
-            assert has is not None
-            assert has.covers(load.layers)
+            assert some(source.host_copy if load.source_id is None else source.layers).covers(load.layers)
     after = sum(
         literal_blocks(facts.model, facts.model.all_layers, held[name].num_pages, held[name].max_blocks)
         for name in members
@@ -174,15 +168,15 @@ def test_a_restore_makes_every_instance_whole_from_those_who_have_the_layers(see
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_where_a_restore_is_planned_first_fit_finds_every_request_a_place(seed: int) -> None:
+def test_where_there_is_room_first_fit_finds_every_request_a_place(seed: int) -> None:
     """Random requests in random order, as large as stated, that use just as much as the plan was made for."""
     rng = np.random.default_rng(seed)
     largest = int(rng.integers(1, 4))
     pages = rng.integers(48, 160, 2).tolist()
     first, second = (replace(each, num_pages=size) for each, size in zip(make_group(0, (4, 8)), pages, strict=True))
     for used in range(1, 20):
-        facts = make_facts([replace(first, used_tokens=16 * used), second])
-        if isinstance(plan_restore(facts, (), 16 * largest), RestoreRefusal):
+        members = [replace(first, used_tokens=16 * used), second]
+        if why_no_room(CapacityRule(make_model()), "g", members, 16 * largest) is not None:
             return
         free = [(size - 16) // 16 for size in pages]
         left = used

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.config import PlannerSettings
 from services.planner.policy.pacing import PacingParams, RestoreBy, fits_alone, largest_request_tokens
 from services.planner.policy.plans.capacity import CapacityRule
 from services.planner.policy.plans.drop import plan_drop
@@ -20,9 +19,10 @@ from services.planner.policy.restoring.residence_watch import Due, ResidenceWatc
 from services.planner.policy.restoring.restore_benefit import MAX_FACTOR, BenefitWatch, rent_per_s, restore_price
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from shared.messages.plan import PlanPhase
 from tests.support.drop_builders import make_facts, make_group, make_instance
-from tests.support.plan_workers import PlanCluster, in_cluster, settings
+from tests.support.kinds import of_kind
+from tests.support.plan_cluster import clustered, in_cluster, settings
+from tests.support.plan_workers import PlanCluster
 
 PARAMS = PacingParams(
     restore_by=RestoreBy.BENEFIT,
@@ -115,8 +115,7 @@ def test_the_drop_again_is_priced_as_the_drop_itself(used: int, running: int, li
         make_instance(i, used_tokens=used, num_running=running, link_bytes_per_s=link, host_copy=WHOLE)
         for i in range(2)
     ]
-    plan = plan_drop(make_facts(apart), DROP, 1)
-    assert isinstance(plan, DropPlan)
+    plan = of_kind(DropPlan, plan_drop(make_facts(apart), DROP, 1))
     facts = group_of(used=2 * used, running=2 * running, link=link)
     price = restore_price(facts, facts.instances, DROP, beside=True)
     assert price.drop_s == pytest.approx(plan.price.remap_s + plan.price.exchange_s)
@@ -164,10 +163,6 @@ def test_by_hand_only_is_by_hand_only_by_either_rule() -> None:
     for rule in RestoreBy:
         params = replace(PARAMS, restore_by=rule, restore_ratio=0.0)
         assert not fits_alone(params, CapacityRule(facts.model), facts.instances)
-    with pytest.raises(ValueError, match="restore_max_ratio"):
-        replace(PARAMS, restore_max_ratio=0.0)
-    with pytest.raises(ValueError, match="no time be negative"):
-        replace(PARAMS, restore_again_s=-1.0)
 
 
 # --- when it is due --------------------------------------------------------------------------------------------------
@@ -321,10 +316,6 @@ def test_with_more_requests_a_group_is_due_no_later_and_with_a_dearer_price_no_e
 # --- the planner -----------------------------------------------------------------------------------------------------
 
 
-def by(rule: str, **changes: object) -> PlannerSettings:
-    return settings(restore_by=rule, restore_hold_s=4.0, **changes)
-
-
 @pytest.mark.parametrize(
     ("used", "rule", "is_restored"), [(7, "benefit", True), (7, "ratio", False), (4, "ratio", True)]
 )
@@ -337,42 +328,32 @@ def test_a_group_that_fits_and_costs_is_restored_by_benefit_and_the_plan_says_wh
     """
 
     async def calm(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(1.3)
-        await cluster.strain("w0")
-        async with asyncio.timeout(30):
-            while len(cluster.groups()) != 1:
-                await asyncio.sleep(0.02)
+        await cluster.burst("w0", after_s=1.3, until_groups=1)
         cluster.relax(used)
         await asyncio.sleep(40)
         assert (cluster.groups() == []) is is_restored
 
-    cluster = in_cluster(calm, 2, by(rule), loads_beside=True)
+    cluster = in_cluster(calm, 2, settings(restore_by=rule, restore_hold_s=4.0), loads_beside=True)
     cluster.check()
-    done = [plan for plan in cluster.plans if plan.phase is PlanPhase.COMMITTING]
-    assert [plan.lever for plan in done] == (["drop", "load", "restore"] if is_restored else ["drop"])
+    assert cluster.levers == (["drop", "load", "restore"] if is_restored else ["drop"])
     if is_restored and rule == "benefit":
-        assert "beside serving; room for 272 tokens meanwhile, 384 before; by benefit: it has cost" in done[1].reason
-        assert "now 224 of 320 tokens with the growth of 3 s" in done[1].reason
+        reason = cluster.committed[1].reason
+        assert "beside serving; room for 272 tokens meanwhile, 384 before; by benefit: it has cost" in reason
+        assert "now 224 of 320 tokens with the growth of 3 s" in reason
     elif is_restored:
-        assert "; by ratio: it wants 128 tokens, and for 4.0 s less than 50% of 320 without drop" in done[1].reason
+        said = "; by ratio: it wants 128 tokens, and for 4.0 s less than 50% of 320 without drop"
+        assert said in cluster.committed[1].reason
 
 
-def test_a_burst_soon_after_a_restore_makes_the_next_one_dearer() -> None:
-    async def twice(cluster: PlanCluster) -> None:
-        cluster.start_planner()
-        await asyncio.sleep(1.3)
-        for _ in range(2):
-            await cluster.strain("w0")
-            async with asyncio.timeout(30):
-                while len(cluster.groups()) != 1:
-                    await asyncio.sleep(0.02)
-            cluster.relax(7)
-            async with asyncio.timeout(60):
-                while cluster.groups():
-                    await asyncio.sleep(0.02)
-
-    cluster = in_cluster(twice, 2, by("benefit", cooldown_s=0), loads_beside=True)
-    first, second = [p.reason for p in cluster.plans if p.phase is PlanPhase.COMMITTING and p.lever == "load"]
+@clustered(2, loads_beside=True, restore_by="benefit", restore_hold_s=4.0, cooldown_s=0)
+async def test_a_burst_soon_after_a_restore_makes_the_next_one_dearer(cluster: PlanCluster) -> None:
+    await cluster.burst(after_s=1.3)
+    for _ in range(2):
+        await cluster.strain("w0")
+        await cluster.until(lambda: len(cluster.groups()) == 1)
+        cluster.relax(7)
+        await cluster.until(lambda: not cluster.groups())
+    await asyncio.sleep(0.1)
+    first, second = [plan.reason for plan in cluster.committed if plan.lever == "load"]
     assert "after drops that followed" not in first
     assert "(2 times, after drops that followed)" in second

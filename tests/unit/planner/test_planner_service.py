@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,32 +12,28 @@ from pydantic import ValidationError
 
 from services.planner.book import PlanBook, SupersededError
 from services.planner.config import PlannerSettings
-from services.planner.policy.levers.ladder import ClusterSnapshot, Lever, Offer
-from services.planner.service import Planner, build_planner
+from services.planner.policy.levers.ladder import Lever
+from services.planner.service import Planner
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.messages.event import Event
 from shared.messages.plan import Plan, PlannedWorker, PlanPhase, RestoreInstance, WantedInstances
-from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
+from shared.messages.report import ClusterView, Liveness
 from shared.subjects import Subjects
 from shared.transport.bus import BusError, KeyValue, Message
 from shared.transport.memory_bus import MemoryBroker, MemoryBus
 from shared.wire import decode_json, encode_json
 from sim.virtual_time import run
+from tests.support.kinds import some
+from tests.support.levers import FakeLever
+from tests.support.staged import played_in
+from tests.support.statuses import make_status, make_view
 
 SUBJECTS = Subjects()
 
 
-def make_view(used: int = 0, demanded: int = 0, *, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
-    report = WorkerReport(
-        worker_id=WorkerId("w"),
-        sequence_number=0,
-        phase=WorkerPhase.READY,
-        num_blocks=100,
-        num_used_blocks=used,
-        num_demanded_blocks=demanded,
-    )
-    return ClusterView(sequence_number=0, workers=(WorkerStatus(liveness=liveness, age_s=0, report=report),))
+def view_of(used: int = 0, demanded: int = 0, *, liveness: Liveness = Liveness.ALIVE) -> ClusterView:
+    return make_view(make_status(liveness=liveness, num_blocks=100, num_used_blocks=used, num_demanded_blocks=demanded))
 
 
 class Room:
@@ -52,7 +47,7 @@ class Room:
 
     async def start(self, name: str = "p", levers: tuple[Lever, ...] = ()) -> Planner:
         bus = self.broker.connect(f"bus-{name}-{len(self._planners)}")
-        planner = build_planner(PlannerSettings(instance_id=name), bus, levers=levers)
+        planner = Planner(PlannerSettings(instance_id=name), bus, levers=levers)
         self._planners.append((planner, bus))
         await planner.start()
         return planner
@@ -61,8 +56,7 @@ class Room:
         return await self.bus.key_value(SUBJECTS.plan_bucket())
 
     async def plan(self) -> Plan:
-        entry = await (await self.plans()).get("plan")
-        assert entry is not None
+        entry = some(await (await self.plans()).get("plan"))
         assert entry.value is not None
         return decode_json(entry.value, Plan)
 
@@ -98,60 +92,53 @@ def in_room(test: Callable[[Room], Awaitable[None]]) -> Room:
     return run(main())
 
 
-def test_the_epoch_grows_with_every_restart() -> None:
-    async def restarts(room: Room) -> None:
-        epochs = []
-        for _ in range(4):
-            planner = await room.start()
-            epochs.append(planner.epoch)
-            await asyncio.sleep(1)
-            await planner.stop()
-        assert epochs == [1, 2, 3, 4]
-        assert (await room.plan()).epoch == 4
-
-    in_room(restarts)
-
-
-def test_planners_that_start_together_never_share_an_epoch() -> None:
-    async def race(room: Room) -> None:
-        planners = await asyncio.gather(*(room.start(f"p{index}") for index in range(8)))
-        assert sorted(planner.epoch for planner in planners) == list(range(1, 9))
-        await asyncio.sleep(2)
-        newest = max(planners, key=lambda planner: planner.epoch)
-        assert [planner for planner in planners if not planner.superseded] == [newest]
-        assert room.names().count("planner_superseded") == 7
-
-    in_room(race)
-
-
-def test_a_superseded_planner_decides_nothing_more() -> None:
-    async def takeover(room: Room) -> None:
-        await room.start("old")
+@played_in(in_room)
+async def test_the_epoch_grows_with_every_restart(room: Room) -> None:
+    epochs = []
+    for _ in range(4):
+        planner = await room.start()
+        epochs.append(planner.epoch)
         await asyncio.sleep(1)
-        await room.start("new")
-        await asyncio.sleep(1)
-        room.events.clear()
-        await room.show(make_view(), 2)
-        await room.show(make_view(80, 80), 2)
-        await asyncio.sleep(5)
+        await planner.stop()
+    assert epochs == [1, 2, 3, 4]
+    assert (await room.plan()).epoch == 4
 
-    room = in_room(takeover)
+
+@played_in(in_room)
+async def test_planners_that_start_together_never_share_an_epoch(room: Room) -> None:
+    planners = await asyncio.gather(*(room.start(f"p{index}") for index in range(8)))
+    assert sorted(planner.epoch for planner in planners) == list(range(1, 9))
+    await asyncio.sleep(2)
+    newest = max(planners, key=lambda planner: planner.epoch)
+    assert [planner for planner in planners if not planner.superseded] == [newest]
+    assert room.names().count("planner_superseded") == 7
+
+
+@played_in(in_room)
+async def test_a_superseded_planner_decides_nothing_more(room: Room) -> None:
+    await room.start("old")
+    await asyncio.sleep(1)
+    await room.start("new")
+    await asyncio.sleep(1)
+    room.events.clear()
+    await room.show(view_of(), 2)
+    await room.show(view_of(80, 80), 2)
+    await asyncio.sleep(5)
     assert {instance for instance, _, _ in room.events} == {"new"}
     assert len(room.events) == 3
 
 
-def test_a_decision_is_told_once_with_its_reason() -> None:
-    async def burst(room: Room) -> None:
-        planner = await room.start()
-        await asyncio.sleep(1)
-        await room.show(make_view(10), 3)
-        await room.show(make_view(20), 3)
-        await room.show(make_view(90, 30), 3)
-        await room.show(make_view(90, liveness=Liveness.SUSPECT), 3)
-        await asyncio.sleep(5)
-        assert planner.epoch == 1, "an empty ladder changes no plan"
-
-    reasons = [reason for _, name, reason in in_room(burst).events if name == "plan_none"]
+@played_in(in_room)
+async def test_a_decision_is_told_once_with_its_reason(room: Room) -> None:
+    planner = await room.start()
+    await asyncio.sleep(1)
+    await room.show(view_of(10), 3)
+    await room.show(view_of(20), 3)
+    await room.show(view_of(90, 30), 3)
+    await room.show(view_of(90, liveness=Liveness.SUSPECT), 3)
+    await asyncio.sleep(5)
+    assert planner.epoch == 1, "an empty ladder changes no plan"
+    reasons = [reason for _, name, reason in room.events if name == "plan_none"]
     assert [reason.removeprefix("epoch 1: ").split(":")[0] for reason in reasons] == [
         "blind",
         "calm",
@@ -162,52 +149,38 @@ def test_a_decision_is_told_once_with_its_reason() -> None:
     assert reasons[2].startswith("epoch 1: pressure: 120 of 100 KV blocks wanted on 1 workers; the ladder has no lever")
 
 
-def test_a_view_of_unknown_age_is_not_acted_upon() -> None:
-    async def leftover(room: Room) -> None:
-        await (await room.bus.key_value(SUBJECTS.view_bucket())).put("cluster", encode_json(make_view(90, 90)))
-        await room.start()
-        await asyncio.sleep(1)
-
-    assert [reason.split(":")[1] for _, name, reason in in_room(leftover).events if name == "plan_none"] == [" blind"]
-
-
-@dataclass(frozen=True)
-class FakeLever:
-    name: str = "preempt"
-    is_standing: bool = False
-
-    def offer(self, snapshot: ClusterSnapshot) -> Offer | None:
-        return Offer(0.1, f"frees what {len(snapshot.workers)} workers lack")
+@played_in(in_room)
+async def test_a_view_of_unknown_age_is_not_acted_upon(room: Room) -> None:
+    await (await room.bus.key_value(SUBJECTS.view_bucket())).put("cluster", encode_json(view_of(90, 90)))
+    await room.start()
+    await asyncio.sleep(1)
+    assert [reason.split(":")[1] for _, name, reason in room.events if name == "plan_none"] == [" blind"]
 
 
-def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_under_another() -> None:
-    async def burst(room: Room) -> None:
-        planner = await room.start(levers=(FakeLever(),))
-        await room.show(make_view(90, 30), 2)
-        plan = await room.plan()
-        assert (plan.epoch, plan.lever) == (2, "preempt")
-        await room.show(make_view(10), 2)
-        plan = await room.plan()
-        assert (plan.epoch, plan.lever) == (3, "none")
-        assert planner.epoch == 3
-
-    in_room(burst)
+@played_in(in_room)
+async def test_a_pulled_lever_is_written_under_the_next_epoch_and_taken_back_under_another(room: Room) -> None:
+    planner = await room.start(levers=(FakeLever(),))
+    await room.show(view_of(90, 30), 2)
+    plan = await room.plan()
+    assert (plan.epoch, plan.lever) == (2, "preempt")
+    await room.show(view_of(10), 2)
+    plan = await room.plan()
+    assert (plan.epoch, plan.lever) == (3, "none")
+    assert planner.epoch == 3
 
 
-def test_the_old_planner_cannot_write_after_the_new_one_claimed() -> None:
-    async def fence(room: Room) -> None:
-        old, new = PlanBook(await room.plans()), PlanBook(await room.plans())
-        assert (await old.claim("old")).epoch == 1
-        assert (await new.claim("new")).epoch == 2
-        with pytest.raises(SupersededError):
-            await old.write("preempt", "too late")
-        assert await room.plan() == new.plan
-        assert (await new.write("preempt", "in time")).epoch == 3
-        wanted = WantedInstances(num_instances=3, lacking_tokens=5, reason="more", num_before=2)
-        await new.want(wanted)
-        assert (await new.write("preempt", "later")).wanted == wanted, "until somebody wants something else"
-
-    in_room(fence)
+@played_in(in_room)
+async def test_the_old_planner_cannot_write_after_the_new_one_claimed(room: Room) -> None:
+    old, new = PlanBook(await room.plans()), PlanBook(await room.plans())
+    assert (await old.claim("old")).epoch == 1
+    assert (await new.claim("new")).epoch == 2
+    with pytest.raises(SupersededError):
+        await old.write("preempt", "too late")
+    assert await room.plan() == new.plan
+    assert (await new.write("preempt", "in time")).epoch == 3
+    wanted = WantedInstances(num_instances=3, lacking_tokens=5, reason="more", num_before=2)
+    await new.want(wanted)
+    assert (await new.write("preempt", "later")).wanted == wanted, "until somebody wants something else"
 
 
 STEP = RestoreInstance(worker=PlannedWorker(worker_id=WorkerId("w"), held=(0, 4)))
@@ -215,49 +188,43 @@ STEP = RestoreInstance(worker=PlannedWorker(worker_id=WorkerId("w"), held=(0, 4)
 
 @pytest.mark.parametrize("num_claims", [1, 3])
 @pytest.mark.parametrize("phase", list(PlanPhase))
-def test_whoever_claims_carries_on_what_is_not_done(phase: PlanPhase, num_claims: int) -> None:
-    async def takeover(room: Room) -> None:
-        old = PlanBook(await room.plans())
-        await old.claim("old")
-        begun = await old.begin("drop", "short", (STEP,))
-        assert (begun.plan_id, begun.epoch, begun.phase) == (2, 2, PlanPhase.PREPARING)
-        last = begun if phase is PlanPhase.PREPARING else await old.advance(phase, "further")
-        for number in range(1, num_claims + 1):
-            plan = await PlanBook(await room.plans()).claim("new")
-            assert plan.epoch == last.epoch + number
-            if phase is PlanPhase.DONE:
-                assert (plan.plan_id, plan.steps, plan.reason) == (0, (), "new")
-            else:
-                assert plan == last.model_copy(update={"epoch": plan.epoch})
-            assert await room.plan() == plan
-        with pytest.raises(SupersededError):
-            await old.begin("drop", "too late", (STEP,))
-
-    in_room(takeover)
+@played_in(in_room)
+async def test_whoever_claims_carries_on_what_is_not_done(room: Room, phase: PlanPhase, num_claims: int) -> None:
+    old = PlanBook(await room.plans())
+    await old.claim("old")
+    begun = await old.begin("drop", "short", (STEP,))
+    assert (begun.plan_id, begun.epoch, begun.phase) == (2, 2, PlanPhase.PREPARING)
+    last = begun if phase is PlanPhase.PREPARING else await old.advance(phase, "further")
+    for number in range(1, num_claims + 1):
+        plan = await PlanBook(await room.plans()).claim("new")
+        assert plan.epoch == last.epoch + number
+        if phase is PlanPhase.DONE:
+            assert (plan.plan_id, plan.steps, plan.reason) == (0, (), "new")
+        else:
+            assert plan == last.model_copy(update={"epoch": plan.epoch})
+        assert await room.plan() == plan
+    with pytest.raises(SupersededError):
+        await old.begin("drop", "too late", (STEP,))
 
 
-def test_what_was_begun_keeps_its_name_under_every_epoch() -> None:
-    async def life(room: Room) -> None:
-        book = PlanBook(await room.plans())
-        await book.claim("start")
-        await book.begin("drop", "short", (STEP,))
-        for epoch, phase in ((3, PlanPhase.COMMITTING), (4, PlanPhase.DONE)):
-            plan = await book.advance(phase, "on")
-            assert (plan.epoch, plan.plan_id, plan.phase, plan.lever) == (epoch, 2, phase, "drop")
-            assert plan.steps == (STEP,)
-            assert await room.plan() == plan
-        with pytest.raises(AssertionError, match="something was begun"):
-            await book.advance(PlanPhase.DONE, "again")
-
-    in_room(life)
+@played_in(in_room)
+async def test_what_was_begun_keeps_its_name_under_every_epoch(room: Room) -> None:
+    book = PlanBook(await room.plans())
+    await book.claim("start")
+    await book.begin("drop", "short", (STEP,))
+    for epoch, phase in ((3, PlanPhase.COMMITTING), (4, PlanPhase.DONE)):
+        plan = await book.advance(phase, "on")
+        assert (plan.epoch, plan.plan_id, plan.phase, plan.lever) == (epoch, 2, phase, "drop")
+        assert plan.steps == (STEP,)
+        assert await room.plan() == plan
+    with pytest.raises(AssertionError, match="something was begun"):
+        await book.advance(PlanPhase.DONE, "again")
 
 
-def test_a_system_that_nobody_knows_is_refused_by_name() -> None:
-    async def start(room: Room) -> None:
-        with pytest.raises(StartupError, match=r"unknown system 'kunsrve'; did you mean 'kunserve'.*--system"):
-            build_planner(PlannerSettings(system="kunsrve"), room.broker.connect("p"))
-
-    in_room(start)
+@played_in(in_room)
+async def test_a_system_that_nobody_knows_is_refused_by_name(room: Room) -> None:
+    with pytest.raises(StartupError, match=r"unknown system 'kunsrve'; did you mean 'kunserve'.*--system"):
+        Planner(PlannerSettings(system="kunsrve"), room.broker.connect("p"))
 
 
 @pytest.mark.parametrize(
@@ -266,6 +233,11 @@ def test_a_system_that_nobody_knows_is_refused_by_name() -> None:
         {"prepare_limit_s": 5.0},
         {"retry_s": 61.0},
         {"restore_ratio": 1.5},
+        {"restore_max_ratio": 0.0},
+        *({name: 0.0} for name in ("load_stall_s", "scale_window_s", "retry_s", "commit_limit_s", "move_limit_s")),
+        *({name: -1.0} for name in ("restore_hold_s", "restore_horizon_s", "restore_again_s", "cooldown_s")),
+        *({name: -1} for name in ("ahead_wait_s", "drop_hold_s", "max_instances", "scale_wait_s", "scale_hold_s")),
+        {"max_group_size": 0},
         {"group_throughput": "1,-1"},
         {"max_group_size": 20, "stage_loss_ratio": 0.06},
     ],
@@ -282,41 +254,35 @@ def test_a_profile_is_measured_or_linear() -> None:
     assert measured.observation().throughput == (100.0, 180.0, 250.0)
 
 
-def test_a_key_that_holds_no_plan_is_left_alone() -> None:
-    async def garbage(room: Room) -> None:
-        await (await room.plans()).put("plan", b"not a plan")
-        with pytest.raises(StartupError, match="does not hold a plan"):
-            await room.start()
-        entry = await (await room.plans()).get("plan")
-        assert entry is not None
-        assert entry.value == b"not a plan"
-
-    in_room(garbage)
+@played_in(in_room)
+async def test_a_key_that_holds_no_plan_is_left_alone(room: Room) -> None:
+    await (await room.plans()).put("plan", b"not a plan")
+    with pytest.raises(StartupError, match="does not hold a plan"):
+        await room.start()
+    entry = some(await (await room.plans()).get("plan"))
+    assert entry.value == b"not a plan"
 
 
-def test_an_uncertain_write_is_settled_by_a_new_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_in(in_room)
+async def test_an_uncertain_write_is_settled_by_a_new_claim(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write of epoch 2 arrives but its answer is lost: the planner takes 3, and is not superseded by itself."""
+    planner = await room.start(levers=(FakeLever(),))
+    write = PlanBook.write
 
-    async def unlucky(room: Room) -> None:
-        planner = await room.start(levers=(FakeLever(),))
-        write = PlanBook.write
+    async def lose_answer(book: PlanBook, lever: str, reason: str) -> Plan:
+        plan, revision = book.plan, book.revision
+        await write(book, lever, reason)
+        book.plan, book.revision = plan, revision
+        raise BusError("no answer")
 
-        async def lose_answer(book: PlanBook, lever: str, reason: str) -> Plan:
-            plan, revision = book.plan, book.revision
-            await write(book, lever, reason)
-            book.plan, book.revision = plan, revision
-            raise BusError("no answer")
-
-        monkeypatch.setattr(PlanBook, "write", lose_answer)
-        await room.show(make_view(90, 30), 1)
-        assert (await room.plan()).epoch == 2
-        monkeypatch.undo()
-        await room.show(make_view(90, 30), 2)
-        assert not planner.superseded
-        plan = await room.plan()
-        assert (plan.epoch, plan.lever) == (4, "preempt"), "3 is the claim"
-
-    in_room(unlucky)
+    monkeypatch.setattr(PlanBook, "write", lose_answer)
+    await room.show(view_of(90, 30), 1)
+    assert (await room.plan()).epoch == 2
+    monkeypatch.undo()
+    await room.show(view_of(90, 30), 2)
+    assert not planner.superseded
+    plan = await room.plan()
+    assert (plan.epoch, plan.lever) == (4, "preempt"), "3 is the claim"
 
 
 def test_after_a_write_without_an_answer_nothing_is_written_before_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ cost more than it saves, is the project's own design.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from services.planner.policy.levers.ladder import ClusterSnapshot, Declined, Offer
 from services.planner.policy.plans.drop import DropStrategy, plan_drop, tokens_short
@@ -19,28 +20,19 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, g
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.plans.optimum import MAX_GROUPS
 
-DROP_LEVER = "drop"
-
 
 @dataclass(frozen=True, slots=True)
 class DropLever:
     """Drops parameters of the snapshot's instances; a `Lever`."""
 
+    name: ClassVar[str] = "drop"
+    is_standing: ClassVar[bool] = False
+    """It takes pressure, and what it does is undone when that is over."""
     params: DropParams = field(default_factory=DropParams)
     strategy: DropStrategy = DropStrategy.THROUGHPUT_GREEDY
     wait_s: float | None = None
     """Seconds that a request without room is expected to wait if nothing is done; a plan that costs more than all of
     them together is declined. None: any price is paid."""
-
-    @property
-    def name(self) -> str:
-        """Name in plans and events."""
-        return DROP_LEVER
-
-    @property
-    def is_standing(self) -> bool:
-        """It takes pressure, and what it does is undone when that is over."""
-        return False
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined:
         """Return the plan for what the throttled instances are short of, or why there is none."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from services.planner.policy.levers.ladder import ClusterSnapshot, Declined, Offer
 from services.planner.policy.plans.assembly import assemble
@@ -22,13 +23,14 @@ from services.planner.policy.plans.drop_facts import ClusterFacts, DropParams, I
 from services.planner.policy.plans.drop_plan import DropPlan
 from services.planner.policy.plans.merging import Merger, Obstacle
 
-PIPELINE_LEVER = "pipeline"
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineLever:
     """Joins instances that are alone to pipelines of one length; a `Lever`."""
 
+    name: ClassVar[str] = "pipeline"
+    is_standing: ClassVar[bool] = True
+    """It needs no pressure, and what it forms is not restored."""
     num_stages: int
     params: DropParams = field(default_factory=DropParams)
     """What its price is made of; its limits of size and balance do not count: pipelines have `num_stages` stages, as
@@ -37,16 +39,6 @@ class PipelineLever:
     def __post_init__(self) -> None:
         if self.num_stages < 2:
             raise ValueError(f"a pipeline has two stages at least, not {self.num_stages}")
-
-    @property
-    def name(self) -> str:
-        """Name in plans and events."""
-        return PIPELINE_LEVER
-
-    @property
-    def is_standing(self) -> bool:
-        """It needs no pressure, and what it forms is not restored."""
-        return True
 
     def offer(self, snapshot: ClusterSnapshot) -> Offer | Declined:
         """Return the plan that joins those who are alone, or why there is none."""

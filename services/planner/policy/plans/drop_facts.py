@@ -178,8 +178,6 @@ class DropParams:
 
     max_group_size: int = 8
     """Most instances of a group; larger frees more, and has more bubbles. The profile limits it too."""
-    min_stage_layers: int = 1
-    """Fewest layers of a stage."""
     max_imbalance_ratio: float = 0.15
     """The slowest stage may take this much longer than with the most even ranges, where that makes room for more KV.
     Where a merge would gain nothing so, it may take as long as it does."""
@@ -192,12 +190,6 @@ class DropParams:
     """Seconds that a group is expected to last; higher makes slow groups dearer."""
     kv: KvFate = KvFate.EXCHANGE
     """How running requests go on."""
-
-    def __post_init__(self) -> None:
-        if self.max_group_size < 1 or self.min_stage_layers < 1 or self.page_quantum < 1:
-            raise ValueError("max_group_size, min_stage_layers and page_quantum are at least 1")
-        if min(self.max_imbalance_ratio, self.remap_s, self.hold_s) < 0:
-            raise ValueError("max_imbalance_ratio, remap_s and hold_s are not negative")
 
 
 def groups_of(facts: ClusterFacts) -> dict[str, list[InstanceFacts]]:

@@ -34,7 +34,7 @@ class KindIndex:
     """Numbers kinds of instances, and bags of them; remembers which ranges each bag could serve with."""
 
     def __init__(self, rule: CapacityRule, params: DropParams, columns: InstanceColumns) -> None:
-        self._search = TilingSearch(rule, params.min_stage_layers)
+        self._search = TilingSearch(rule)
         self._imbalance_ratios = (params.max_imbalance_ratio, inf)
         self._unions: dict[tuple[int, int], Union | None] = {}
         self._bags: list[tuple[int, ...]] = []
@@ -61,13 +61,8 @@ class KindIndex:
 
     def unions(self, bag: int) -> tuple[Union, ...]:
         """Return the ways to cut the layers for a bag: first an even one, then the one with most room; () if none."""
-        found = []
-        for variant in range(len(self._imbalance_ratios)):
-            union = self._union(bag, variant)
-            if union is None:
-                return ()
-            found.append(union)
-        return tuple(found)
+        found = [self._union(bag, variant) for variant in range(len(self._imbalance_ratios))]
+        return tuple(union for union in found if union is not None)
 
     def columns_by_stage(self, union: Union) -> list[int]:
         """Return, by stage, the place of its instance among the members sorted by kind."""

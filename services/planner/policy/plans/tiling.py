@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -61,12 +62,11 @@ class Tiling:
 class TilingSearch:
     """Finds ranges for members of one model. Keeps what it computed of each kind of holding."""
 
-    def __init__(self, rule: CapacityRule, min_stage_layers: int) -> None:
+    def __init__(self, rule: CapacityRule) -> None:
         self._rule = rule
         model = rule.model
         edge = np.arange(model.num_layers + 1)
         before, after = edge[:, np.newaxis], edge[np.newaxis, :]
-        self._allowed = after - before >= min_stage_layers
         self._times = (after - before).astype(np.float64)
         self._times[0, :] += model.first_cost_layers
         self._times[:, -1] += model.last_cost_layers
@@ -101,10 +101,10 @@ class TilingSearch:
         table = self._blocks.get(holding)
         if table is None:
             held = holding.layers
-            starts, stops = np.nonzero(self._allowed)
+            table = np.zeros(self._times.shape)
+            starts, stops = np.triu_indices(len(table), k=1)
             inside = (held.first <= starts) & (stops <= held.end)
             starts, stops = starts[inside], stops[inside]
-            table = np.zeros(self._times.shape)
             budget, limit = np.array(holding.num_pages), np.array(holding.max_blocks)
             table[starts, stops] = self._rule.blocks_of(starts, stops, budget, limit)
             self._blocks[holding] = table
@@ -113,11 +113,7 @@ class TilingSearch:
 
 def _strides(counts: Sequence[int]) -> list[int]:
     """Return by how much a state's number grows with one more member of each kind: states count in a mixed radix."""
-    strides, stride = [], 1
-    for count in counts:
-        strides.append(stride)
-        stride *= count + 1
-    return strides
+    return [1, *accumulate((count + 1 for count in counts[:-1]), mul)]
 
 
 def _tables(counts: Sequence[int], costs: Sequence[Table], join: _Join) -> Table:

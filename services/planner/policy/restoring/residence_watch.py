@@ -18,6 +18,7 @@ Pure reducer: facts in, decisions out; time is an argument, seconds of one monot
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class ResidenceWatch:
     def __init__(self, params: PacingParams) -> None:
         self._params = params
         self._progress: dict[str, _Progress] = {}
-        self._loads: dict[str, Backoff] = {}
+        self._loads = defaultdict[str, Backoff](lambda: Backoff(params))
         self._unloads: dict[str, Backoff] = {}
         self._due_since_s: dict[str, float] = {}
         """Of groups that are due, and nothing is beside."""
@@ -113,7 +114,7 @@ class ResidenceWatch:
     def loaded(self, group_ids: Iterable[str], now_s: float, *, is_done: bool) -> None:
         """Note what became of the plan by which groups were to load."""
         for name in () if is_done else group_ids:
-            self._loads.setdefault(name, Backoff(self._params)).failed(now_s)
+            self._loads[name].failed(now_s)
 
     def unloaded(self, group_ids: Iterable[str], now_s: float, *, is_done: bool) -> None:
         """Note what became of the plan by which groups were to give back; the load of one that had stalled failed."""
@@ -123,7 +124,7 @@ class ResidenceWatch:
                 continue
             self._unloads.pop(name, None)
             if self._has_stalled(name, now_s):
-                self._loads.setdefault(name, Backoff(self._params)).failed(now_s)
+                self._loads[name].failed(now_s)
 
     def in_turns(self, unload: Sequence[tuple[str, str]], now_s: float) -> tuple[tuple[str, str], ...]:
         """Return which of these groups may be told to give back now, each with the reason.
@@ -163,8 +164,7 @@ class ResidenceWatch:
         return self._may_load(rule, name, stages) and not fits_ahead(rule, stages, self._params.fit_horizon_s)
 
     def _may_load(self, rule: CapacityRule, name: str, stages: Sequence[InstanceFacts]) -> bool:
-        tries = self._loads.get(name)
-        if not self._params.restore_beside or (tries is not None and tries.num_failures >= MAX_LOADS):
+        if not self._params.restore_beside or self._loads[name].num_failures >= MAX_LOADS:
             return False
         return why_not_loaded(rule, name, stages, self._params.fit_ratio, self._params.fit_horizon_s) is None
 
@@ -186,6 +186,5 @@ class ResidenceWatch:
 
     def _rested(self, load: Sequence[str], now_s: float) -> tuple[str, ...]:
         """Return those whose pause is over, the ones that have failed least first."""
-        tries = {name: self._loads.get(name) or Backoff(self._params) for name in load}
-        rested = [name for name in load if tries[name].left_s(now_s) <= 0]
-        return tuple(sorted(rested, key=lambda name: tries[name].num_failures))
+        rested = [name for name in load if self._loads[name].left_s(now_s) <= 0]
+        return tuple(sorted(rested, key=lambda name: self._loads[name].num_failures))

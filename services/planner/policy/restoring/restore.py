@@ -70,27 +70,22 @@ class RestoreRefusal:
     reason: str
 
 
-def plan_restore(
-    facts: ClusterFacts, group_ids: Sequence[str] = (), largest_request_tokens: int = 1
-) -> RestorePlan | RestoreRefusal:
+def plan_restore(facts: ClusterFacts, group_ids: Sequence[str] = ()) -> RestorePlan | RestoreRefusal:
     """Plan to make the members of groups whole instances again.
 
     Args:
         facts: of the cluster, now.
         group_ids: which groups; () means all.
-        largest_request_tokens: most KV that one running request has.
 
     Raises:
-        ValueError: there is no group of that name, or a request has less than one token.
+        ValueError: there is no group of that name.
     """
-    if largest_request_tokens < 1:
-        raise ValueError(f"a request has at least one token of KV, not {largest_request_tokens}")
     chosen = _choose(facts, group_ids)
     if not chosen:
         return RestoreRefusal("no group has dropped anything")
     rule = CapacityRule(facts.model)
     for name, members in chosen.items():
-        refusal = why_no_room(rule, name, members, largest_request_tokens)
+        refusal = why_no_room(rule, name, members)
         if refusal is not None:
             return refusal
     loads = _Sources(facts).loads([member for members in chosen.values() for member in members])

@@ -98,8 +98,6 @@ class WayBack:
         if not isinstance(plan, RestoreRefusal):
             return self._restored(plan, facts, view), ()
         self._idle.forget()  # and look again after a while
-        if len(due) == 1:
-            return None, (plan.reason,)
         plans = [plan_restore(facts, (name,)) for name in due]
         refusals = tuple(plan.reason for plan in plans if isinstance(plan, RestoreRefusal))
         possible = [name for name, plan in zip(due, plans, strict=True) if not isinstance(plan, RestoreRefusal)]

@@ -1,0 +1,55 @@
+"""Tests in a cluster of workers that keep the protocol of plans, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Concatenate
+
+from services.planner.config import PlannerSettings
+from sim.virtual_time import run
+from tests.support.plan_workers import Faults, PlanCluster
+from tests.support.staged import P, played_in
+
+
+def settings(**changes: object) -> PlannerSettings:
+    """A planner that drops."""
+    return PlannerSettings.model_validate({"instance_id": "p", "system": "kunserve", **changes})
+
+
+def in_cluster(
+    test: Callable[[PlanCluster], Awaitable[None]],
+    num_workers: int = 4,
+    planner: PlannerSettings | None = None,
+    deliver: Faults | None = None,
+    *,
+    loads_beside: bool = False,
+) -> PlanCluster:
+    """Run a test in virtual time, in a cluster whose workers are ready and whose planner is not started."""
+
+    async def main() -> PlanCluster:
+        cluster = PlanCluster(num_workers, planner or settings(), deliver, loads_beside=loads_beside)
+        await cluster.start()
+        await asyncio.sleep(2)
+        await test(cluster)
+        await cluster.close()
+        return cluster
+
+    return run(main())
+
+
+def clustered(
+    num_workers: int = 4, *, loads_beside: bool = False, **changes: object
+) -> Callable[[Callable[Concatenate[PlanCluster, P], Awaitable[None]]], Callable[P, None]]:
+    """Have a test run `in_cluster`, and hold what its workers have heard to the laws when it has ended.
+
+    Args:
+        num_workers: of the cluster.
+        loads_beside: whether its workers can load parameters while they serve.
+        changes: of the planner's settings.
+    """
+
+    def play(test: Callable[[PlanCluster], Awaitable[None]]) -> None:
+        in_cluster(test, num_workers, settings(**changes), loads_beside=loads_beside).check()
+
+    return played_in(play)
