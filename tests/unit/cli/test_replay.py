@@ -22,7 +22,7 @@ from cli.bench.stream import Outcome
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, UNREACHABLE, CommandError
 from cli.replay.command import ReplaySettings, run_replay
-from cli.replay.load import fit_context, load_workload
+from cli.replay.load import fit_context
 from cli.replay.metrics import Sample, read_sample
 from cli.replay.records import lateness_p99_s, records_of
 from cli.replay.remarks import remarks_on
@@ -30,6 +30,7 @@ from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
 from cli.replay.watch import ServerWatch
 from shared.errors import StartupError
 from shared.messages.report import ClusterView, WorkerReport
+from sim.workload.workload import Workload
 from tests.support.openai_server import FINISH, Server, chunk, events, refuse, running, stream
 from tests.support.workloads import plain_workload
 
@@ -231,13 +232,16 @@ def test_the_command_line_names_what_is_wrong(capsys: pytest.CaptureFixture[str]
 
 
 def test_flags_change_arrivals_and_lengths(trace: Path) -> None:
-    plain = load_workload(trace)
+    def load(**flags: Any) -> Workload:
+        return ReplaySettings(trace, "", **flags).workload()
+
+    plain = load()
     assert plain.num_prompt.tolist() == [7, 30, 16]
     assert plain.arrival_s.tolist() == [0.0, 0.01, 0.02]
-    assert len(load_workload(trace, upscale=3.0)) == 9
-    assert load_workload(trace, duration_s=0.015).num_output.tolist() == [2, 5]
-    assert load_workload(trace, lengths="64x8").num_prompt.tolist() == [64] * 3
-    assert load_workload(trace, reader=(2.0, 9.0)).qoe_speed.tolist() == [9.0] * 3
+    assert len(load(upscale=3.0)) == 9
+    assert load(duration_s=0.015).num_output.tolist() == [2, 5]
+    assert load(lengths="64x8").num_prompt.tolist() == [64] * 3
+    assert load(reader=(2.0, 9.0)).qoe_speed.tolist() == [9.0] * 3
 
 
 @given(st.integers(2, 300), st.integers(1, 1000), st.integers(1, 1000), st.booleans())
