@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -132,17 +132,10 @@ def _cpu_info() -> str:
 
 def describe_fit(fit: Fit) -> str:
     """Return what the person reads: the coefficients in milliseconds, and the errors."""
-    cost = fit.cost
-    terms = [
-        ("g0", cost.g0_s),
-        ("b0", cost.b0_s),
-        ("g1", cost.g1_s),
-        ("b1", cost.b1_s),
-        ("d", cost.d_s),
-        ("a", cost.a_s),
-    ]
     lines = ["ms per step: max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P"]
-    lines += [f"  {name:<4}{1e3 * value:.5g}" for name, value in terms]
+    for name, seconds in asdict(fit.cost).items():
+        if name != "era_s":  # what a measured step has no part of
+            lines.append(f"  {name.removesuffix('_s'):<4}{1e3 * seconds:.5g}")
     errors = f"mean {fit.mean_error_ratio:.1%}, 95th percentile {fit.p95_error_ratio:.1%}"
     lines.append(f"error on the {fit.num_held_out} of {fit.num_held_out + fit.num_fitted} steps held out: {errors}")
     return "\n".join(lines)
