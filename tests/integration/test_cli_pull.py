@@ -13,6 +13,7 @@ import pytest
 from cli.hub import Source, fetch
 from shared.errors import StartupError
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
+from tests.support.processes import sluice
 
 LIMIT_S = 60.0
 NAME = "owner/tiny"
@@ -55,14 +56,7 @@ def pull(hub: FakeHub, home: Path, *argv: str, **env: str) -> subprocess.Complet
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    return subprocess.run(
-        [sys.executable, "-m", "cli.main", "pull", *argv],
-        env={**os.environ, **settings, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return sluice("pull", *argv, env={**os.environ, **settings, **env})
 
 
 def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: FakeHub, tmp_path: Path) -> None:

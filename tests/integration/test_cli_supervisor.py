@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from cli.chaos.processes import is_running
 from cli.cluster.restart import RestartParams
 from cli.cluster.run_dir import RunDir
 from cli.cluster.supervisor import ChildSpec, Supervisor
 from tests.support.leaks import whats_open
-from tests.support.processes import is_running, wait_until
+from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parents[2]
 FAST = RestartParams(first_delay_s=0.01, max_delay_s=0.02, max_exits=3, window_s=60.0)

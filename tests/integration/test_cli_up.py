@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.chaos.processes import is_running
 from tests.support.fake_services import DRIVER, write_fake_services
-from tests.support.processes import is_running, wait_until
+from tests.support.processes import wait_until
 
 LIMIT_S = 30.0
 
