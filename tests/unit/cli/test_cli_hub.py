@@ -16,6 +16,7 @@ from cli.console import Console
 from cli.hub import NEEDED_FILES, UNNEEDED_FILES, Source, parse_source, stored_bytes
 from cli.pull import show_progress
 from shared.errors import StartupError
+from tests.support.terminals import Terminal
 
 
 @pytest.mark.parametrize(
@@ -76,11 +77,6 @@ def test_stored_bytes_count_parts_but_neither_links_nor_holes(tmp_path: Path) ->
         file.truncate(10**9)
     assert stored_bytes(tmp_path) == 8192
     assert stored_bytes(tmp_path / "none") == 0
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_says_share_speed_and_time_left() -> None:
