@@ -24,6 +24,7 @@ NEEDED = {
     "tokenizer.json": b'{"model": {}}',
     "tokenizer_config.json": b'{"a": 1}',
     "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"all of the weights",
     "model.safetensors.index.json": b'{"weight_map": {}}',
     **WEIGHTS,
 }
@@ -33,6 +34,8 @@ NOT_NEEDED = {
     "modeling_tiny.py": b"import os",
     "README.md": b"# Tiny",
     "consolidated.safetensors": b"the weights again",
+    "model.fp16.safetensors": b"and again",
+    "original/params.json": b"{}",
     "onnx/config.json": b"{}",
     "onnx/model.safetensors": b"x",
 }

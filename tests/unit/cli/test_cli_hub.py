@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import pytest
 
 from cli import hub
 from cli.console import Console
-from cli.hub import NEEDED_FILES, UNNEEDED_FILES, Source, parse_source, stored_bytes
+from cli.hub import Source, parse_source, stored_bytes
 from cli.pull import show_progress
 from shared.errors import StartupError
 from tests.support.terminals import Terminal
@@ -37,26 +36,6 @@ def test_ids_may_carry_a_revision(text: str, source: Source) -> None:
 def test_what_is_no_id_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match="is no model id"):
         parse_source(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_needed"),
-    [
-        ("config.json", True),
-        ("model.safetensors", True),
-        ("model-00003-of-00012.safetensors", True),
-        ("chat_template.jinja", True),
-        ("model.fp16.safetensors", False),
-        ("consolidated.safetensors", False),
-        ("pytorch_model.bin", False),
-        ("tokenization_x.py", False),
-        ("original/params.json", False),
-        ("onnx/model.safetensors", False),
-    ],
-)
-def test_the_patterns_take_what_is_served(name: str, is_needed: bool) -> None:
-    taken = any(fnmatch(name, pattern) for pattern in NEEDED_FILES)
-    assert (taken and not any(fnmatch(name, pattern) for pattern in UNNEEDED_FILES)) is is_needed
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_fetched(
