@@ -25,7 +25,6 @@ class Timers(Protocol):
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Call the action after the delay."""
-        ...
 
 
 class Link:
