@@ -12,13 +12,14 @@ import aiohttp
 import numpy as np
 
 from cli.bench.prompts import PromptMaker
+from cli.bench.report import lateness_p99_s
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
 from cli.bench.server import Server, measure_scale, probe_completions
 from cli.bench.stream import Outcome
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
 from cli.replay.load import fit_context
-from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.records import records_of
 from cli.replay.remarks import remarks_on
 from cli.replay.sender import VOCAB_SIZE, Prompts, Sender, token_prompts
 from cli.replay.watch import ServerWatch

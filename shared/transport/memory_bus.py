@@ -89,7 +89,7 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker, name: str) -> None:
         self.name = name
         self.stats = BusStats()
-        self.link = Link(broker.router)
+        self.link = Link(broker.router.after)
         self._broker = broker
         self._router = broker.router
         self._closing = False

@@ -17,13 +17,14 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.bench.report import lateness_p99_s
 from cli.bench.stream import Outcome
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, UNREACHABLE, CommandError
 from cli.replay.command import ReplaySettings, run_replay
 from cli.replay.load import fit_context
 from cli.replay.metrics import Sample, read_sample
-from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.records import records_of
 from cli.replay.remarks import remarks_on
 from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
 from cli.replay.watch import ServerWatch
