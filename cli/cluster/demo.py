@@ -38,7 +38,7 @@ async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_in
         if not await _answer(cluster, console, prompt, stop):
             return 0
         plan = cluster.plan
-        sys.stdout.write(f"\n{describe(console, plan.running, prompt)}\n")
+        sys.stdout.write(f"\n{describe(console, plan, prompt)}\n")
         sys.stdout.flush()
         if is_interactive:
             console.line("the cluster stays up; talk to it with the chat command above from another terminal")

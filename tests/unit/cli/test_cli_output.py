@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -14,12 +15,15 @@ import pytest
 from cli import main as command
 from cli import status
 from cli.answer import printable
-from cli.cluster.hints import Running, describe
+from cli.cluster.broker import BrokerAccess
+from cli.cluster.children import ClusterPlan
+from cli.cluster.hints import describe
 from cli.cluster.progress import StartProgress, bar
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import CommandError
 from cli.http import Answer
+from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
@@ -244,7 +248,8 @@ def test_an_empty_cluster_is_said_in_words() -> None:
 
 def test_the_snippets_can_be_pasted() -> None:
     prompt = 'Say "it\'s $HOME" twice'
-    text = describe(Console(io.StringIO(), {}), Running("http://127.0.0.1:8000", "nats://127.0.0.1:4", "m"), prompt)
+    plan = ClusterPlan(UpSettings(), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000)
+    text = describe(Console(io.StringIO(), {}), plan, prompt)
     _, curl, python = text.strip().split("\n\n", 2)
     words = shlex.split(curl)
     assert words[0] == "curl"
