@@ -113,12 +113,7 @@ class Metrics:
         return Gauge(raw, labels)
 
     def histogram(
-        self,
-        name: str,
-        help_text: str,
-        labels: Sequence[str] = (),
-        *,
-        buckets: Sequence[float] = LATENCY_BUCKETS_S,
+        self, name: str, help_text: str, labels: Sequence[str] = (), *, buckets: Sequence[float] = LATENCY_BUCKETS_S
     ) -> Histogram:
         """Declare a histogram; arguments as for `counter`.
 

@@ -40,13 +40,7 @@ class EmbeddedNats:
         """The process, while it runs."""
         return None if self._process is None else self._process.pid
 
-    def start(
-        self,
-        store_dir: Path,
-        *,
-        port: int = 0,
-        passwords: Mapping[Role, str] | None = None,
-    ) -> str:
+    def start(self, store_dir: Path, *, port: int = 0, passwords: Mapping[Role, str] | None = None) -> str:
         """Return the url of a broker that accepts connections.
 
         Args:
