@@ -25,15 +25,16 @@ from shared.messages.plan import Plan
 from shared.messages.request import Submit, pack_token_ids
 from shared.subjects import Subjects
 from shared.token_batch import TokenBatch, stream_batch
-from shared.transport.bus import BusError, KvEntry, WrongRevisionError
+from shared.transport.bus import BusError, KvEntry
 from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_roles import Role, inbox_prefix
 from shared.types import FinishReason, SamplingParams
-from shared.wire import encode, encode_json
+from shared.wire import encode
 from tests.support.broker import Seen
 from tests.support.cluster import Cluster, tiny_cluster
 from tests.support.processes import sluice, wait_until
 from tests.support.raw_nats import RawNats
+from tests.support.waiting import until
 
 SUBJECTS = Subjects()
 IDS = {"sluice-dispatcher": "dispatcher-0", "sluice-monitor": "monitor", "sluice-planner": "planner"}
@@ -122,7 +123,7 @@ def test_every_json_endpoint_answers_an_operator_with_one_line_of_json(operator:
     ]
     assert len(subjects) >= 6
     for subject in subjects:
-        ((_, body),) = operator.ask(subject)
+        (body,) = operator.ask(subject)
         assert b"\n" not in body
         assert isinstance(json.loads(body), dict), subject
     assert operator.errors == []
@@ -225,21 +226,6 @@ def _heard(operator: RawNats, start: str) -> bool:
     return bool(operator.messages(start))
 
 
-async def test_a_plan_under_an_old_revision_is_refused(running: Cluster) -> None:
-    """An epoch that was taken already: compare-and-set does not let it in."""
-    planner = await NatsBus.connect(url_of(running, Role.PLANNER), name="old", inbox_prefix="_INBOX.planner.old")
-    try:
-        plans = await planner.key_value(SUBJECTS.plan_bucket())
-        entry = await plans.get("plan")
-        assert entry is not None
-        with pytest.raises(WrongRevisionError):
-            await plans.update("plan", encode_json(Plan(epoch=1)), entry.revision - 1)
-        assert await plans.get("plan") == entry
-        assert planner.stats.refused == 0
-    finally:
-        await planner.close()
-
-
 async def test_dispatchers_read_write_and_watch_the_owners_and_only_read_the_view(running: Cluster) -> None:
     url, refused = url_of(running, Role.DISPATCHER), list[BusError]()
     bus = await NatsBus.connect(url, name="d", inbox_prefix=inbox_prefix(Role.DISPATCHER, "d"), on_fatal=refused.append)
@@ -261,9 +247,7 @@ async def test_dispatchers_read_write_and_watch_the_owners_and_only_read_the_vie
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await view.put("cluster", b"{}")
-        async with asyncio.timeout(5.0):
-            while not refused:
-                await asyncio.sleep(0.01)
+        await until(lambda: refused)
         assert "permissions violation for publish" in str(refused[0])
     finally:
         await bus.close()
@@ -297,13 +281,6 @@ def test_malformed_messages_are_dropped_and_counted_and_change_no_answer(running
     grown = [rss_bytes(pid) - size for pid, size in zip(processes, sizes, strict=True)]
     assert max(grown) < 64 * 2**20, grown
     assert text(running) == expected
-
-
-def test_a_malformed_request_is_answered_with_400_and_no_contents(operator: RawNats) -> None:
-    ((headers, body),) = operator.ask("sluice.default.worker.worker-0.submit", seal(b"\xdd\xff\xff\xff\xff secret"))
-    assert b"Nats-Service-Error-Code: 400" in headers
-    assert b"not msgpack within the limits" in headers
-    assert b"secret" not in headers + body
 
 
 def test_a_worker_of_another_major_version_is_shown_as_incompatible_and_not_used(
@@ -358,7 +335,7 @@ def test_a_request_that_is_no_dispatchers_is_served_only_to_who_may_ask(running:
         sampling=SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
     )
     operator.subscribe(SUBJECTS.tokens(DispatcherId("raw")))
-    ((_, body),) = operator.ask(SUBJECTS.submit(WorkerId("worker-0")), encode(submit))
+    (body,) = operator.ask(SUBJECTS.submit(WorkerId("worker-0")), encode(submit))
     assert b"accepted" in body
     wait_until(lambda: _is_finished(operator), "its tokens arrive")
 
