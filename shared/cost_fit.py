@@ -12,7 +12,7 @@ Source: the formula and its meaning are those of `shared.cost`; deviations: the 
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import combinations
 
 import numpy as np
@@ -51,12 +51,7 @@ class StepColumns:
 
     def take(self, chosen: Bool) -> StepColumns:
         """Return the chosen steps."""
-        return StepColumns(
-            self.num_tokens[chosen],
-            self.kv_decode_tokens[chosen],
-            self.prefill_pairs[chosen],
-            self.duration_s[chosen],
-        )
+        return StepColumns(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
