@@ -55,8 +55,9 @@ def tap(*, subject: str, decode: bool, count: int, with_tokens: bool, **flags: A
 @click.option("--server", "servers", metavar="NAME=HOST", multiple=True, help="A server of a NATS cluster; repeat.")
 def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...], **options: Any) -> int:
     """Make users per role for a broker: a configuration for nats-server, and a password file for each role."""
-    from cli.nats_config import NatsConfigOptions, parse_server, write_nats_config
+    from cli.nats_config import parse_server, write_nats_config
     from shared.subjects import check_token
+    from shared.transport.nats_config import BrokerConfig
 
     try:
         named = tuple(parse_server(text) for text in servers)
@@ -65,6 +66,6 @@ def nats_config(*, out: str, clusters: tuple[str, ...], servers: tuple[str, ...]
         raise click.UsageError(str(error)) from None
     if len({name for name, _ in named}) < len(named):
         raise click.UsageError("two servers have the same name")
-    for path in write_nats_config(NatsConfigOptions(Path(out), checked, servers=named, **options)):
+    for path in write_nats_config(Path(out), BrokerConfig(clusters=checked, **options), named):
         click.echo(path)
     return 0

@@ -44,9 +44,7 @@ class Chat:
     def __init__(self, runner: asyncio.Runner, console: Console, server: Server, *, paced: bool) -> None:
         self._runner = runner
         self._console = console
-        self._url = server.url
-        self._model = server.model
-        self._api_key = server.api_key or None
+        self._server = server
         self._paced = paced
         self._history: list[dict[str, Any]] = []
         self._client: SluiceClient | None = None
@@ -81,19 +79,20 @@ class Chat:
         self._console.line(self._console.style(describe_answer(answer), "dim"))
 
     async def _connect(self) -> str:
-        self._client = SluiceClient(self._url, model=self._model or None, api_key=self._api_key)
+        url, model = self._server.url, self._server.model
+        self._client = SluiceClient(url, model=model or None, api_key=self._server.api_key or None)
         await self._client.__aenter__()
         try:
             models = await self._client.models()
         except APIStatusError as error:
             hint = "Give a key with --api-key, or set SLUICE_API_KEY" if error.status in (401, 403) else ""
-            raise CommandError(f"{self._url} refuses to talk: {error}", hint, FAILED) from error
+            raise CommandError(f"{url} refuses to talk: {error}", hint, FAILED) from error
         except SluiceClientError as error:
             hint = "Start a cluster with `sluice up`, or name another with --url"
-            raise CommandError(f"nothing to talk to at {self._url}: {error}", hint, UNREACHABLE) from error
-        if self._model and self._model not in models:
-            raise CommandError(f"{self._url} does not serve '{self._model}'", f"It serves: {', '.join(models)}", FAILED)
-        return self._model or (models[0] if models else "")
+            raise CommandError(f"nothing to talk to at {url}: {error}", hint, UNREACHABLE) from error
+        if model and model not in models:
+            raise CommandError(f"{url} does not serve '{model}'", f"It serves: {', '.join(models)}", FAILED)
+        return model or (models[0] if models else "")
 
 
 def run_chat(server: Server, console: Console, *, paced: bool) -> int:

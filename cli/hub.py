@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cli.http import is_url
 from shared.errors import StartupError
@@ -65,12 +66,11 @@ def parse_source(text: str, revision: str | None = None) -> Source:
 
 def find_cached(source: Source) -> Path | None:
     """Return the model's folder in the hub's cache on this machine, or None if it is not there as a whole."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with _own_errors(source):
         try:
-            folder = Path(_snapshot(snapshot_download, source, local_files_only=True))
+            folder = Path(_snapshot(source, local_files_only=True))
         except LocalEntryNotFoundError:
             return None
     return folder if (folder / "config.json").is_file() else None
@@ -87,26 +87,18 @@ def fetch(source: Source, folder: Path | None, progress: Progress) -> Path:
     Raises:
         StartupError: no network, no such model or revision, a gated one, no weights that can be read, a full disk.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     _check_endpoint()
     with _own_errors(source):
-        files = snapshot_download(
-            source.name,
-            revision=source.revision,
-            local_dir=folder,
-            allow_patterns=NEEDED_FILES,
-            ignore_patterns=UNNEEDED_FILES,
-            dry_run=True,
-        )
+        files = _snapshot(source, local_dir=folder, dry_run=True)
         _check_files(source, [file.filename for file in files])
         missing = sum(file.file_size or 0 for file in files if file.will_download)
         place = folder or _cache_of(source)
         _check_room(place, missing)
         with _watched(place, missing, progress):
-            return Path(_snapshot(snapshot_download, source, local_dir=folder))
+            return Path(_snapshot(source, local_dir=folder))
 
 
 def _check_endpoint() -> None:
@@ -117,14 +109,11 @@ def _check_endpoint() -> None:
         raise StartupError(f"HF_ENDPOINT is no URL: '{ENDPOINT}'", "Use https://…, or unset it")
 
 
-def _snapshot(download: Callable[..., str], source: Source, **options: object) -> str:
-    return download(
-        source.name,
-        revision=source.revision,
-        allow_patterns=NEEDED_FILES,
-        ignore_patterns=UNNEEDED_FILES,
-        **options,
-    )
+def _snapshot(source: Source, **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    what: dict[str, Any] = {"allow_patterns": NEEDED_FILES, "ignore_patterns": UNNEEDED_FILES}
+    return snapshot_download(source.name, revision=source.revision, **what, **options)
 
 
 def _check_files(source: Source, names: list[str]) -> None:
@@ -202,9 +191,7 @@ def _own_errors(source: Source) -> Iterator[None]:
         if error.__cause__ is None:
             raise
         raise _explain(source, error.__cause__) from error
-    except HfHubHTTPError as error:
-        raise _explain(source, error) from error
-    except OSError as error:
+    except (HfHubHTTPError, OSError) as error:
         raise _explain(source, error) from error
     except ValueError as error:  # of the library's own check of ids
         raise StartupError(f"'{source}' is no model id: {error}", "Use owner/name") from error

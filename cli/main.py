@@ -256,18 +256,8 @@ def version() -> int:
     return 0
 
 
-cli.add_command(bench)
-cli.add_command(chaos)
-cli.add_command(planner)
-cli.add_command(drop)
-cli.add_command(restore)
-cli.add_command(keys)
-cli.add_command(replay)
-cli.add_command(tap)
-cli.add_command(nats_config)
-cli.add_command(simulate)
-cli.add_command(compare)
-cli.add_command(plan)
+for _command in (bench, chaos, planner, drop, restore, keys, replay, tap, nats_config, simulate, compare, plan):
+    cli.add_command(_command)
 
 
 def run_command(argv: list[str] | None = None) -> int:

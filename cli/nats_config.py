@@ -9,7 +9,8 @@ Passwords that are there already are kept, so that the command can be run again 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shared.errors import StartupError
@@ -17,20 +18,6 @@ from shared.subjects import check_token
 from shared.transport.nats_config import ROUTE_PORT, BrokerConfig, ServerCluster, config_text, new_password
 from shared.transport.nats_roles import Role
 from shared.transport.nats_server import write_private
-
-
-@dataclass(frozen=True, slots=True)
-class NatsConfigOptions:
-    """What the command was given."""
-
-    out: Path
-    clusters: tuple[str, ...]
-    listen: str
-    """`host:port` for clients; with servers, only its port counts."""
-    store_dir: str
-    http: str
-    servers: tuple[tuple[str, str], ...] = ()
-    """Name and host of each server of a NATS cluster; empty: one server by itself."""
 
 
 def parse_server(text: str) -> tuple[str, str]:
@@ -45,50 +32,39 @@ def parse_server(text: str) -> tuple[str, str]:
     return check_token(name), host
 
 
-def write_nats_config(options: NatsConfigOptions) -> list[Path]:
+def write_nats_config(out: Path, config: BrokerConfig, servers: Sequence[tuple[str, str]] = ()) -> list[Path]:
     """Write the files, and return those that a broker reads.
+
+    Args:
+        out: their folder.
+        config: of each server, but for passwords, names and what a NATS cluster needs; with servers, only the port
+            counts of where it listens.
+        servers: name and host of each server of a NATS cluster; empty: one server by itself.
 
     Raises:
         StartupError: the folder cannot be written.
     """
+    folder = out / "nats"
     try:
-        passwords = {role: _password(options.out / role / "password") for role in Role}
-        files = [(f"{name}.conf", text) for name, text in _texts(options, passwords)]
-        folder = options.out / "nats"
-        for name, text in files:
+        config = replace(config, passwords={role: _password(out / role / "password") for role in Role})
+        files = {f"{name}.conf": config_text(own) for name, own in _each(config, folder, servers)}
+        for name, text in files.items():
             _write(folder / name, text)
     except OSError as error:
-        raise StartupError(
-            f"cannot write to {options.out} ({error.strerror})", "Name another folder with --out"
-        ) from None
-    return [folder / name for name, _ in files]
+        raise StartupError(f"cannot write to {out} ({error.strerror})", "Name another folder with --out") from None
+    return [folder / name for name in files]
 
 
-def _texts(options: NatsConfigOptions, passwords: dict[Role, str]) -> list[tuple[str, str]]:
-    if not options.servers:
-        return [("nats", config_text(_config(options, passwords)))]
-    route_password = _password(options.out / "nats" / "route-password")
-    texts = []
-    for name, host in options.servers:
-        others = tuple(f"{other}:{ROUTE_PORT}" for other_name, other in options.servers if other_name != name)
+def _each(config: BrokerConfig, folder: Path, servers: Sequence[tuple[str, str]]) -> Iterator[tuple[str, BrokerConfig]]:
+    if not servers:
+        yield "nats", replace(config, server_name="sluice")
+        return
+    route_password = _password(folder / "route-password")
+    port = config.listen.rpartition(":")[2]
+    for name, host in servers:
+        others = tuple(f"{other}:{ROUTE_PORT}" for other_name, other in servers if other_name != name)
         cluster = ServerCluster(f"{host}:{ROUTE_PORT}", others, route_password)
-        own = replace(options, listen=f"{host}:{options.listen.rpartition(':')[2]}")
-        texts.append((name, config_text(_config(own, passwords, name, cluster))))
-    return texts
-
-
-def _config(
-    options: NatsConfigOptions, passwords: dict[Role, str], name: str = "sluice", cluster: ServerCluster | None = None
-) -> BrokerConfig:
-    return BrokerConfig(
-        listen=options.listen,
-        store_dir=options.store_dir,
-        passwords=passwords,
-        clusters=options.clusters,
-        server_name=name,
-        http=options.http,
-        cluster=cluster,
-    )
+        yield name, replace(config, listen=f"{host}:{port}", server_name=name, cluster=cluster)
 
 
 def _password(path: Path) -> str:

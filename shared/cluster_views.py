@@ -22,7 +22,6 @@ class OnView(Protocol):
 
     def __call__(self, view: ClusterView, *, is_fresh: bool) -> None:
         """`is_fresh`: it was made just now; the one found in the store may have lain there for days."""
-        ...
 
 
 class ViewFeed:

@@ -220,21 +220,12 @@ def _read(path: Path) -> _ProfileFile:
 
 
 def _from_file(name: str, file: _ProfileFile) -> Profile:
-    ms = file.step_ms
     return Profile(
         name=name,
         model=file.model,
         gpu=file.gpu,
         tp=file.tp,
-        cost=CostModel(
-            g0_s=ms.g0 * _MS,
-            b0_s=ms.b0 * _MS,
-            g1_s=ms.g1 * _MS,
-            b1_s=ms.b1 * _MS,
-            d_s=ms.d * _MS,
-            a_s=ms.a * _MS,
-            era_s=ms.era * _MS,
-        ),
+        cost=CostModel(**{f"{name}_s": value * _MS for name, value in file.step_ms}),
         source=file.source,
         mean_error_ratio=file.mean_error_percent / 100,
         p95_error_ratio=None if file.p95_error_percent is None else file.p95_error_percent / 100,

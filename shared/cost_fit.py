@@ -12,7 +12,7 @@ Source: the formula and its meaning are those of `shared.cost`; deviations: the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import combinations
 
 import numpy as np
@@ -25,6 +25,8 @@ Bool = NDArray[np.bool_]
 
 MIN_STEPS = 40
 """Fewer do not say how good a fit is."""
+HELD_OUT_SHARE = 0.25
+"""Of the groups of steps."""
 HUBER = 1.345
 """Errors beyond this many scales count linearly (95 % efficiency if all errors are normal)."""
 _MIN_BRANCHED = 24
@@ -49,12 +51,7 @@ class StepColumns:
 
     def take(self, chosen: Bool) -> StepColumns:
         """Return the chosen steps."""
-        return StepColumns(
-            self.num_tokens[chosen],
-            self.kv_decode_tokens[chosen],
-            self.prefill_pairs[chosen],
-            self.duration_s[chosen],
-        )
+        return StepColumns(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +76,13 @@ def predict_s(cost: CostModel, steps: StepColumns) -> F64:
     return found
 
 
-def fit_held_out(steps: StepColumns, groups: NDArray[np.intp], rng: np.random.Generator, share: float = 0.25) -> Fit:
+def fit_held_out(steps: StepColumns, groups: NDArray[np.intp], rng: np.random.Generator) -> Fit:
     """Return the fit to some groups of steps, with its errors on the others.
 
     Args:
         steps: with durations above 0.
         groups: [n] steps of one group are alike (the decodes of one batch), so they are held out together.
         rng: chooses the groups that are held out.
-        share: of the groups to hold out.
 
     Raises:
         TooFewStepsError: fewer than `MIN_STEPS` steps or 8 groups.
@@ -94,7 +90,7 @@ def fit_held_out(steps: StepColumns, groups: NDArray[np.intp], rng: np.random.Ge
     names = np.unique(groups)
     if len(steps) < MIN_STEPS or names.size < 8:
         raise TooFewStepsError(f"{len(steps)} steps in {names.size} groups; at least {MIN_STEPS} in 8 are needed")
-    held_out = np.isin(groups, rng.permutation(names)[: max(1, round(share * names.size))])
+    held_out = np.isin(groups, rng.permutation(names)[: max(1, round(HELD_OUT_SHARE * names.size))])
     cost = fit_cost(steps.take(~held_out))
     tested = steps.take(held_out)
     errors = np.abs(predict_s(cost, tested) / tested.duration_s - 1)
@@ -146,8 +142,7 @@ def _fit_from(steps: StepColumns, is_first: Bool, *, can_change: bool) -> tuple[
 
 
 def _is_close(one: CostModel, other: CostModel) -> bool:
-    pairs = [(getattr(one, name), getattr(other, name)) for name in ("g0_s", "b0_s", "g1_s", "b1_s", "d_s", "a_s")]
-    return all(abs(a - b) <= 1e-9 * abs(a) for a, b in pairs)
+    return all(abs(a - b) <= 1e-9 * abs(a) for a, b in zip(astuple(one), astuple(other), strict=True))
 
 
 def _solve(steps: StepColumns, is_first: Bool, weight: F64) -> CostModel:

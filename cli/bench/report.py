@@ -34,7 +34,6 @@ def summarise(outcomes: Sequence[Outcome], target: QoeTarget, *, is_held_back: b
     duration_s = _duration(outcomes)
     num_input = sum(outcome.num_input or 0 for outcome in complete)
     num_output = sum(outcome.num_output for outcome in complete)
-    lateness_s = [] if is_held_back else [outcome.sent_s - outcome.due_s for outcome in outcomes]
     return {
         "duration_s": duration_s,
         "num_sent": len(outcomes),
@@ -54,8 +53,14 @@ def summarise(outcomes: Sequence[Outcome], target: QoeTarget, *, is_held_back: b
         "itl_s": _spread([gap for o in complete for gap in _gaps(o)]),
         "e2e_s": _spread([o.end_s - o.sent_s for o in complete if o.end_s is not None]),
         "qoe": _qoe_spread([qoe_of(o, target) for o in (*complete, *failed)]),
-        "lateness_p99_s": float(np.percentile(lateness_s, 99)) if lateness_s else None,
+        "lateness_p99_s": None if is_held_back else lateness_p99_s(outcomes),
     }
+
+
+def lateness_p99_s(outcomes: Sequence[Outcome]) -> float | None:
+    """Return by how much the load itself was late, 99th percentile; None if nothing was sent."""
+    late_s = [outcome.sent_s - outcome.due_s for outcome in outcomes]
+    return float(np.percentile(late_s, 99)) if late_s else None
 
 
 def qoe_of(outcome: Outcome, target: QoeTarget) -> float:
@@ -143,12 +148,15 @@ def _remarks(summary: dict[str, Any]) -> list[str]:
     remarks = []
     if not summary["are_tokens_counted_by_server"]:
         remarks.append("the server gives no usage: each chunk of text counts as one token, prompts count as none")
-    late_s = summary["lateness_p99_s"]
-    if late_s is not None and late_s > LATE_S:
-        remarks.append(
-            f"the load itself was late by {1e3 * late_s:.0f} ms (p99): this client is part of the bottleneck"
-        )
+    remarks += remarks_on_lateness(summary["lateness_p99_s"])
     return ["", *remarks] if remarks else []
+
+
+def remarks_on_lateness(late_s: float | None) -> list[str]:
+    """Return what to say of requests that were sent later than they should have been: nothing, if they were not."""
+    if late_s is None or late_s <= LATE_S:
+        return []
+    return [f"the load itself was late by {1e3 * late_s:.0f} ms (p99): this client is part of the bottleneck"]
 
 
 def _number(value: float | None) -> str:

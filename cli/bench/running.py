@@ -14,7 +14,7 @@ import aiohttp
 from cli.bench.load import Load
 from cli.console import Console
 from cli.exit_codes import KILLED
-from cli.signals import StopSignals
+from cli.signals import StopSignals, ends_before
 from shared.errors import StartupError
 
 PROGRESS_PERIOD_S = 0.25
@@ -48,18 +48,9 @@ async def run_shown(load: Load, console: Console) -> None:
 async def until_stopped(work: Coroutine[Any, Any, None]) -> bool:
     """Return whether the work came to its end before Ctrl-C, which cancels it; a second Ctrl-C ends the process."""
     signals = StopSignals(lambda: os._exit(KILLED))
-    running = asyncio.create_task(work, name="load")
-    stopping = asyncio.create_task(signals.stop.wait(), name="stop")
     try:
-        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-            return True
-        return False
+        return await ends_before(signals.stop, work)
     finally:
-        running.cancel()
-        stopping.cancel()
-        await asyncio.gather(running, stopping, return_exceptions=True)
         signals.close()
 
 

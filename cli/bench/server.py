@@ -57,8 +57,9 @@ class Server:
         if not models and not model:
             raise CommandError(f"{base_url} lists no model", "Name one with --model", FAILED)
         name = model or next(iter(models))
-        entry = models.get(name, _Entry())
-        return cls(base_url, name, endpoint, entry.max_model_len, entry.owner)
+        entry = models.get(name, {})
+        owner = str(entry.get("owned_by") or "")[:MAX_OWNER]
+        return cls(base_url, name, endpoint, count_of(entry.get("max_model_len")) or 0, owner)
 
     def body(self, prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
         """Return the fields of a request."""
@@ -67,13 +68,7 @@ class Server:
         return {"model": self.model, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    max_model_len: int = 0
-    owner: str = ""
-
-
-async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, _Entry]:
+async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, dict[str, Any]]:
     """Return what the server says of each model, by its name; empty if it has no such list."""
     url = f"{base_url}/v1/models"
     try:
@@ -87,14 +82,8 @@ async def _models(session: aiohttp.ClientSession, base_url: str) -> dict[str, _E
         raise CommandError(f"{url} answers {status}: {said}", "Give a key with --api-key", FAILED)
     listed = parse_answer(body) if status == 200 else None
     entries = listed.get("data") if isinstance(listed, dict) else None
-    found = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return {
-        str(entry["id"]): _Entry(
-            count_of(entry.get("max_model_len")) or 0, str(entry.get("owned_by") or "")[:MAX_OWNER]
-        )
-        for entry in found
-        if "id" in entry
-    }
+    found = entries if isinstance(entries, list) else []
+    return {str(entry["id"]): entry for entry in found if isinstance(entry, dict) and "id" in entry}
 
 
 async def probe_completions(server: Server, session: aiohttp.ClientSession) -> Literal["ids", "text", "none"]:

@@ -6,7 +6,8 @@ Our own has a user per role, with passwords that are made for the run and reach 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +17,8 @@ from cli.cluster import checks
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec, Supervisor
 from shared.errors import StartupError
-from shared.transport.nats_bus import without_credentials
+from shared.transport.bus import BusError
+from shared.transport.nats_bus import NatsBus, without_credentials
 from shared.transport.nats_config import new_passwords
 from shared.transport.nats_roles import Role
 from shared.transport.nats_server import accepts_connections, find_binary, server_command
@@ -50,6 +52,15 @@ class BrokerAccess:
             return self.url
         user, password = (quote(text, safe="") for text in self.operator)
         return ",".join(one.replace("://", f"://{user}:{password}@", 1) for one in self.url.split(","))
+
+    @asynccontextmanager
+    async def connect(self, tool: str, on_fatal: Callable[[BusError], None] | None = None) -> AsyncIterator[NatsBus]:
+        """Connect one of the tools of `sluice` as the operator, for as long as the block lasts."""
+        bus = await NatsBus.connect(self.url, name=f"sluice-{tool}", credentials=self.operator, on_fatal=on_fatal)
+        try:
+            yield bus
+        finally:
+            await bus.close()
 
     def env(self, role: Role) -> dict[str, str]:
         """Return the variables from which a child of this role takes its user and password."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli.cluster.broker import BrokerAccess
-from cli.cluster.hints import Running
 from cli.cluster.settings import UpSettings
 from cli.cluster.supervisor import ChildSpec
 from cli.model import Model
@@ -51,11 +50,6 @@ class ClusterPlan:
         """Where the API is, as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)  # noqa: S104  compared
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-    @property
-    def running(self) -> Running:
-        """What a person needs to use it."""
-        return Running(self.url, self.nats_url, self.model_name, self.settings.has_keys)
 
     def worker_names(self) -> list[str]:
         """Return the names, and ids, of the workers."""

@@ -20,7 +20,6 @@ from cli.model import find_model
 from cli.pull import show_progress
 from cli.signals import StopSignals
 from shared.subjects import Subjects
-from shared.transport.nats_bus import NatsBus
 
 POLL_S = 0.1
 """Pause between two looks at `/ready`."""
@@ -104,23 +103,22 @@ class Cluster:
 
     async def _wait_ready(self, access: BrokerAccess, names: list[str]) -> None:
         progress = StartProgress(names, self._console)
-        bus = await NatsBus.connect(access.url, name="sluice-up", credentials=access.operator)
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        try:
-            await progress.listen(bus, Subjects(self._settings.cluster))
-            async with asyncio.timeout(self._settings.start_limit_s):
-                while not (progress.all_ready and await self._is_ready()):
-                    progress.show(loop.time() - started_s)
-                    await asyncio.sleep(POLL_S)
-            progress.show(loop.time() - started_s)
-        except TimeoutError as error:
-            limit_s = self._settings.start_limit_s
-            hint = "Look into its logs with --log-dir, or allow more with --start-limit-s"
-            raise CommandError(f"the cluster was not ready within {limit_s:g} s", hint, FAILED) from error
-        finally:
-            self._console.end_live()
-            await bus.close()
+        async with access.connect("up") as bus:
+            loop = asyncio.get_running_loop()
+            started_s = loop.time()
+            try:
+                await progress.listen(bus, Subjects(self._settings.cluster))
+                async with asyncio.timeout(self._settings.start_limit_s):
+                    while not (progress.all_ready and await self._is_ready()):
+                        progress.show(loop.time() - started_s)
+                        await asyncio.sleep(POLL_S)
+                progress.show(loop.time() - started_s)
+            except TimeoutError as error:
+                limit_s = self._settings.start_limit_s
+                hint = "Look into its logs with --log-dir, or allow more with --start-limit-s"
+                raise CommandError(f"the cluster was not ready within {limit_s:g} s", hint, FAILED) from error
+            finally:
+                self._console.end_live()
 
     async def _is_ready(self) -> bool:
         try:

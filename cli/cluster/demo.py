@@ -10,6 +10,7 @@ from cli.cluster.cluster import Cluster, run_cluster
 from cli.cluster.hints import describe
 from cli.cluster.settings import UpSettings
 from cli.console import Console
+from cli.signals import ends_before
 from shared.errors import StartupError
 from sluice_client.client import SluiceClient
 
@@ -37,7 +38,7 @@ async def run_demo(settings: UpSettings, console: Console, prompt: str, *, is_in
         if not await _answer(cluster, console, prompt, stop):
             return 0
         plan = cluster.plan
-        sys.stdout.write(f"\n{describe(console, plan.running, prompt)}\n")
+        sys.stdout.write(f"\n{describe(console, plan, prompt)}\n")
         sys.stdout.flush()
         if is_interactive:
             console.line("the cluster stays up; talk to it with the chat command above from another terminal")
@@ -56,16 +57,7 @@ async def _answer(cluster: Cluster, console: Console, prompt: str, stop: asyncio
     api_key = plan.settings.api_key or None
     async with SluiceClient(plan.url, model=plan.model_name, api_key=api_key) as client:
         answer = start_answer(client, [{"role": "user", "content": prompt}], pace="strict", max_tokens=MAX_TOKENS)
-        showing = asyncio.create_task(show_answer(answer, sys.stdout), name="answer")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await asyncio.wait([showing, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not showing.done():
-                return False
-            showing.result()
-        finally:
-            showing.cancel()
-            stopping.cancel()
-            await asyncio.gather(showing, stopping, return_exceptions=True)
+        if not await ends_before(stop, show_answer(answer, sys.stdout)):
+            return False
     sys.stdout.write(f"\n{console.style(describe_answer(answer), 'cyan')}\n")
     return True

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
 
+from cli.cluster.children import ClusterPlan
 from cli.console import Console
 
 EXAMPLE_PROMPT = "Tell me a story about a fox."
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A cluster that runs."""
-
-    url: str
-    nats_url: str
-    model: str
-    has_keys: bool = False
-    """Whether its API asks for a key."""
-
-
-def describe(console: Console, running: Running, prompt: str = EXAMPLE_PROMPT) -> str:
+def describe(console: Console, plan: ClusterPlan, prompt: str = EXAMPLE_PROMPT) -> str:
     """Return the text that says how to use the cluster; a key stands in it as a variable, never itself."""
-    url, model, has_keys = running.url, running.model, running.has_keys
+    url, model, has_keys = plan.url, plan.model_name, plan.settings.has_keys
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True})
     rows = [
         ("API", f"{url}/v1"),
@@ -32,7 +21,7 @@ def describe(console: Console, running: Running, prompt: str = EXAMPLE_PROMPT) -
         ("metrics", f"{url}/metrics"),
         ("state", f"sluice status --url {url}"),
         ("chat", f"sluice chat --url {url}"),
-        ("events", f"nats --server {running.nats_url} sub 'sluice.*.event.>'"),
+        ("events", f"nats --server {plan.nats_url} sub 'sluice.*.event.>'"),
     ]
     table = "\n".join(f"  {console.style(f'{name:<9}', 'bold')}{value}" for name, value in rows)
     key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if has_keys else ""

@@ -28,7 +28,7 @@ async def run_up(settings: UpSettings, console: Console, *, as_json: bool) -> in
             sys.stdout.write(json.dumps(ready) + "\n")
         else:
             console.line(console.style("ready", "green"))
-            sys.stdout.write(f"\n{describe(console, plan.running)}\n")
+            sys.stdout.write(f"\n{describe(console, plan)}\n")
         sys.stdout.flush()
         if not as_json:
             console.line("Ctrl-C stops it")

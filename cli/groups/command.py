@@ -13,7 +13,6 @@ from cli.cluster.settings import load_up_settings
 from cli.exit_codes import FAILED, UNREACHABLE, CommandError
 from shared.subjects import Subjects
 from shared.transport.bus import Bus, BusError, BusTimeoutError, Message
-from shared.transport.nats_bus import NatsBus
 
 LOOK_S: Final = 0.5
 """In which every planner has said that it is there."""
@@ -37,12 +36,8 @@ async def run_verb(
         CommandError: nobody is in charge, or it was not done; says why.
     """
     settings = load_up_settings(flags)
-    access = named_broker(settings)
-    bus = await NatsBus.connect(access.url, name=f"sluice-{verb}", credentials=access.operator)
-    try:
+    async with named_broker(settings).connect(verb) as bus:
         answer = await ask_planner(bus, Subjects(settings.cluster), verb, question, limit_s)
-    finally:
-        await bus.close()
     return json.dumps(answer) if as_json else describe(answer)
 
 
@@ -54,12 +49,8 @@ async def run_planner(flags: Mapping[str, Any], *, as_json: bool) -> str:
         CommandError: nobody is in charge.
     """
     settings = load_up_settings(flags)
-    access = named_broker(settings)
-    bus = await NatsBus.connect(access.url, name="sluice-planner-status", credentials=access.operator)
-    try:
+    async with named_broker(settings).connect("planner-status") as bus:
         name, answer = await _find_planner(bus, Subjects(settings.cluster))
-    finally:
-        await bus.close()
     return json.dumps(answer) if as_json else describe_decision(name, answer)
 
 

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from cli.exit_codes import DONE, FAILED, CommandError
 from cli.profile.driver import Driver, find_worker
 from cli.profile.shapes import WARM_UP, plan_shapes
 from cli.profile.steps import columns_of, groups_of, overheads_s
+from cli.signals import ends_before
 from shared.cost import Profile, profile_toml
 from shared.cost_fit import Fit, TooFewStepsError, fit_held_out
 from shared.errors import StartupError
@@ -32,7 +33,6 @@ from shared.messages.report import WorkerReport
 from shared.messages.steps import StepRecord
 from shared.subjects import Subjects
 from shared.transport.bus import Bus
-from shared.transport.nats_bus import NatsBus
 
 DEFAULTS = {"port": 0}
 """Where the cluster of `sluice profile` differs from that of `sluice up`."""
@@ -132,17 +132,10 @@ def _cpu_info() -> str:
 
 def describe_fit(fit: Fit) -> str:
     """Return what the person reads: the coefficients in milliseconds, and the errors."""
-    cost = fit.cost
-    terms = [
-        ("g0", cost.g0_s),
-        ("b0", cost.b0_s),
-        ("g1", cost.g1_s),
-        ("b1", cost.b1_s),
-        ("d", cost.d_s),
-        ("a", cost.a_s),
-    ]
     lines = ["ms per step: max(g0 + b0·N, g1 + b1·N) + d·KVdec + a·P"]
-    lines += [f"  {name:<4}{1e3 * value:.5g}" for name, value in terms]
+    for name, seconds in asdict(fit.cost).items():
+        if name != "era_s":  # what a measured step has no part of
+            lines.append(f"  {name.removesuffix('_s'):<4}{1e3 * seconds:.5g}")
     errors = f"mean {fit.mean_error_ratio:.1%}, 95th percentile {fit.p95_error_ratio:.1%}"
     lines.append(f"error on the {fit.num_held_out} of {fit.num_held_out + fit.num_fitted} steps held out: {errors}")
     return "\n".join(lines)
@@ -183,39 +176,28 @@ async def run_profile(up: UpSettings, settings: ProfileSettings, console: Consol
         out_path(settings, "", "")
     if "model" not in up.model_fields_set and not up.has_own_broker:
         check_broker(up.nats_url)
-        return await _profile(named_broker(up), up.cluster, settings, console)
+        await _profile(named_broker(up), up.cluster, settings, console)
+        return DONE
     threads = f", threads {up.threads_per_worker()}" if up.device == "cpu" else ""
     how = f", {up.dtype}{threads}"
 
     async def use(cluster: Cluster, stop: asyncio.Event) -> int:
-        work = _profile(cluster.plan.broker, up.cluster, settings, console, how)
-        profiling = asyncio.create_task(work, name="profile")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
-        try:
-            await asyncio.wait([profiling, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return profiling.result() if profiling.done() else DONE
-        finally:
-            profiling.cancel()
-            stopping.cancel()
-            await asyncio.gather(profiling, stopping, return_exceptions=True)
+        await ends_before(stop, _profile(cluster.plan.broker, up.cluster, settings, console, how))
+        return DONE
 
     return await run_cluster(up, console, use)
 
 
 async def _profile(
     access: BrokerAccess, cluster: str, settings: ProfileSettings, console: Console, how: str = ""
-) -> int:
-    bus = await NatsBus.connect(access.url, name="sluice-profile", credentials=access.operator)
-    try:
+) -> None:
+    async with access.connect("profile") as bus:
         subjects = Subjects(cluster)
         report = await find_worker(bus, subjects, settings.worker)
         path = out_path(settings, report.model, report.device)
         console.line(f"measuring {report.worker_id}: {report.model} on {report.device}")
         steps = await measure(bus, subjects, report, settings, console)
-    finally:
-        await bus.close()
     fit = await asyncio.to_thread(fit_steps, steps, settings.seed)
     path.write_text(profile_toml(make_profile(report, fit, path.stem, how)), encoding="utf-8")
     use = f"use it with `python -m services.worker --executor modelled --profile {path}`"
     sys.stdout.write(f"{describe_fit(fit)}\n{describe_overhead(steps)}\nwritten to {path}; {use}\n")
-    return DONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -119,9 +118,7 @@ class Driver:
         self._renewing = asyncio.create_task(self._renew_forever(), name="renew")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])

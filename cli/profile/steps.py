@@ -14,14 +14,10 @@ from shared.messages.steps import StepRecord
 
 def columns_of(steps: Sequence[StepRecord]) -> StepColumns:
     """Return the steps as the fit takes them."""
-    return StepColumns(
-        num_tokens=np.array([step.num_tokens for step in steps], dtype=np.float64),
-        kv_decode_tokens=np.array([step.kv_decode_tokens for step in steps], dtype=np.float64),
-        prefill_pairs=np.array(
-            [sum(prefill_pairs(*chunk) for chunk in step.chunks) for step in steps], dtype=np.float64
-        ),
-        duration_s=np.array([step.duration_s for step in steps], dtype=np.float64),
-    )
+    pairs = [sum(prefill_pairs(*chunk) for chunk in step.chunks) for step in steps]
+    rows = [(step.num_tokens, step.kv_decode_tokens, step.duration_s) for step in steps]
+    num_tokens, kv_decode_tokens, duration_s = np.array(rows, dtype=np.float64).reshape(-1, 3).T
+    return StepColumns(num_tokens, kv_decode_tokens, np.array(pairs, dtype=np.float64), duration_s)
 
 
 def groups_of(steps: Sequence[StepRecord]) -> NDArray[np.intp]:

@@ -12,13 +12,14 @@ import aiohttp
 import numpy as np
 
 from cli.bench.prompts import PromptMaker
+from cli.bench.report import lateness_p99_s
 from cli.bench.running import check_folder, load_session, run_shown, until_stopped
 from cli.bench.server import Server, measure_scale, probe_completions
 from cli.bench.stream import Outcome
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, CommandError
-from cli.replay.load import fit_context, load_workload
-from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.load import fit_context
+from cli.replay.records import records_of
 from cli.replay.remarks import remarks_on
 from cli.replay.sender import VOCAB_SIZE, Prompts, Sender, token_prompts
 from cli.replay.watch import ServerWatch
@@ -27,6 +28,9 @@ from sim.experiment.plots import check_matplotlib, write_plots
 from sim.experiment.report import render
 from sim.experiment.result import RunResult
 from sim.experiment.summary import Slo, summarise
+from sim.scenarios.arrivals import TraceArrivals
+from sim.scenarios.load import Load
+from sim.scenarios.parts import FixedReaders
 from sim.workload.workload import Workload
 
 
@@ -58,6 +62,22 @@ class ReplaySettings:
     api_key: str = ""
     json_file: str = ""
     plot_folder: Path | None = None
+
+    def workload(self) -> Workload:
+        """Return the requests of the trace, as `sluice compare --trace` with the same flags has them.
+
+        Raises:
+            StartupError: the file is no trace, there are no such lengths, or no request is left.
+        """
+        load = Load(
+            name=self.trace.stem,
+            arrivals=TraceArrivals(kind="trace", file=str(self.trace.absolute())),
+            lengths=self.lengths or "trace",
+            upscale=self.upscale,
+            duration_s=self.duration_s,
+            reader=FixedReaders(kind="fixed", ttft_s=self.reader[0], speed=self.reader[1]),
+        )
+        return load.workload(self.seed)
 
 
 class Replay:
@@ -153,14 +173,7 @@ async def run_replay(settings: ReplaySettings, console: Console) -> tuple[int, s
     check_folder(settings.json_file)
     if settings.plot_folder is not None:
         check_matplotlib()
-    workload = load_workload(
-        settings.trace,
-        upscale=settings.upscale,
-        lengths=settings.lengths,
-        duration_s=settings.duration_s,
-        reader=settings.reader,
-        seed=settings.seed,
-    )
+    workload = settings.workload()
     async with load_session(settings.timeout_s, settings.api_key) as session:
         server = await Server.find(session, settings.url, settings.model, "completions")
         replay = Replay(settings, console, session, server, workload)

@@ -1,50 +1,13 @@
-"""The workload of a replay: the one that a simulation of the same trace, flags and seed has. Pure but for the file."""
+"""Cuts the workload of a replay to what the server takes. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from sim.scenarios.arrivals import TraceArrivals
-from sim.scenarios.load import Load
-from sim.scenarios.parts import FixedReaders
 from sim.workload.lengths import fit_context as fit_lengths
 from sim.workload.workload import I32, Workload
-
-
-def load_workload(
-    trace: Path,
-    *,
-    upscale: float = 1.0,
-    lengths: str = "",
-    duration_s: float | None = None,
-    reader: tuple[float, float] = (1.0, 4.8),
-    seed: int = 0,
-) -> Workload:
-    """Return the requests of a trace: arrivals and lengths are those of `sluice compare --trace` with the same flags.
-
-    Args:
-        trace: a .csv file.
-        upscale: load in multiples of the trace's own.
-        lengths: a named distribution; empty: the trace's own lengths.
-        duration_s: later arrivals are left out; None: the whole trace.
-        reader: seconds to the first token, then tokens per second.
-        seed: of what is drawn.
-
-    Raises:
-        StartupError: the file is no trace, there are no such lengths, or no request is left.
-    """
-    load = Load(
-        name=trace.stem,
-        arrivals=TraceArrivals(kind="trace", file=str(trace.absolute())),
-        lengths=lengths or "trace",
-        upscale=upscale,
-        duration_s=duration_s,
-        reader=FixedReaders(kind="fixed", ttft_s=reader[0], speed=reader[1]),
-    )
-    return load.workload(seed)
 
 
 def fit_context(workload: Workload, max_tokens: int, *, is_exact: bool) -> tuple[Workload, int]:

@@ -41,12 +41,6 @@ def is_silent(outcome: Outcome) -> bool:
     return outcome.failure == EMPTY and outcome.is_counted and outcome.num_output > 0
 
 
-def lateness_p99_s(outcomes: Sequence[Outcome]) -> float | None:
-    """Return by how much the load itself was late, 99th percentile; None if nothing was sent."""
-    late_s = [outcome.sent_s - outcome.due_s for outcome in outcomes]
-    return float(np.percentile(late_s, 99)) if late_s else None
-
-
 def num_short(outcomes: Sequence[Outcome], records: Records) -> int:
     """Return how many complete answers are shorter than the trace wants: the server did not go on past end tokens."""
     counted = all(outcome.is_counted for outcome in outcomes if not outcome.failure)

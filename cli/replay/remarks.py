@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from cli.bench.report import LATE_S
+from cli.bench.report import lateness_p99_s, remarks_on_lateness
 from cli.bench.stream import Outcome
-from cli.replay.records import is_silent, lateness_p99_s, num_short
+from cli.replay.records import is_silent, num_short
 from sim.experiment.records import Records
 
 
@@ -25,7 +25,4 @@ def remarks_on(outcomes: Sequence[Outcome], records: Records) -> list[str]:
         lines.append(f"{silent} answers had no text: their tokens count as come at their ends")
     if short := num_short(outcomes, records):
         lines.append(f"{short} answers are shorter than the trace's: the server does not go on past its end tokens")
-    late_s = lateness_p99_s(outcomes)
-    if late_s is not None and late_s > LATE_S:
-        lines.append(f"the load itself was late by {1e3 * late_s:.0f} ms (p99): this client is part of the bottleneck")
-    return lines
+    return [*lines, *remarks_on_lateness(lateness_p99_s(outcomes))]

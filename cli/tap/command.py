@@ -16,7 +16,7 @@ from cli.signals import StopSignals
 from cli.tap.describe import describe
 from shared.transport.bus import Message
 from shared.transport.bus_rules import check_pattern
-from shared.transport.nats_bus import NatsBus, NotPermittedError
+from shared.transport.nats_bus import NotPermittedError
 from shared.wire import MAX_MESSAGE_BYTES
 
 
@@ -44,16 +44,14 @@ async def run_tap(subject: str, flags: Mapping[str, Any], *, count: int, with_to
         pattern = check_pattern(subject or f"sluice.{settings.cluster}.>")
     except ValueError as error:
         raise CommandError(str(error), "Examples: 'sluice.default.event.>', 'sluice.*.worker.*.submit'") from None
-    access = named_broker(settings)
     signals = StopSignals(lambda: sys.exit(KILLED))
     tap = _Tap(signals.stop, count, with_tokens=with_tokens)
-    bus = await NatsBus.connect(access.url, name="sluice-tap", credentials=access.operator, on_fatal=tap.fail)
     try:
-        await bus.subscribe(pattern, tap.take)
-        await bus.flush()
-        await signals.stop.wait()
+        async with named_broker(settings).connect("tap", tap.fail) as bus:
+            await bus.subscribe(pattern, tap.take)
+            await bus.flush()
+            await signals.stop.wait()
     finally:
-        await bus.close()
         signals.close()
     if tap.failure is not None:
         raise tap.failure

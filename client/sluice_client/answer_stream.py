@@ -31,7 +31,6 @@ class EventSource(Protocol):
 
     def resumes(self) -> Resumes:
         """What may be done for an answer that loses its connections."""
-        ...
 
     def events(
         self, path: str, body: dict[str, Any], cursor: Cursor, record: AnswerRecord
@@ -41,11 +40,9 @@ class EventSource(Protocol):
         Raises:
             ConnectionLostError: it broke; what came before was yielded.
         """
-        ...
 
     async def cancel(self, cursor: Cursor) -> None:
         """Tell the server that has the request to stop it."""
-        ...
 
 
 async def stream_pieces(

@@ -6,7 +6,6 @@ import random
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from sluice_client.answer import Answer, Reply
@@ -61,9 +60,7 @@ class SluiceClient:
         await self._transport.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

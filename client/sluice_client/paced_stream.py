@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterable
-from types import TracebackType
 from typing import Self
 
 from sluice_client.pacer import Pacer, PacerStats, Piece, StrictPacer
@@ -164,9 +163,7 @@ class PacedStream:
         self._start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:

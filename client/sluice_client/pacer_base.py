@@ -60,8 +60,10 @@ class Pacer(ABC):
         self._finish_s: float | None = None
         self._skipped = False
         self._ready: list[Shown] = []
-        self._buffered_tokens = 0
-        self._buffered_chars = 0
+        self.buffered_tokens = 0
+        """Tokens that arrived and are not popped."""
+        self.buffered_chars = 0
+        """Code points that arrived and are not popped."""
         self._stall_s = 0.0
         self._num_stalls = 0
 
@@ -79,8 +81,8 @@ class Pacer(ABC):
         self._advance(now_s)
         if num_tokens:
             self._ttft_s = self._now_s if self._ttft_s is None else self._ttft_s
-        self._buffered_tokens += num_tokens
-        self._buffered_chars += len(text)
+        self.buffered_tokens += num_tokens
+        self.buffered_chars += len(text)
         self._accept(text, num_tokens, paced=paced)
         self._advance(now_s)
 
@@ -101,23 +103,13 @@ class Pacer(ABC):
         self._advance(now_s)
         shown, self._ready = self._ready, []
         for item in shown:
-            self._buffered_tokens -= item.num_tokens
-            self._buffered_chars -= len(item.text)
+            self.buffered_tokens -= item.num_tokens
+            self.buffered_chars -= len(item.text)
         return shown
 
     def next_due_s(self) -> float | None:
         """The instant from which `pop` returns something, if nothing else happens; None when nothing is buffered."""
         return self._ready[0].at_s if self._ready else self._next_waiting_s()
-
-    @property
-    def buffered_tokens(self) -> int:
-        """Tokens that arrived and are not popped."""
-        return self._buffered_tokens
-
-    @property
-    def buffered_chars(self) -> int:
-        """Code points that arrived and are not popped."""
-        return self._buffered_chars
 
     @property
     def qoe(self) -> float:
@@ -132,8 +124,8 @@ class Pacer(ABC):
             qoe=self.qoe,
             stall_seconds=self._stall_s,
             num_stalls=self._num_stalls,
-            buffered_tokens=self._buffered_tokens,
-            buffered_chars=self._buffered_chars,
+            buffered_tokens=self.buffered_tokens,
+            buffered_chars=self.buffered_chars,
             ttft_s=self._ttft_s,
         )
 

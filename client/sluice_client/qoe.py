@@ -116,38 +116,26 @@ class QoeState:
     lag. This form loses no digits just after ttft, where the textbook form subtracts two large sums.
     """
 
-    __slots__ = ("_delay_s", "_lag_s", "_num_tokens", "target")
+    __slots__ = ("delay_s", "lag_s", "num_tokens", "target")
 
     def __init__(self, target: QoeTarget) -> None:
         self.target = target
-        self._num_tokens = 0
-        self._lag_s = 0.0
-        self._delay_s = 0.0
-
-    @property
-    def num_tokens(self) -> int:
+        self.num_tokens = 0
         """Tokens delivered so far (n)."""
-        return self._num_tokens
-
-    @property
-    def lag_s(self) -> float:
+        self.lag_s = 0.0
         """Seconds by which the last token is displayed after its ideal instant."""
-        return self._lag_s
-
-    @property
-    def delay_s(self) -> float:
+        self.delay_s = 0.0
         """S_delay so far (D), in token-seconds."""
-        return self._delay_s
 
     @property
     def last_s(self) -> float:
         """Instant at which the last delivered token is displayed; one reading gap before ttft when there is none."""
-        return self.target.ttft_s + (self._num_tokens - 1) / self.target.speed_tokens_per_s + self._lag_s
+        return self.target.ttft_s + (self.num_tokens - 1) / self.target.speed_tokens_per_s + self.lag_s
 
     @property
     def is_perfect(self) -> bool:
         """Whether the reader has noticed no delay so far."""
-        return is_perfect(self._delay_s)
+        return is_perfect(self.delay_s)
 
     def deliver(self, t_s: float, count: int = 1) -> float:
         """Record that the next `count` tokens reached the client at `t_s`.
@@ -156,35 +144,35 @@ class QoeState:
             The instant at which the last of them is displayed.
         """
         assert count >= 1, "a delivery has at least one token"
-        target, lag_s = self.target, self._lag_s
-        ideal = target.ttft_s + self._num_tokens / target.speed_tokens_per_s
+        target, lag_s = self.target, self.lag_s
+        ideal = target.ttft_s + self.num_tokens / target.speed_tokens_per_s
         if t_s - ideal > lag_s:
-            lag_s = self._lag_s = t_s - ideal
-        self._num_tokens += count
-        self._delay_s += count * lag_s
-        return target.ttft_s + (self._num_tokens - 1) / target.speed_tokens_per_s + lag_s
+            lag_s = self.lag_s = t_s - ideal
+        self.num_tokens += count
+        self.delay_s += count * lag_s
+        return target.ttft_s + (self.num_tokens - 1) / target.speed_tokens_per_s + lag_s
 
     def qoe_at(self, t_s: float, *, finished: bool = False) -> float:
         """QoE as seen at `t_s` (at or after the last delivery), in [0, 1]; see the function of the same name."""
         num_expected = self._count(t_s)
         if finished:
-            num_expected = min(num_expected, self._num_tokens)
+            num_expected = min(num_expected, self.num_tokens)
         expected = self._area(num_expected, t_s)
         if expected <= 0:
             return 1.0
-        num_shown = min(self._num_tokens, self._count(t_s - self._lag_s))
-        shown_delay = self._delay_s - (self._num_tokens - num_shown) * self._lag_s
+        num_shown = min(self.num_tokens, self._count(t_s - self.lag_s))
+        shown_delay = self.delay_s - (self.num_tokens - num_shown) * self.lag_s
         return _clamp_unit((self._area(num_shown, t_s) - shown_delay) / expected)
 
     def final(self) -> float:
         """QoE of the answer if it ends with the last delivered token, in [0, 1]; 0 when nothing was delivered."""
-        if self._num_tokens == 0:
+        if self.num_tokens == 0:
             return 0.0
-        n = self._num_tokens
-        whole = n * self._lag_s + n * (n - 1) / (
+        n = self.num_tokens
+        whole = n * self.lag_s + n * (n - 1) / (
             2 * self.target.speed_tokens_per_s
         )  # W(n, last_s), without cancellation
-        return 1.0 if whole <= 0 else _clamp_unit(1 - self._delay_s / whole)
+        return 1.0 if whole <= 0 else _clamp_unit(1 - self.delay_s / whole)
 
     def _count(self, t_s: float) -> int:
         """How many tokens are ideal at or before `t_s`."""

@@ -7,11 +7,12 @@ that invents names cannot fill the memory. Names may have a colon (`sluice:qoe`,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -19,29 +20,19 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OTHER: Final = "other"
 """Label value that stands for those beyond the limit."""
 MAX_LABEL_VALUES: Final = 64
-"""Default of the most distinct values per label of a metric, without `other`."""
+"""Most distinct values per label of a metric, without `other`."""
 MAX_LABEL_CHARS: Final = 128
 """Longest label value; a longer one is cut."""
 LATENCY_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """Default borders of histograms, seconds."""
 
 
-class _Raw(Protocol):
-    def labels(self, *labelvalues: Any) -> Any: ...
-
-    def clear(self) -> None: ...
-
-
-R = TypeVar("R", bound=_Raw)
-
-
-class _Labelled(Generic[R]):
+class _Labelled:
     """A metric of the library, and the label values that it has seen."""
 
-    def __init__(self, raw: R, labels: Sequence[str], max_values: int) -> None:
+    def __init__(self, raw: MetricWrapperBase, labels: Sequence[str]) -> None:
         self._raw = raw
         self._labels = tuple(labels)
-        self._max_values = max_values
         self._seen: dict[str, set[str]] = {label: set() for label in labels}
         self._children: dict[tuple[str, ...], Any] = {}
 
@@ -58,23 +49,17 @@ class _Labelled(Generic[R]):
                 self._children[given] = child
         return child
 
-    def _forget_children(self) -> None:
-        self._raw.clear()
-        self._children.clear()
-        for seen in self._seen.values():
-            seen.clear()
-
     def _bounded(self, label: str, value: str) -> str:
         value = value[:MAX_LABEL_CHARS]
         seen = self._seen[label]
         if value not in seen:
-            if len(seen) >= self._max_values:
+            if len(seen) >= MAX_LABEL_VALUES:
                 return OTHER
             seen.add(value)
         return value
 
 
-class Counter(_Labelled[prometheus_client.Counter]):
+class Counter(_Labelled):
     """A number that only grows; its name in the text ends with `_total`."""
 
     def inc(self, amount: float = 1, **labels: str) -> None:
@@ -82,7 +67,7 @@ class Counter(_Labelled[prometheus_client.Counter]):
         self._child(labels).inc(amount)
 
 
-class Gauge(_Labelled[prometheus_client.Gauge]):
+class Gauge(_Labelled):
     """A number that goes up and down."""
 
     def set(self, value: float, **labels: str) -> None:
@@ -91,10 +76,13 @@ class Gauge(_Labelled[prometheus_client.Gauge]):
 
     def clear(self) -> None:
         """Forget every labelled series; those that are set again reappear."""
-        self._forget_children()
+        self._raw.clear()
+        self._children.clear()
+        for seen in self._seen.values():
+            seen.clear()
 
 
-class Histogram(_Labelled[prometheus_client.Histogram]):
+class Histogram(_Labelled):
     """Counts of observations per bucket, their number and their sum."""
 
     def observe(self, value: float, **labels: str) -> None:
@@ -108,35 +96,24 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
 
-    def counter(
-        self, name: str, help_text: str, labels: Sequence[str] = (), *, max_values: int = MAX_LABEL_VALUES
-    ) -> Counter:
+    def counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
         """Declare a counter.
 
         Args:
             name: with or without `_total`.
             help_text: one sentence, with the unit.
             labels: names of its labels.
-            max_values: most distinct values of each label; more go to `other`.
         """
         raw = prometheus_client.Counter(name, help_text, labels, registry=self._registry)
-        return Counter(raw, labels, max_values)
+        return Counter(raw, labels)
 
-    def gauge(
-        self, name: str, help_text: str, labels: Sequence[str] = (), *, max_values: int = MAX_LABEL_VALUES
-    ) -> Gauge:
+    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
         """Declare a gauge; arguments as for `counter`."""
         raw = prometheus_client.Gauge(name, help_text, labels, registry=self._registry)
-        return Gauge(raw, labels, max_values)
+        return Gauge(raw, labels)
 
     def histogram(
-        self,
-        name: str,
-        help_text: str,
-        labels: Sequence[str] = (),
-        *,
-        buckets: Sequence[float] = LATENCY_BUCKETS_S,
-        max_values: int = MAX_LABEL_VALUES,
+        self, name: str, help_text: str, labels: Sequence[str] = (), *, buckets: Sequence[float] = LATENCY_BUCKETS_S
     ) -> Histogram:
         """Declare a histogram; arguments as for `counter`.
 
@@ -145,10 +122,9 @@ class Metrics:
             help_text: one sentence, with the unit.
             labels: names of its labels.
             buckets: upper borders, ascending; infinity is added.
-            max_values: most distinct values of each label; more go to `other`.
         """
         raw = prometheus_client.Histogram(name, help_text, labels, registry=self._registry, buckets=tuple(buckets))
-        return Histogram(raw, labels, max_values)
+        return Histogram(raw, labels)
 
     def render(self) -> tuple[bytes, str]:
         """Return what `/metrics` answers: the text, and its content type."""

@@ -7,7 +7,7 @@ listens for answers where only its role may (`shared.transport.nats_roles`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -97,16 +97,11 @@ class ServiceProcess:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
 
-def run_service_process(
-    name: str,
-    model: type[S],
-    main: Callable[[S, ServiceProcess], Awaitable[None]],
-    argv: Sequence[str] | None = None,
-) -> NoReturn:
+def run_service_process(name: str, model: type[S], main: Callable[[S, ServiceProcess], Awaitable[None]]) -> NoReturn:
     """Read the settings of section `name`, run `main` until SIGTERM or a failure, and exit (`process.run`)."""
 
     async def serve(stop: asyncio.Event) -> None:
-        settings = load(model, name, argv)
+        settings = load(model, name)
         configure(name, settings.instance_id, settings.log_level, settings.log_format)
         await main(settings, ServiceProcess(Role(name), settings, stop))
 

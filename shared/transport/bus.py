@@ -110,7 +110,6 @@ class Subscription(Protocol):
 
     async def close(self) -> None:
         """Stop: after this returns, the handler is not called again. Idempotent."""
-        ...
 
 
 class KeyValue(Protocol):
@@ -118,11 +117,9 @@ class KeyValue(Protocol):
 
     async def get(self, key: str) -> KvEntry | None:
         """Return the present value, or None if there is none or it was deleted."""
-        ...
 
     async def put(self, key: str, value: bytes) -> int:
         """Write, and return the new revision."""
-        ...
 
     async def create(self, key: str, value: bytes) -> int:
         """Write only if the key has no value.
@@ -130,7 +127,6 @@ class KeyValue(Protocol):
         Raises:
             WrongRevisionError: it has one (expected = 0).
         """
-        ...
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """Write only if the key is still at this revision.
@@ -138,11 +134,9 @@ class KeyValue(Protocol):
         Raises:
             WrongRevisionError: it is not.
         """
-        ...
 
     async def delete(self, key: str) -> None:
         """Remove the value; no error if there is none."""
-        ...
 
     async def watch(self, key: str, handler: WatchHandler) -> Subscription:
         """Call the handler with the present value of each matching key, then with every change, in revision order.
@@ -151,7 +145,6 @@ class KeyValue(Protocol):
             key: one key, or `>` for every key.
             handler: called on the event loop, one entry at a time.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +179,14 @@ class Bus(Protocol):
     @property
     def connected(self) -> bool:
         """Whether a message published now would leave at once (a broken connection is mended in the background)."""
-        ...
 
     @property
     def max_payload_bytes(self) -> int:
         """The largest payload that `publish` and `request` take."""
-        ...
 
     @property
     def stats(self) -> BusStats:
         """What has gone wrong on this connection so far."""
-        ...
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:
         """Hand the message to the transport. It may still be lost: see the module's first lines.
@@ -205,7 +195,6 @@ class Bus(Protocol):
             MessageTooLargeError: nothing was sent.
             BusClosedError: nothing was sent.
         """
-        ...
 
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Send, and wait for the one answer.
@@ -215,7 +204,6 @@ class Bus(Protocol):
             BusTimeoutError: when the time is over.
             MessageTooLargeError, BusClosedError: nothing was sent.
         """
-        ...
 
     async def subscribe(
         self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65_536
@@ -230,7 +218,6 @@ class Bus(Protocol):
             queue: members of one queue group share the messages; empty = everyone gets each.
             max_pending: messages that may wait for the handler; beyond it new ones are dropped, logged and counted.
         """
-        ...
 
     async def serve(self, info: ServiceInfo, endpoints: Sequence[Endpoint]) -> Subscription:
         """Answer the endpoints, and the NATS service protocol (`$SRV.PING|INFO|STATS[.name[.id]]`) for them.
@@ -238,7 +225,6 @@ class Bus(Protocol):
         A responder that raises is logged; the requester gets an answer with a `Nats-Service-Error` header, which
         `request` turns into a `BusError`.
         """
-        ...
 
     async def key_value(self, bucket: str, *, history: int = 1, max_age_s: float = 0.0) -> KeyValue:
         """Open the bucket, and create it if it does not exist (file storage).
@@ -248,12 +234,9 @@ class Bus(Protocol):
             history: values that are kept of each key.
             max_age_s: a value that is older than this is gone; 0: values stay. Of a bucket that is created only.
         """
-        ...
 
     async def flush(self) -> None:
         """Return when everything published so far has reached the broker."""
-        ...
 
     async def close(self) -> None:
         """Finish the handlers that run, send what is buffered, and disconnect. Idempotent."""
-        ...

@@ -30,7 +30,7 @@ from shared.transport.bus import (
 from shared.transport.bus_rules import BusStats, check_bucket, check_pattern, check_subject
 from shared.transport.memory_kv import MemoryBucket, MemoryKeyValue, MemoryWatch
 from shared.transport.memory_link import NOTICE_S, Link
-from shared.transport.memory_router import Delivery, DeliveryPolicy, Inbox, Packet, Router
+from shared.transport.memory_router import Asker, Delivery, DeliveryPolicy, Inbox, Packet, Router, Subscriber
 from shared.transport.nats_service import RunningService, ServiceError, start_service
 
 __all__ = ["Delivery", "DeliveryPolicy", "MemoryBroker", "MemoryBus"]
@@ -47,17 +47,10 @@ class MemoryBroker:
 
     Args:
         latency_s: from publisher to subscriber.
-        max_payload_bytes: limit of one message.
         deliver: faults; None delivers everything once.
     """
 
-    def __init__(
-        self,
-        latency_s: float = LATENCY_S,
-        max_payload_bytes: int = MAX_PAYLOAD_BYTES,
-        deliver: DeliveryPolicy | None = None,
-    ) -> None:
-        self.max_payload_bytes = max_payload_bytes
+    def __init__(self, latency_s: float = LATENCY_S, deliver: DeliveryPolicy | None = None) -> None:
         self.available = True
         """False is a broker that is down: what is published is lost, requests and writes time out."""
         self.is_silent = False
@@ -96,16 +89,16 @@ class MemoryBus:
     def __init__(self, broker: MemoryBroker, name: str) -> None:
         self.name = name
         self.stats = BusStats()
-        self.link = Link(broker.router)
+        self.link = Link(broker.router.after)
         self._broker = broker
         self._router = broker.router
         self._closing = False
         self._closed = False
         # dicts as ordered sets: a set of objects has another order in each process
-        self._subscriptions: dict[_MemorySubscription, None] = {}
+        self._subscriptions: dict[Subscriber, None] = {}
         self._services: dict[RunningService, None] = {}
         self._watches: dict[MemoryWatch, None] = {}
-        self._waiters: dict[_Waiter, None] = {}
+        self._waiters: dict[Asker, None] = {}
 
     @property
     def connected(self) -> bool:
@@ -119,7 +112,7 @@ class MemoryBus:
     @property
     def max_payload_bytes(self) -> int:
         """The broker's limit."""
-        return self._broker.max_payload_bytes
+        return MAX_PAYLOAD_BYTES
 
     async def publish(self, subject: str, data: bytes, *, reply: str = "") -> None:
         """See `Bus.publish`."""
@@ -132,7 +125,7 @@ class MemoryBus:
             ServiceError: the responder answered that it failed.
         """
         reply = f"_INBOX.{self.name}.{self._router.next_number()}"
-        waiter = _Waiter(self.name, self.link)
+        waiter = Asker(self.name, self.link)
         self._waiters[waiter] = None
         self._router.askers[reply] = waiter
         try:
@@ -151,7 +144,7 @@ class MemoryBus:
         """See `Bus.subscribe`."""
         self._check_open()
         inbox = Inbox(check_pattern(subject), handler, self.stats, max_pending)
-        subscription = _MemorySubscription(self.name, self.link, subject, queue, inbox, self._router)
+        subscription = Subscriber(self.name, self.link, subject, queue, inbox, self._router)
         self._router.add(subscription)
         self._subscriptions = {other: None for other in self._subscriptions if not other.closed}
         self._subscriptions[subscription] = None
@@ -211,7 +204,7 @@ class MemoryBus:
             BusClosedError: this connection is closed.
         """
         self._check_open()
-        waiter = _Waiter(self.name, self.link)
+        waiter = Asker(self.name, self.link)
         if self._reaches and (self.link.carries_in if back else self.link.carries_out):
             self._router.after(self._router.latency_s, waiter.arrived)
         self._waiters[waiter] = None
@@ -242,7 +235,7 @@ class MemoryBus:
     def _send(self, message: Message, error: ServiceError | None = None) -> None:
         if self._closed:
             raise self._closed_error()
-        check_size(message.subject, message.data, self._broker.max_payload_bytes)
+        check_size(message.subject, message.data, MAX_PAYLOAD_BYTES)
         if not self._reaches:
             self.stats.dropped_out += 1
         elif self.link.carries_out:
@@ -254,61 +247,3 @@ class MemoryBus:
 
     def _closed_error(self) -> BusClosedError:
         return BusClosedError(f"the bus of '{self.name}' is closed")
-
-
-class _MemorySubscription:
-    """A handler and the messages that wait for it."""
-
-    def __init__(self, name: str, link: Link, pattern: str, queue: str, inbox: Inbox[Message], router: Router) -> None:
-        self.name = name
-        self.link = link
-        self.pattern = pattern
-        self.queue = queue
-        self.closed = False
-        self._inbox = inbox
-        self._router = router
-
-    def take(self, packet: Packet) -> None:
-        """Queue the message, unless the subscription ended while it was on its way."""
-        if not self.closed:
-            self._inbox.put(packet.message)
-
-    def drain(self) -> None:
-        """Handle what waits, now."""
-        self._inbox.drain()
-
-    def end(self) -> None:
-        """Get nothing more, and handle nothing of what waits. Idempotent."""
-        self.closed = True
-        self._router.remove(self)
-        self._inbox.clear()
-
-    async def close(self) -> None:
-        """See `Subscription.close`."""
-        self.end()
-
-
-class _Waiter:
-    """One answer that somebody waits for."""
-
-    def __init__(self, name: str, link: Link) -> None:
-        self.name = name
-        self.link = link
-        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def take(self, packet: Packet) -> None:
-        """The answer; only the first one counts."""
-        if packet.error is not None:
-            self.fail(packet.error)
-        elif not self.answer.done():
-            self.answer.set_result(packet.message.data)
-
-    def arrived(self) -> None:
-        """End a wait that has no answer but its end."""
-        if not self.answer.done():
-            self.answer.set_result(b"")
-
-    def fail(self, error: Exception) -> None:
-        """End the wait with this error."""
-        if not self.answer.done():
-            self.answer.set_exception(error)

@@ -23,15 +23,12 @@ class KvTransport(Protocol):
     @property
     def max_payload_bytes(self) -> int:
         """The largest value."""
-        ...
 
     async def trip(self, what: str, *, back: bool = False) -> None:
         """Take the time of one way to the broker, or back; raise if it cannot be reached."""
-        ...
 
     def own(self, watch: MemoryWatch) -> None:
         """Close the watch with the bus."""
-        ...
 
 
 class MemoryBucket:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 NOTICE_S = 3.0
 """Silence after which client and broker give a connection up: pings every second, two may be open."""
@@ -20,25 +19,21 @@ RECONNECT_S = 0.2
 """Pause before a client tries again."""
 
 
-class Timers(Protocol):
-    """What a link needs of its router."""
-
-    def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Call the action after the delay."""
-        ...
-
-
 class Link:
-    """State of one connection's way; read by the bus, changed by whoever plans faults."""
+    """State of one connection's way; read by the bus, changed by whoever plans faults.
 
-    def __init__(self, timers: Timers) -> None:
+    Args:
+        after: calls an action after a delay in seconds, as the router does.
+    """
+
+    def __init__(self, after: Callable[[float, Callable[[], None]], None]) -> None:
         self.carries_out = True
         """What the client sends arrives at the broker."""
         self.carries_in = True
         """What the broker sends arrives at the client."""
         self.is_up = True
         """Both ends hold the connection; while False the broker knows no subscription of it."""
-        self._timers = timers
+        self._after = after
         self._is_still = False
         self._change = 0
         self._on_mend: dict[Callable[[], None], None] = {}
@@ -81,11 +76,11 @@ class Link:
         self._change += 1
         if not (self.carries_out and self.carries_in and not self._is_still):
             if self.is_up:
-                self._timers.after(NOTICE_S, partial(self._give_up, self._change))
+                self._after(NOTICE_S, partial(self._give_up, self._change))
         elif self.is_up:
             self._mended()
         else:
-            self._timers.after(RECONNECT_S, partial(self._reconnect, self._change))
+            self._after(RECONNECT_S, partial(self._reconnect, self._change))
 
     def _give_up(self, change: int) -> None:
         if change == self._change:

@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from shared.hot import hot_dataclass
 from shared.transport.bus import Message, NoRespondersError
@@ -49,34 +49,6 @@ class Packet:
     sender: str
     error: ServiceError | None = None
     """Set in the answer of a responder that failed."""
-
-
-class Receiver(Protocol):
-    """Where a packet can end."""
-
-    name: str
-    """Of the connection."""
-    link: Link
-    """Of the connection."""
-
-    def take(self, packet: Packet) -> None:
-        """Accept the packet."""
-        ...
-
-
-class Subscriber(Receiver, Protocol):
-    """A receiver that subscribed to a pattern."""
-
-    pattern: str
-    queue: str
-
-
-class Asker(Receiver, Protocol):
-    """A receiver that waits for one answer."""
-
-    def fail(self, error: Exception) -> None:
-        """End the wait."""
-        ...
 
 
 class Inbox(Generic[_T]):
@@ -119,6 +91,64 @@ class Inbox(Generic[_T]):
     def clear(self) -> None:
         """Forget everything that waits."""
         self._items.clear()
+
+
+class Subscriber:
+    """A handler and the messages that wait for it."""
+
+    def __init__(self, name: str, link: Link, pattern: str, queue: str, inbox: Inbox[Message], router: Router) -> None:
+        self.name = name
+        self.link = link
+        self.pattern = pattern
+        self.queue = queue
+        self.closed = False
+        self._inbox = inbox
+        self._router = router
+
+    def take(self, packet: Packet) -> None:
+        """Queue the message, unless the subscription ended while it was on its way."""
+        if not self.closed:
+            self._inbox.put(packet.message)
+
+    def drain(self) -> None:
+        """Handle what waits, now."""
+        self._inbox.drain()
+
+    def end(self) -> None:
+        """Get nothing more, and handle nothing of what waits. Idempotent."""
+        self.closed = True
+        self._router.remove(self)
+        self._inbox.clear()
+
+    async def close(self) -> None:
+        """See `Subscription.close`."""
+        self.end()
+
+
+class Asker:
+    """One answer that somebody waits for."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.name = name
+        self.link = link
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def take(self, packet: Packet) -> None:
+        """The answer; only the first one counts."""
+        if packet.error is not None:
+            self.fail(packet.error)
+        elif not self.answer.done():
+            self.answer.set_result(packet.message.data)
+
+    def arrived(self) -> None:
+        """End a wait that has no answer but its end."""
+        if not self.answer.done():
+            self.answer.set_result(b"")
+
+    def fail(self, error: Exception) -> None:
+        """End the wait with this error."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Router:
@@ -219,7 +249,7 @@ class Router:
 
     def _route(self, packet: Packet) -> None:
         message = packet.message
-        receivers: list[Receiver] = [*self._matching(message.subject)]
+        receivers: list[Subscriber | Asker] = [*self._matching(message.subject)]
         asker = self.askers.get(message.subject)
         if asker is not None:
             receivers.append(asker)
@@ -257,7 +287,7 @@ class Router:
         self._wanting[subject] = found
         return found
 
-    def _hand_over(self, packet: Packet, receiver: Receiver) -> None:
+    def _hand_over(self, packet: Packet, receiver: Subscriber | Asker) -> None:
         if not receiver.link.receives:
             return
         if self.deliver is None:
@@ -272,7 +302,7 @@ class Router:
                 receiver.take(packet)
 
 
-def _arrive_late(receiver: Receiver, packet: Packet) -> None:
+def _arrive_late(receiver: Subscriber | Asker, packet: Packet) -> None:
     if receiver.link.receives:
         receiver.take(packet)
 

@@ -113,27 +113,15 @@ class NatsKeyValue:
 
     async def put(self, key: str, value: bytes) -> int:
         """See `KeyValue.put`."""
-        self._check(key, value)
-        with _translated(self._name):
-            return await self._attempt(lambda bucket: bucket.put(key, value))
+        return await self._write(key, value, 0, lambda bucket: bucket.put(key, value))
 
     async def create(self, key: str, value: bytes) -> int:
         """See `KeyValue.create`."""
-        self._check(key, value)
-        with _translated(self._name):
-            try:
-                return await self._attempt(lambda bucket: bucket.create(key, value))
-            except nats.js.errors.KeyWrongLastSequenceError:
-                raise WrongRevisionError(key, 0) from None
+        return await self._write(key, value, 0, lambda bucket: bucket.create(key, value))
 
     async def update(self, key: str, value: bytes, revision: int) -> int:
         """See `KeyValue.update`."""
-        self._check(key, value)
-        with _translated(self._name):
-            try:
-                return await self._attempt(lambda bucket: bucket.update(key, value, last=revision))
-            except nats.js.errors.KeyWrongLastSequenceError:
-                raise WrongRevisionError(key, revision) from None
+        return await self._write(key, value, revision, lambda bucket: bucket.update(key, value, last=revision))
 
     async def delete(self, key: str) -> None:
         """See `KeyValue.delete`."""
@@ -171,8 +159,13 @@ class NatsKeyValue:
                 raise
         return watch
 
-    def _check(self, key: str, value: bytes) -> None:
+    async def _write(self, key: str, value: bytes, expected: int, operation: Callable[[Bucket], Awaitable[int]]) -> int:
         check_size(check_key(key), value, int(self._client.max_payload))
+        with _translated(self._name):
+            try:
+                return await self._attempt(operation)
+            except nats.js.errors.KeyWrongLastSequenceError:
+                raise WrongRevisionError(key, expected) from None
 
     async def _attempt(self, operation: Callable[[Bucket], Awaitable[_T]]) -> _T:
         """Run the operation; if the stream is gone (a broker that lost its disk), create it and run it again."""

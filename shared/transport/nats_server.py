@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -40,21 +40,13 @@ class EmbeddedNats:
         """The process, while it runs."""
         return None if self._process is None else self._process.pid
 
-    def start(
-        self,
-        store_dir: Path,
-        *,
-        port: int = 0,
-        passwords: Mapping[Role, str] | None = None,
-        clusters: Sequence[str] = ("default",),
-    ) -> str:
+    def start(self, store_dir: Path, *, port: int = 0, passwords: Mapping[Role, str] | None = None) -> str:
         """Return the url of a broker that accepts connections.
 
         Args:
             store_dir: for its configuration, its log and JetStream's files; created if need be.
             port: 0 = any free one.
-            passwords: of the users, one per role; None: anybody may do everything.
-            clusters: names of the Sluice clusters in which the users may act.
+            passwords: of the users, one per role, who act in the cluster `default`; None: anybody may do everything.
 
         Raises:
             StartupError: there is no binary, the port is taken, or the folder cannot be used.
@@ -63,7 +55,7 @@ class EmbeddedNats:
         binary = find_binary()
         directory = store_dir.absolute()
         try:
-            config = _write_config(directory, port, passwords or {}, clusters)
+            config = _write_config(directory, port, passwords or {})
             with (directory / "nats-server.log").open("wb") as log:
                 self._process = subprocess.Popen(  # noqa: S603  (our own binary and file, no shell)
                     [binary, "--config", str(config)],
@@ -111,7 +103,7 @@ class EmbeddedNats:
             if self._process.poll() is not None:
                 raise _why_it_ended(directory)
             ports = _read_ports(ports_file)
-            if ports and _accepts(ports["nats"][0]):
+            if ports and accepts_connections(ports["nats"][0]):
                 return ports
             time.sleep(_LOOK_S)
         raise StartupError(
@@ -146,20 +138,20 @@ def server_command(store_dir: Path, port: int, passwords: Mapping[Role, str], cl
         StartupError: there is no binary.
         OSError: the folder cannot be used.
     """
-    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, passwords, [cluster]))]
+    return [find_binary(), "--config", str(_write_config(store_dir.absolute(), port, passwords, cluster))]
 
 
 def accepts_connections(url: str) -> bool:
     """Return whether a broker greets there now; blocks for up to a second."""
-    return _accepts(url)
+    parts = urlsplit(url)  # it may name a user
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=1.0) as connection:
+            return connection.recv(4) == b"INFO"
+    except OSError:
+        return False
 
 
-def _write_config(
-    directory: Path,
-    port: int,
-    passwords: Mapping[Role, str],
-    clusters: Sequence[str],
-) -> Path:
+def _write_config(directory: Path, port: int, passwords: Mapping[Role, str], cluster: str = "default") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for stale in directory.glob("nats-server_*.ports"):
         stale.unlink()
@@ -168,7 +160,7 @@ def _write_config(
         store_dir=str(directory / "jetstream"),
         ports_file_dir=str(directory),
         passwords=passwords,
-        clusters=tuple(clusters),
+        clusters=(cluster,),
     )
     path = directory / "nats-server.conf"
     write_private(path, config_text(config))
@@ -189,15 +181,6 @@ def _read_ports(path: Path) -> dict[str, list[str]] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return ports if ports.get("nats") else None
-
-
-def _accepts(url: str) -> bool:
-    parts = urlsplit(url)  # it may name a user
-    try:
-        with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=1.0) as connection:
-            return connection.recv(4) == b"INFO"
-    except OSError:
-        return False
 
 
 def _why_it_ended(directory: Path) -> StartupError:

@@ -63,19 +63,15 @@ class ServiceTransport(Protocol):
         self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65_536
     ) -> Subscription:
         """As `Bus.subscribe`."""
-        ...
 
     async def respond(self, message: Message, data: bytes, error: ServiceError | None = None) -> None:
         """Answer the message; with an error, the requester's call raises it."""
-        ...
 
     def service_time_s(self) -> float:
         """Monotonic seconds, for processing times."""
-        ...
 
     def service_unix_s(self) -> float:
         """Wall time, for the `started` field."""
-        ...
 
 
 class EndpointRunner:

@@ -29,8 +29,20 @@ async def serve(bus: Bus, responder: Responder, subject: str = "svc.do", max_in_
     await bus.flush()
 
 
-async def echo(message: Message) -> bytes:
-    return message.data
+class Gate:
+    """A responder that gives back what it is asked; whoever asks `slow` waits until it opens."""
+
+    def __init__(self) -> None:
+        self.started, self.opened = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, message: Message) -> bytes:
+        self.started.set()
+        if message.data == b"slow":
+            await self.opened.wait()
+        return message.data
+
+    def open_soon(self) -> None:
+        asyncio.get_running_loop().call_later(0.02, self.opened.set)
 
 
 # --- publish and subscribe ---
@@ -86,12 +98,8 @@ async def test_every_subscriber_gets_the_message_the_publisher_too(net: Net) -> 
 @contract
 async def test_one_member_of_each_queue_group_gets_the_message(net: Net) -> None:
     publisher, reader = await net.connect("p"), await net.connect("r")
-    group_a, group_b, plain, marks = (
-        [Seen[Message](), Seen[Message]()],
-        Seen[Message](),
-        Seen[Message](),
-        Seen[Message](),
-    )
+    group_a = [Seen[Message](), Seen[Message]()]
+    group_b, plain, marks = Seen[Message](), Seen[Message](), Seen[Message]()
     for member in group_a:
         await reader.subscribe("jobs", member, queue="a")
     await reader.subscribe("jobs", group_b, queue="b")
@@ -219,7 +227,7 @@ async def test_an_answer_over_the_limit_reaches_the_requester_as_an_error(net: N
 @contract
 async def test_each_requester_gets_its_own_answer(net: Net) -> None:
     server, client = await net.connect("s"), await net.connect("c")
-    await serve(server, echo)
+    await serve(server, Gate())
     asked = [b"%d" % number for number in range(100)]
     answers = await asyncio.gather(*(client.request("svc.do", data, timeout_s=WAIT_S) for data in asked))
     assert answers == asked
@@ -259,38 +267,25 @@ async def test_no_responders_do_not_call_the_handler_of_a_reply_subject(net: Net
 
 @contract
 async def test_no_answer_in_time_is_a_timeout_and_the_late_answer_is_lost(net: Net) -> None:
-    server, client = await net.connect("s"), await net.connect("c")
-    release = asyncio.Event()
-
-    async def responder(message: Message) -> bytes:
-        if message.data == b"slow":
-            await release.wait()
-        return message.data
-
-    await serve(server, responder)
+    server, client, gate = await net.connect("s"), await net.connect("c"), Gate()
+    await serve(server, gate)
     with pytest.raises(BusTimeoutError) as caught:
         await client.request("svc.do", b"slow", timeout_s=0.05)
     assert (caught.value.subject, caught.value.timeout_s) == ("svc.do", 0.05)
-    release.set()
+    gate.opened.set()
     assert await client.request("svc.do", b"next", timeout_s=WAIT_S) == b"next"
 
 
 @contract
 async def test_a_cancelled_request_leaves_the_bus_usable(net: Net) -> None:
-    server, client, started = await net.connect("s"), await net.connect("c"), asyncio.Event()
-
-    async def responder(message: Message) -> bytes:
-        started.set()
-        if message.data == b"hang":
-            await asyncio.sleep(0.05)
-        return message.data
-
-    await serve(server, responder)
-    waiting = asyncio.create_task(client.request("svc.do", b"hang", timeout_s=WAIT_S))
-    await started.wait()
+    server, client, gate = await net.connect("s"), await net.connect("c"), Gate()
+    await serve(server, gate)
+    waiting = asyncio.create_task(client.request("svc.do", b"slow", timeout_s=WAIT_S))
+    await gate.started.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    gate.open_soon()
     assert await client.request("svc.do", b"next", timeout_s=WAIT_S) == b"next"
 
 
@@ -322,42 +317,31 @@ async def test_no_more_responders_run_than_allowed_and_the_rest_wait_in_order(ne
 
 @contract
 async def test_a_slow_answer_holds_up_no_other(net: Net) -> None:
-    server, client, release = await net.connect("s"), await net.connect("c"), asyncio.Event()
-
-    async def responder(message: Message) -> bytes:
-        if message.data == b"slow":
-            await release.wait()
-        return message.data
-
-    await serve(server, responder)
+    server, client, gate = await net.connect("s"), await net.connect("c"), Gate()
+    await serve(server, gate)
     slow = asyncio.create_task(client.request("svc.do", b"slow", timeout_s=WAIT_S))
     assert await client.request("svc.do", b"quick", timeout_s=WAIT_S) == b"quick"
     assert not slow.done()
-    release.set()
+    gate.opened.set()
     assert await slow == b"slow"
 
 
 @contract
 async def test_too_many_waiting_requests_are_refused_at_once(net: Net) -> None:
     """One may run and two may wait: of five, two are refused, whatever the timeout."""
-    server, client, release = await net.connect("s"), await net.connect("c"), asyncio.Event()
-
-    async def responder(message: Message) -> bytes:
-        await release.wait()
-        return message.data
-
+    server, client, gate = await net.connect("s"), await net.connect("c"), Gate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nats_service, "MAX_WAITING", 2)
-        await serve(server, responder, max_in_flight=1)
-        asked = [asyncio.create_task(client.request("svc.do", b"", timeout_s=1000.0)) for _ in range(5)]
+        await serve(server, gate, max_in_flight=1)
+        asked = [asyncio.create_task(client.request("svc.do", b"slow", timeout_s=1000.0)) for _ in range(5)]
         async with asyncio.timeout(WAIT_S):
             while sum(task.done() for task in asked) < 2:
                 await asyncio.wait([task for task in asked if not task.done()], return_when=asyncio.FIRST_COMPLETED)
-    release.set()
+    gate.opened.set()
     answers = await asyncio.gather(*asked, return_exceptions=True)
     refusals = [answer for answer in answers if isinstance(answer, ServiceError)]
     assert [refusal.code for refusal in refusals] == ["503", "503"]
-    assert answers.count(b"") == 3
+    assert answers.count(b"slow") == 3
 
 
 @contract
@@ -385,20 +369,15 @@ async def test_a_raising_responder_is_an_error_at_the_requester(net: Net) -> Non
 
 @contract
 async def test_a_closed_service_is_gone_and_its_running_answer_arrives(net: Net) -> None:
-    server, client, started = await net.connect("s"), await net.connect("c"), asyncio.Event()
-
-    async def responder(_message: Message) -> bytes:
-        started.set()
-        await asyncio.sleep(0.02)
-        return b"done"
-
-    service = await server.serve(INFO, [Endpoint("do", "svc.do", responder)])
+    server, client, gate = await net.connect("s"), await net.connect("c"), Gate()
+    service = await server.serve(INFO, [Endpoint("do", "svc.do", gate)])
     await server.flush()
-    waiting = asyncio.create_task(client.request("svc.do", b"", timeout_s=WAIT_S))
-    await started.wait()
+    waiting = asyncio.create_task(client.request("svc.do", b"slow", timeout_s=WAIT_S))
+    await gate.started.wait()
+    gate.open_soon()
     await service.close()
     await service.close()
-    assert await waiting == b"done"
+    assert await waiting == b"slow"
     await server.flush()
     for subject in ("svc.do", "$SRV.PING.sluice-test.t1"):
         with pytest.raises(NoRespondersError):
@@ -443,32 +422,23 @@ async def test_closing_ends_requests_that_wait(net: Net) -> None:
 
 @contract
 async def test_closing_sends_what_was_published_and_finishes_what_runs(net: Net) -> None:
-    server, client, seen, started = await net.connect("s"), await net.connect("c"), Seen[Message](), asyncio.Event()
-
-    async def responder(_message: Message) -> bytes:
-        started.set()
-        await asyncio.sleep(0.02)
-        return b"done"
-
-    await serve(server, responder)
+    server, client, seen, gate = await net.connect("s"), await net.connect("c"), Seen[Message](), Gate()
+    await serve(server, gate)
     await listen(client, "last", seen)
-    waiting = asyncio.create_task(client.request("svc.do", b"", timeout_s=WAIT_S))
-    await started.wait()
+    waiting = asyncio.create_task(client.request("svc.do", b"slow", timeout_s=WAIT_S))
+    await gate.started.wait()
+    gate.open_soon()
     for number in range(50):
         await server.publish("last", b"%d" % number)
     await server.close()
-    assert await waiting == b"done"
+    assert await waiting == b"slow"
     assert [int(m.data) for m in await seen.wait(50)] == list(range(50))
 
 
 @contract
 async def test_closing_cancels_a_responder_that_does_not_end(net: Net) -> None:
-    server, client, started, cancelled = (
-        await net.connect("s"),
-        await net.connect("c"),
-        asyncio.Event(),
-        asyncio.Event(),
-    )
+    server, client = await net.connect("s"), await net.connect("c")
+    started, cancelled = asyncio.Event(), asyncio.Event()
 
     async def responder(_message: Message) -> bytes:
         started.set()

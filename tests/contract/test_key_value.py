@@ -18,6 +18,11 @@ async def bucket_of(net: Net) -> KeyValue:
     return await (await net.connect()).key_value(net.unique("bucket"), history=HISTORY)
 
 
+async def value_of(bucket: KeyValue, key: str) -> bytes | None:
+    entry = await bucket.get(key)
+    return None if entry is None else entry.value
+
+
 async def keys_of(bucket: KeyValue) -> list[str]:
     """Return the keys that have a value, sorted: a watch has shown them when it begins."""
     seen: dict[str, KvEntry] = {}
@@ -99,9 +104,7 @@ async def test_of_writers_that_compare_and_set_none_loses_an_increment(net: Net)
 
     buckets = [await (await net.connect()).key_value(name) for _ in range(4)]
     await asyncio.gather(*(write(bucket) for bucket in buckets))
-    entry = await buckets[0].get("n")
-    assert entry is not None
-    assert entry.value == b"40"
+    assert await value_of(buckets[0], "n") == b"40"
     assert len(set(gained)) == 40
 
 
@@ -122,9 +125,7 @@ async def test_a_second_connection_opens_the_same_bucket(net: Net) -> None:
     first = await one.key_value(name, history=3)
     await first.put("k", b"v")
     second = await two.key_value(name, history=5)
-    entry = await second.get("k")
-    assert entry is not None
-    assert entry.value == b"v"
+    assert await value_of(second, "k") == b"v"
     await one.close()
     assert await keys_of(second) == ["k"]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cli.chaos.processes import is_running
 from tests.support.cluster import ROOT, Cluster, cluster
-from tests.support.processes import is_running, wait_until
+from tests.support.processes import sluice, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -25,14 +26,7 @@ def up() -> Iterator[Cluster]:
 
 
 def chaos(up: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "cli.main", "chaos", *words, "--nats-url", up.nats_url],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return sluice("chaos", *words, "--nats-url", up.nats_url)
 
 
 def state_of(pid: int) -> str:

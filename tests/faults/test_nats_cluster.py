@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.nats_config import NatsConfigOptions, write_nats_config
+from cli.nats_config import write_nats_config
 from shared.subjects import Subjects
 from shared.transport.bus import BusTimeoutError
 from shared.transport.nats_bus import NatsBus
+from shared.transport.nats_config import BrokerConfig
 from shared.transport.nats_roles import Role
 from shared.transport.nats_server import accepts_connections, find_binary
 from tests.support.chat_readers import read_all, texts_of
@@ -76,7 +77,7 @@ class Servers:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("nats")
-    write_nats_config(NatsConfigOptions(folder, ("default",), "0.0.0.0:4222", "store", "", tuple(HOSTS.items())))
+    write_nats_config(folder, BrokerConfig("0.0.0.0:4222", "store"), tuple(HOSTS.items()))
     found = Servers(folder)
     try:
         for name in HOSTS:

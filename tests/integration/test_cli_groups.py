@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from shared.transport.nats_config import new_passwords
 from shared.transport.nats_roles import Role, inbox_prefix
 from shared.transport.nats_server import EmbeddedNats
 from shared.wire import encode_json
+from tests.support.waiting import until
 
 
 async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> None:
@@ -47,9 +47,7 @@ async def test_the_planner_is_found_and_its_reason_is_told(tmp_path: Path) -> No
         await planner.start()
         report = WorkerReport(worker_id=WorkerId("w"), sequence_number=0, phase=WorkerPhase.READY)
         await buses[Role.WORKER].publish(Subjects().report(report.worker_id), encode_json(report))
-        async with asyncio.timeout(5):
-            while planner.fresh_view is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: planner.fresh_view is not None)
         for verb in ("drop", "restore"):
             while True:
                 with pytest.raises(CommandError, match=f"no {verb}: ") as refused:

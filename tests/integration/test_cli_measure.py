@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shared.cost import load_profile
-from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.cluster import cluster
+from tests.support.cluster import tiny_cluster
+from tests.support.processes import sluice
 
 pytestmark = pytest.mark.kernels
-
-LIMIT_S = 60.0
-
-
-def sluice(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.main", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 @pytest.mark.timeout(240)  # three programs start, each of which loads for seconds on a busy machine
 def test_a_live_cluster_is_loaded_and_profiled(tmp_path: Path) -> None:
     figures, profile = tmp_path / "figures.json", tmp_path / "mine.toml"
-    folder, _ = stored_checkpoint(CheckpointShape(max_positions=256))
-    flags = ("--model", str(folder), "--served-model-name", "tiny", "--memory", "96MiB", "--threads", "1")
-    with cluster(*flags) as running:
+    with tiny_cluster() as running:
         load = ("--num-prompts", "8", "--request-rate", "40", "--input-len", "90", "--output-len", "12")
         result = sluice("bench", "--url", running.url, *load, "--json", str(figures))
         assert result.returncode == 0, result.stdout + result.stderr

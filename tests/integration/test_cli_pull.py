@@ -13,6 +13,7 @@ import pytest
 from cli.hub import Source, fetch
 from shared.errors import StartupError
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
+from tests.support.processes import sluice
 
 LIMIT_S = 60.0
 NAME = "owner/tiny"
@@ -23,6 +24,7 @@ NEEDED = {
     "tokenizer.json": b'{"model": {}}',
     "tokenizer_config.json": b'{"a": 1}',
     "chat_template.jinja": b"{{ messages }}",
+    "model.safetensors": b"all of the weights",
     "model.safetensors.index.json": b'{"weight_map": {}}',
     **WEIGHTS,
 }
@@ -32,6 +34,8 @@ NOT_NEEDED = {
     "modeling_tiny.py": b"import os",
     "README.md": b"# Tiny",
     "consolidated.safetensors": b"the weights again",
+    "model.fp16.safetensors": b"and again",
+    "original/params.json": b"{}",
     "onnx/config.json": b"{}",
     "onnx/model.safetensors": b"x",
 }
@@ -55,14 +59,7 @@ def pull(hub: FakeHub, home: Path, *argv: str, **env: str) -> subprocess.Complet
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
-    return subprocess.run(
-        [sys.executable, "-m", "cli.main", "pull", *argv],
-        env={**os.environ, **settings, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return sluice("pull", *argv, env={**os.environ, **settings, **env})
 
 
 def test_only_what_is_served_is_fetched_once_and_found_again_without_a_hub(hub: FakeHub, tmp_path: Path) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import Cluster, tiny_cluster
+from tests.support.processes import sluice
 
 pytestmark = pytest.mark.kernels
 
-LIMIT_S = 90.0
 NUM_PROBED = 16
 """Tokens of the prompt by which the command finds out that ids are taken."""
 
@@ -43,12 +40,9 @@ def counter(running: Cluster, name: str) -> int:
 def test_a_trace_reaches_a_live_cluster_token_by_token(tmp_path: Path) -> None:
     trace, out = tmp_path / "arrivals.csv", tmp_path / "out.json"
     num_prompt, num_output = write_trace(trace, 40)
-    folder, _ = stored_checkpoint(CheckpointShape(max_positions=256))
-    flags = ("--model", str(folder), "--served-model-name", "tiny", "--memory", "96MiB", "--threads", "1")
-    with cluster(*flags) as running:
-        argv = ("replay", str(trace), "--url", running.url, "--json", str(out), "--slo", "ttft=60,tpot=60")
-        command = [sys.executable, "-m", "cli.main", *argv]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    with tiny_cluster() as running:
+        flags = ("--url", running.url, "--json", str(out), "--slo", "ttft=60,tpot=60")
+        result = sluice("replay", str(trace), *flags)
         assert result.returncode == 0, result.stdout + result.stderr
         assert counter(running, "vllm:prompt_tokens_total") == num_prompt + NUM_PROBED
         assert counter(running, "vllm:generation_tokens_total") == num_output + 1

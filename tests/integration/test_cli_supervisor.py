@@ -8,15 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from cli.chaos.processes import is_running
 from cli.cluster.restart import RestartParams
 from cli.cluster.run_dir import RunDir
-from cli.cluster.supervisor import ChildSpec, Supervisor
+from cli.cluster.supervisor import ChildSpec, Failure, Supervisor
 from tests.support.leaks import whats_open
-from tests.support.processes import is_running, wait_until
+from tests.support.processes import wait_until
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 FAST = RestartParams(first_delay_s=0.01, max_delay_s=0.02, max_exits=3, window_s=60.0)
@@ -36,78 +40,75 @@ def python(name: str, code: str, *args: str) -> ChildSpec:
     return ChildSpec(name, (sys.executable, "-I", "-S", "-c", code, *args))
 
 
-def make_supervisor(folder: Path, shown: list[str] | None = None, group: int | None = None) -> Supervisor:
-    return Supervisor(folder, (shown if shown is not None else []).append, group=group, params=FAST)
+@asynccontextmanager
+async def supervised(
+    folder: Path, *specs: ChildSpec, group: int | None = None, params: RestartParams = FAST
+) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+    """A supervisor with these children, and what it says of them."""
+    shown: list[str] = []
+    supervisor = Supervisor(folder, shown.append, group=group, params=params)
+    try:
+        for spec in specs:
+            await supervisor.start(spec)
+        yield supervisor, shown
+    finally:
+        await supervisor.close()
+
+
+async def failure_of(supervisor: Supervisor) -> Failure:
+    async with asyncio.timeout(LIMIT_S):
+        return await supervisor.wait_failed()
 
 
 async def wait_for_output(folder: Path, name: str, text: str) -> None:
     log = folder / f"{name}.log"
-    async with asyncio.timeout(LIMIT_S):
-        while not log.is_file() or text not in log.read_text():
-            await asyncio.sleep(0.01)
+    await until(lambda: log.is_file() and text in log.read_text(), LIMIT_S)
 
 
 async def test_a_child_that_dies_is_started_again_with_another_pid(tmp_path: Path) -> None:
-    shown: list[str] = []
-    supervisor = make_supervisor(tmp_path, shown)
-    await supervisor.start(python("w", SERVE))
-    await wait_for_output(tmp_path, "w", "up")
-    first = supervisor.pids()["w"]
-    os.kill(first, signal.SIGKILL)
-    await wait_for_output(tmp_path, "w", "up\nup")
-    assert supervisor.pids()["w"] != first
-    assert shown == ["w ended by SIGKILL; it starts again in 0.0 s"]
-    assert supervisor.failure is None
-    await supervisor.close()
+    async with supervised(tmp_path, python("w", SERVE)) as (supervisor, shown):
+        await wait_for_output(tmp_path, "w", "up")
+        first = supervisor.pids()["w"]
+        os.kill(first, signal.SIGKILL)
+        await wait_for_output(tmp_path, "w", "up\nup")
+        assert supervisor.pids()["w"] != first
+        assert shown == ["w ended by SIGKILL; it starts again in 0.0 s"]
+        assert supervisor.failure is None
 
 
 async def test_an_orderly_end_is_not_blamed_on_an_old_warning(tmp_path: Path) -> None:
-    shown: list[str] = []
-    supervisor = make_supervisor(tmp_path, shown)
-    await supervisor.start(python("w", f"""print('{{"level": "warning", "event": "old"}}'); {SERVE}"""))
-    await wait_for_output(tmp_path, "w", "up")
-    os.kill(supervisor.pids()["w"], signal.SIGTERM)
-    await wait_for_output(tmp_path, "w", 'up\n{"level": "warning", "event": "old"}\nup')
-    assert "w ended with exit code 0; it starts again in 0.0 s" in shown
-    await supervisor.close()
+    code = f"""print('{{"level": "warning", "event": "old"}}'); {SERVE}"""
+    async with supervised(tmp_path, python("w", code)) as (supervisor, shown):
+        await wait_for_output(tmp_path, "w", "up")
+        os.kill(supervisor.pids()["w"], signal.SIGTERM)
+        await wait_for_output(tmp_path, "w", 'up\n{"level": "warning", "event": "old"}\nup')
+        assert "w ended with exit code 0; it starts again in 0.0 s" in shown
 
 
 async def test_the_supervisor_gives_up_with_one_line_that_names_the_cause(tmp_path: Path) -> None:
-    shown: list[str] = []
-    supervisor = make_supervisor(tmp_path, shown)
-    await supervisor.start(python("w", CRASH))
-    async with asyncio.timeout(LIMIT_S):
-        failure = await supervisor.wait_failed()
-    assert failure.code == 1
-    assert failure.line == (
-        "sluice: w ended 3 times within 60 s, the last time with exit code 1: RuntimeError: boom. "
-        "Use --log-dir DIR to keep the logs of a run"
-    )
-    assert len(shown) == 2
-    assert supervisor.pids() == {}
-    await supervisor.close()
+    async with supervised(tmp_path, python("w", CRASH)) as (supervisor, shown):
+        failure = await failure_of(supervisor)
+        assert failure.code == 1
+        assert failure.line == (
+            "sluice: w ended 3 times within 60 s, the last time with exit code 1: RuntimeError: boom. "
+            "Use --log-dir DIR to keep the logs of a run"
+        )
+        assert len(shown) == 2
+        assert supervisor.pids() == {}
 
 
 async def test_a_refused_start_is_final_and_its_line_is_the_childs_own(tmp_path: Path) -> None:
-    supervisor = make_supervisor(tmp_path)
-    await supervisor.start(python("w", REFUSE))
-    async with asyncio.timeout(LIMIT_S):
-        failure = await supervisor.wait_failed()
-    assert (failure.line, failure.code) == ("sluice: no such model. Use another", 2)
+    async with supervised(tmp_path, python("w", REFUSE)) as (supervisor, _):
+        assert await failure_of(supervisor) == Failure("sluice: no such model. Use another", 2)
     assert (tmp_path / "w.log").read_text().count("sluice:") == 1
-    await supervisor.close()
 
 
 async def test_a_child_that_once_served_is_restarted_although_it_refuses(tmp_path: Path) -> None:
     """Memory may be short for a moment when a worker comes back; that must not end the whole cluster at once."""
-    supervisor = make_supervisor(tmp_path)
-    await supervisor.start(python("w", REFUSE))
-    supervisor.mark_ready()
-    async with asyncio.timeout(LIMIT_S):
-        failure = await supervisor.wait_failed()
-    assert failure.code == 1
+    async with supervised(tmp_path, python("w", REFUSE)) as (supervisor, _):
+        supervisor.mark_ready()
+        assert (await failure_of(supervisor)).code == 1
     assert (tmp_path / "w.log").read_text().count("sluice:") == 3
-    await supervisor.close()
 
 
 async def test_groups_stop_one_after_the_other_in_the_order_asked(tmp_path: Path) -> None:
@@ -123,56 +124,46 @@ async def test_groups_stop_one_after_the_other_in_the_order_asked(tmp_path: Path
         "print('up', flush=True)\n"
         "signal.pause()"
     )
-    supervisor = make_supervisor(tmp_path)
-    for name, delay_s in (("last", 0.0), ("middle", 0.05), ("first", 0.2)):
-        await supervisor.start(python(name, code, str(trace), name, str(delay_s)))
-        await wait_for_output(tmp_path, name, "up")
-    for name in ("first", "middle", "last"):
-        assert await supervisor.stop([name], LIMIT_S) == []
-    order = ["first asked", "first ended", "middle asked", "middle ended", "last asked", "last ended"]
-    assert trace.read_text().splitlines() == order
-    await supervisor.close()
+    delays_s = {"last": 0.0, "middle": 0.05, "first": 0.2}
+    specs = [python(name, code, str(trace), name, str(delay_s)) for name, delay_s in delays_s.items()]
+    async with supervised(tmp_path, *specs) as (supervisor, _):
+        for name in delays_s:
+            await wait_for_output(tmp_path, name, "up")
+        for name in ("first", "middle", "last"):
+            assert await supervisor.stop([name], LIMIT_S) == []
+        order = ["first asked", "first ended", "middle asked", "middle ended", "last asked", "last ended"]
+        assert trace.read_text().splitlines() == order
 
 
 async def test_a_child_that_ignores_the_request_is_killed_after_the_limit(tmp_path: Path) -> None:
-    supervisor = make_supervisor(tmp_path)
-    await supervisor.start(python("w", STUBBORN))
-    await wait_for_output(tmp_path, "w", "up")
-    pid = supervisor.pids()["w"]
-    assert await supervisor.stop(["w"], 0.1) == ["w"]
-    assert not is_running(pid)
-    await supervisor.close()
+    async with supervised(tmp_path, python("w", STUBBORN)) as (supervisor, _):
+        await wait_for_output(tmp_path, "w", "up")
+        pid = supervisor.pids()["w"]
+        assert await supervisor.stop(["w"], 0.1) == ["w"]
+        assert not is_running(pid)
 
 
 async def test_stopping_ends_a_pending_restart(tmp_path: Path) -> None:
     slow = RestartParams(first_delay_s=60.0, max_delay_s=60.0)
-    shown: list[str] = []
-    supervisor = Supervisor(tmp_path, shown.append, params=slow)
-    await supervisor.start(python("w", CRASH))
-    async with asyncio.timeout(LIMIT_S):
-        while not shown:
-            await asyncio.sleep(0.01)
-        assert await supervisor.stop(["w"], LIMIT_S) == []
-    await supervisor.close()
+    async with supervised(tmp_path, python("w", CRASH), params=slow) as (supervisor, shown):
+        await until(lambda: shown, LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):
+            assert await supervisor.stop(["w"], LIMIT_S) == []
 
 
 async def test_a_program_that_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
-    supervisor, before = make_supervisor(tmp_path), whats_open()
+    before = whats_open()
     with pytest.raises(FileNotFoundError):
-        await supervisor.start(ChildSpec("w", (str(tmp_path / "nothing"),)))
-    await supervisor.close()
+        async with supervised(tmp_path, ChildSpec("w", (str(tmp_path / "nothing"),))):
+            pass
     assert whats_open() == before
 
 
 async def test_a_grandchild_that_keeps_the_pipe_does_not_hold_up_the_restart(tmp_path: Path) -> None:
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-I', '-S', '-c', {STUBBORN!r}])"
     with RunDir() as run_dir:
-        supervisor = make_supervisor(tmp_path, group=run_dir.group)
-        await supervisor.start(python("w", code))
-        async with asyncio.timeout(LIMIT_S):
-            failure = await supervisor.wait_failed()
-        assert "ended 3 times" in failure.line
-        await supervisor.close()
+        async with supervised(tmp_path, python("w", code), group=run_dir.group) as (supervisor, _):
+            assert "ended 3 times" in (await failure_of(supervisor)).line
 
 
 PARENT = """

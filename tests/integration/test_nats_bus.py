@@ -91,6 +91,7 @@ async def test_after_a_killed_broker_everything_goes_on(broker: Broker) -> None:
     await seen.wait(1)
     await until(lambda: seen.items[-1].data == b"after")
     assert await client.request("echo", b"x", timeout_s=5.0) == b"x"
+    assert await bucket.get("epoch") == KvEntry("epoch", b"1", 1), "what was stored is there"
     revision = await bucket.put("epoch", b"2")
     await bucket.delete("epoch")
     assert [(e.key, e.value, e.revision) for e in await changes.wait(3)] == [

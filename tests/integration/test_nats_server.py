@@ -12,10 +12,7 @@ import pytest
 
 from shared.errors import StartupError
 from shared.transport import nats_server
-from shared.transport.bus import KvEntry
-from shared.transport.nats_bus import NatsBus
 from shared.transport.nats_server import EmbeddedNats, accepts_connections, find_binary
-from tests.support.ports import free_port
 
 
 def test_it_accepts_connections_on_a_free_port_and_is_gone_after_stop(tmp_path: Path) -> None:
@@ -32,19 +29,6 @@ def test_it_accepts_connections_on_a_free_port_and_is_gone_after_stop(tmp_path: 
     assert not accepts_connections(url)
     with pytest.raises(ProcessLookupError):  # not even a zombie
         os.kill(pid, 0)
-
-
-async def test_what_was_stored_is_there_after_a_restart_on_the_same_port(tmp_path: Path) -> None:
-    with EmbeddedNats() as server:
-        url = server.start(tmp_path, port=free_port())
-        bus = await NatsBus.connect(url, name="test")
-        revision = await (await bus.key_value("plans")).put("epoch", b"7")
-        await bus.close()
-        server.stop()
-        assert server.start(tmp_path, port=int(url.rpartition(":")[2])) == url
-        bus = await NatsBus.connect(url, name="test")
-        assert await (await bus.key_value("plans")).get("epoch") == KvEntry("epoch", b"7", revision)
-        await bus.close()
 
 
 def test_a_frozen_broker_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,17 @@ def cluster(*flags: str, env: dict[str, str] | None = None, root: Path = ROOT) -
                 process.stdout.close()
 
 
+@contextmanager
+def tiny_cluster() -> Iterator[Cluster]:
+    """Run a cluster with one worker and a small model that is called `tiny`."""
+    from tests.support.checkpoints import CheckpointShape, stored_checkpoint  # loads torch, which others do not need
+
+    folder, _ = stored_checkpoint(CheckpointShape(max_positions=256))
+    flags = ("--model", str(folder), "--served-model-name", "tiny", "--memory", "96MiB", "--threads", "1")
+    with cluster(*flags) as found:
+        yield found
+
+
 def _first_line(process: subprocess.Popen[str]) -> str:
     """Return the first line of stdout, or "" if the process ends or takes too long."""
     assert process.stdout is not None

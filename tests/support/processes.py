@@ -1,28 +1,27 @@
-"""Looking at processes from outside, with deadlines."""
+"""Running `sluice`, and looking at processes from outside, with deadlines."""
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 PAUSE_S = 0.02
+LIMIT_S = 120.0
+"""Of one command, on a busy machine."""
 
 
-def is_running(pid: int) -> bool:
-    """Return whether the process exists and has not ended (one that nobody has reaped yet has ended)."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    if not stat.parent.parent.is_dir():
-        return True
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def sluice(*argv: str, text: str = "", env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command of `sluice` to its end.
+
+    Args:
+        argv: what follows `sluice`.
+        text: what it reads.
+        env: its whole environment; None: that of this process.
+    """
+    command = [sys.executable, "-m", "cli.main", *argv]
+    return subprocess.run(command, input=text, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) -> None:

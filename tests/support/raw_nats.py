@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import time
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
@@ -36,9 +35,7 @@ class RawNats:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._socket.close()
 
     def send(self, data: bytes) -> None:
@@ -64,27 +61,21 @@ class RawNats:
         self.send(b"PING\r\n")
         self._read_until(lambda: b"PONG\r\n" in self._buffer or self.closed)
 
-    def ask(self, subject: str, data: bytes = b"", *, count: int = 1) -> list[tuple[bytes, bytes]]:
-        """Return (headers, body) of this many answers; fewer only if the time is over.
-
-        A request that nobody answers gives one with the header `503`.
-        """
+    def ask(self, subject: str, data: bytes = b"", *, count: int = 1) -> list[bytes]:
+        """Return the bodies of this many answers; fewer only if the time is over. Nobody answers with an empty one."""
         self._num_inboxes += 1
         inbox = f"_INBOX.raw{self._num_inboxes}{time.monotonic_ns()}"
         self.send(f"SUB {inbox} {self._num_inboxes}\r\n".encode())
         self.publish(subject, data, inbox)
-        self._read_until(lambda: len(self._messages(inbox)) >= count or self.closed)
-        return self._messages(inbox)
+        self._read_until(lambda: len(self.messages(inbox)) >= count or self.closed)
+        return self.messages(inbox)
 
     def ask_json(self, subject: str, data: bytes = b"", *, count: int = 1) -> list[Any]:
         """Return the bodies of this many answers, as JSON."""
-        return [json.loads(body) for _, body in self.ask(subject, data, count=count)]
+        return [json.loads(body) for body in self.ask(subject, data, count=count)]
 
-    def messages(self, pattern_start: str) -> list[bytes]:
+    def messages(self, start: str) -> list[bytes]:
         """Return the bodies of what arrived on subjects that begin so."""
-        return [body for _, body in self._messages(pattern_start)]
-
-    def _messages(self, start: str) -> list[tuple[bytes, bytes]]:
         found, position = [], 0
         while (match := _MESSAGE.search(self._buffer, position)) is not None:
             kind, subject, *_, size = match[0].decode().split()
@@ -93,7 +84,7 @@ class RawNats:
             if len(self._buffer) < end + 2:
                 break
             if subject.startswith(start):
-                found.append((self._buffer[match.end() : match.end() + head], self._buffer[match.end() + head : end]))
+                found.append(self._buffer[match.end() + head : end])
             position = end + 2
         return found
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import pytest
@@ -52,6 +51,7 @@ from tests.support.live_groups import PAGE, SHAPES, stated_peak
 from tests.support.mapped_pages import mapped_pages
 from tests.support.peers import PASSWORD
 from tests.support.runners import KERNELS, MIB
+from tests.support.waiting import until
 
 SYSTEM = "kunserve"
 SUBJECTS = Subjects()
@@ -150,9 +150,7 @@ class TorchCluster:
             await self.start_worker(name)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_exc: object) -> None:
         await self.dispatcher.stop()
         for name in list(self.workers):
             await self.kill(name)
@@ -206,9 +204,7 @@ class TorchCluster:
         worker.faulty.on_call = lambda: self._on_page_call(worker)
         service._tasks.start(reporter.run(), name=f"{name}-reporter")
         await service.start()
-        async with asyncio.timeout(LIMIT_S):
-            while not self._is_told(name):
-                await asyncio.sleep(0.005)
+        await until(lambda: self._is_told(name))
 
     async def kill(self, name: str) -> None:
         """End a worker without a word: others see that its connections end, and that it is silent."""
@@ -267,9 +263,7 @@ class TorchCluster:
 
     async def settle(self) -> None:
         """Return when every worker's report says what it is, and the dispatcher has nothing to do."""
-        async with asyncio.timeout(LIMIT_S):
-            while not all(self._is_told(name) for name in self.workers):
-                await asyncio.sleep(0.005)
+        await until(lambda: all(self._is_told(name) for name in self.workers))
 
     def _num_members(self, group: str) -> int:
         roles = [worker.service.agent.role for worker in self.workers.values() if worker.service.agent is not None]

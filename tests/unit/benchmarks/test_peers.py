@@ -15,8 +15,8 @@ from benchmarks.peers_load import Share, descends, foreign_share, tree_ticks
 from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, make_tokenizer
 from benchmarks.peers_offline import load
 from benchmarks.peers_servers import VllmServer
+from cli.chaos.processes import is_running
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
-from tests.support.processes import is_running
 
 LLAMA = """
 main: n_kv_max = 8192, n_batch = 2048

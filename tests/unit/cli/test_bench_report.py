@@ -23,7 +23,20 @@ from cli.console import Console
 from cli.exit_codes import DONE, FAILED, CommandError
 from shared.errors import StartupError
 from sluice_client.qoe import QoeTarget, final_qoe
-from tests.support.openai_server import FINISH, ROLE, USAGE, Server, chunk, delta, events, refuse, running, stream
+from tests.support.openai_server import (
+    FINISH,
+    ROLE,
+    USAGE,
+    Engine,
+    Server,
+    chunk,
+    delta,
+    events,
+    refuse,
+    running,
+    say,
+    stream,
+)
 
 TARGET = QoeTarget(1.0, 10.0)
 
@@ -193,7 +206,7 @@ def test_a_late_load_says_so() -> None:
 
 @pytest.mark.parametrize("context", [0, 16, 100, 4096])
 async def test_the_prompts_that_are_counted_first_fit_a_small_context(context: int) -> None:
-    server = counting_server()
+    server = engine()
     async with running(server) as url, aiohttp.ClientSession() as session:
         scale = await measure_scale(ApiServer(url, "demo", "chat", context), session, np.random.default_rng(0), ())
     assert (scale.tokens_per_word, scale.overhead, scale.is_measured) == (2.0, 7.0, True)
@@ -201,23 +214,9 @@ async def test_the_prompts_that_are_counted_first_fit_a_small_context(context: i
     assert counts[0] < counts[1] <= max(2, (context or 960) // 8)
 
 
-def counting_server(words: int = 4) -> Server:
-    """A server that answers with a few words, and counts 2 tokens a word and 7 more."""
-
-    async def reply(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-        count = len(prompt) if isinstance(prompt, list) else 7 + 2 * len(prompt.split())
-        usage = {"prompt_tokens": count, "completion_tokens": words if body.get("stream") else 1}
-        if not body.get("stream"):
-            return web.json_response({"choices": [], "usage": usage})
-        end = chunk(choices=[], usage=usage)
-        answer: web.StreamResponse = await stream(events(*(delta("w ") for _ in range(words)), FINISH, end, "[DONE]"))(
-            request
-        )
-        return answer
-
-    return Server(reply)
+def engine(kind: type[Engine] = Engine, **options: Any) -> Engine:
+    """An engine that answers with four words, and counts 2 tokens a word and 7 more."""
+    return kind(overhead=7, num_output=4, **options)
 
 
 async def bench(server: Server, **fields: Any) -> tuple[int, str]:
@@ -227,12 +226,12 @@ async def bench(server: Server, **fields: Any) -> tuple[int, str]:
 
 async def test_a_load_is_sent_as_planned_and_measured(tmp_path: Path) -> None:
     """A prompt of 107 tokens is 50 words, as the server counts."""
-    server = counting_server()
+    server = engine()
     path = tmp_path / "figures.json"
     code, text = await bench(server, num_prompts=6, input_len=107, output_len=9, json_file=str(path), api_key="secret")
     assert code == DONE
     assert "6 done, 0 failed" in text
-    sent = [body for body in server.posts if body.get("stream")]
+    sent = server.streams
     assert len(sent) == 6
     assert {body["max_tokens"] for body in sent} == {9}
     assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in sent)
@@ -247,7 +246,7 @@ async def test_a_load_is_sent_as_planned_and_measured(tmp_path: Path) -> None:
 
 
 async def test_ids_are_sent_to_completions() -> None:
-    server = counting_server()
+    server = engine()
     code, _ = await bench(server, num_prompts=2, endpoint="completions", vocab=100, input_len=33, concurrency=1)
     assert code == DONE
     assert [len(body["prompt"]) for body in server.posts] == [33, 33], "no counting is needed"
@@ -256,9 +255,9 @@ async def test_ids_are_sent_to_completions() -> None:
 async def test_a_data_set_keeps_its_texts_and_ends_as_the_model_likes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "one two three four", "completion": "a b c"}\n{"prompt": "x"}\n')
-    server = counting_server()
+    server = engine()
     assert (await bench(server, dataset=str(path)))[0] == DONE
-    sent = [body for body in server.posts if body.get("stream")]
+    sent = server.streams
     limits = {body["messages"][0]["content"]: body["max_tokens"] for body in sent}
     assert limits == {"one two three four": 6, "x": 128}, "three words at two tokens each; what nothing states is 128"
     assert not any("ignore_eos" in body for body in sent)
@@ -267,57 +266,32 @@ async def test_a_data_set_keeps_its_texts_and_ends_as_the_model_likes(tmp_path: 
 async def test_a_trace_brings_its_lengths_and_times(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("arrival_s,input_tokens,output_tokens\n5.0,27,3\n5.2,47,4\n")
-    server = counting_server()
+    server = engine()
     record = tmp_path / "out.json"
     assert (await bench(server, dataset=str(path), json_file=str(record)))[0] == DONE
-    sent = [body for body in server.posts if body.get("stream")]
+    sent = server.streams
     assert [(len(body["messages"][0]["content"].split()), body["max_tokens"]) for body in sent] == [(10, 3), (20, 4)]
     due = [request["due_s"] for request in json.loads(record.read_text())["requests"]]
     assert due == pytest.approx([0.0, 0.2])
 
 
 async def test_failed_requests_make_the_exit_code_1() -> None:
-    usage = {"prompt_tokens": 10, "completion_tokens": 1}
-
-    async def count(_request: web.Request) -> web.StreamResponse:
-        return web.json_response({"usage": usage})
-
-    server = Server(count, count, refuse(429, "full"), stream(events(delta("a"), FINISH, "[DONE]")))
-    code, text = await bench(server, num_prompts=3, concurrency=1)
+    code, text = await bench(engine(refuses=True), num_prompts=3, concurrency=1)
     assert code == FAILED
     assert "1 × http 429: full" in text
     assert "2 done, 1 failed" in text
 
 
 async def test_a_server_that_does_not_count_is_measured_by_chunks() -> None:
-    async def reply(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        if not body.get("stream"):
-            return web.json_response({"choices": []})
-        answer: web.StreamResponse = await stream(events(delta("a "), delta("b "), FINISH, "[DONE]"))(request)
-        return answer
-
-    code, text = await bench(Server(reply), num_prompts=2)
+    code, text = await bench(engine(counts=False), num_prompts=2)
     assert code == DONE
-    assert "4 out" in text
+    assert "8 out" in text
     assert "the server gives no usage" in text
-
-
-def listing(body: bytes, status: int = 200) -> Server:
-    """A server with a list of models of its own making."""
-
-    class Listing(Server):
-        async def handle(self, request: web.Request) -> web.StreamResponse:
-            if request.path.endswith("/models"):
-                return web.Response(body=body, status=status)
-            return await super().handle(request)
-
-    return Listing(stream(events(delta("a "), FINISH, "[DONE]")))
 
 
 @pytest.mark.parametrize("length", [b'"abc"', b"[1]", b"Infinity", b"-5", b"true", b"null", b"1" + b"0" * 30])
 async def test_a_context_that_is_no_count_is_as_good_as_none(length: bytes) -> None:
-    server = listing(b'{"data": [5, {"id": "demo", "max_model_len": ' + length + b"}]}")
+    server = engine(models=say(b'{"data": [5, {"id": "demo", "max_model_len": ' + length + b"}]}"))
     code, text = await bench(server, num_prompts=1, endpoint="completions", vocab=10, input_len=9, output_len=3)
     assert (code, len(server.posts[0]["prompt"]), server.posts[0]["max_tokens"]) == (DONE, 9, 3), text
 
@@ -327,37 +301,33 @@ async def test_a_context_that_is_no_count_is_as_good_as_none(length: bytes) -> N
 )
 async def test_what_is_no_list_of_models_is_said_in_one_line(body: bytes) -> None:
     with pytest.raises(CommandError, match="lists no model"):
-        await bench(listing(body))
+        await bench(engine(models=say(body)))
 
 
 async def test_what_cannot_be_loaded_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"does not serve 'other'\. It serves: demo, other/model"):
-        await bench(counting_server(), model="other")
+        await bench(engine(), model="other")
     with pytest.raises(CommandError, match="answers 404: "):
         await bench(Server(refuse(404, "no such path")))
     with pytest.raises(CommandError, match=r"nothing answers at http://127\.0\.0\.1:1 "):
         await run_bench(BenchSettings(url="http://127.0.0.1:1"), Console())
     with pytest.raises(CommandError, match=r"/v1/models answers 401: .*Give a key with --api-key"):
-        await bench(listing(b'{"error": "no key"}', 401))
+        await bench(engine(models=say({"error": "no key"}, 401)))
     with pytest.raises(StartupError, match=r"there is no folder .*none\. Name another file with --json"):
-        await bench(counting_server(), json_file=str(tmp_path / "none" / "figures.json"))
+        await bench(engine(), json_file=str(tmp_path / "none" / "figures.json"))
     with pytest.raises(StartupError, match=r"the trace .* cannot be read"):
-        await bench(counting_server(), dataset=str(tmp_path / "none.csv"))
+        await bench(engine(), dataset=str(tmp_path / "none.csv"))
 
 
 async def test_requests_are_sent_when_due_however_slow_the_answers_are() -> None:
     """Nobody is answered before all four have come."""
-    everybody, count = asyncio.Event(), counting_server().replies[0]
-    waiting = 0
+    everybody = asyncio.Barrier(4)
 
-    async def reply(request: web.Request) -> web.StreamResponse:
-        nonlocal waiting
-        if (await request.json()).get("stream"):
-            waiting += 1
-            if waiting == 4:
-                everybody.set()
-            await everybody.wait()
-        return await count(request)
+    class Patient(Engine):
+        async def complete(self, request: web.Request) -> web.StreamResponse:
+            if self.posts[-1].get("stream"):
+                await everybody.wait()
+            return await super().complete(request)
 
     async with asyncio.timeout(10):
-        assert (await bench(Server(reply), num_prompts=4, request_rate=20.0, seed=3))[0] == DONE
+        assert (await bench(engine(Patient), num_prompts=4, request_rate=20.0, seed=3))[0] == DONE

@@ -7,6 +7,7 @@ import socket
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -261,32 +262,32 @@ def test_visible_devices_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_devices() == 0
 
 
+def plan_of(broker: BrokerAccess | None = None, port: int = 80, **fields: object) -> ClusterPlan:
+    return ClusterPlan(settings(**fields), Model(Path("m"), "m"), broker or BrokerAccess("nats://x"), port)
+
+
 def flag(argv: tuple[str, ...], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def test_every_child_gets_its_flags(tmp_path: Path) -> None:
-    plan = ClusterPlan(
-        settings(workers=2, memory="2GiB", dtype="bfloat16", deterministic=True, threads=3, prefix_caching=False),
-        Model(tmp_path, "owner/name"),
-        BrokerAccess("nats://127.0.0.1:9"),
-        8123,
-    )
-    specs = {spec.name: spec.argv for spec in plan.specs()}
+def test_every_child_gets_its_flags() -> None:
+    chosen: dict[str, Any] = {
+        "memory": "2GiB",
+        "dtype": "bfloat16",
+        "deterministic": True,
+        "threads": 3,
+        "prefix_caching": False,
+    }
+    specs = {spec.name: spec.argv for spec in plan_of(port=8123, workers=2, **chosen).specs()}
     assert list(specs) == ["monitor", "planner", "worker-0", "worker-1", "dispatcher"]
-    assert {flag(argv, "--nats-url") for argv in specs.values()} == {"nats://127.0.0.1:9"}
-    assert [flag(argv, "-m") for argv in specs.values()] == [
-        "services.monitor",
-        "services.planner",
-        "services.worker",
-        "services.worker",
-        "services.dispatcher",
-    ]
+    assert {flag(argv, "--nats-url") for argv in specs.values()} == {"nats://x"}
+    for name, argv in specs.items():
+        assert flag(argv, "-m") == f"services.{name.partition('-')[0]}"
     worker = specs["worker-1"]
     assert flag(worker, "--instance-id") == "worker-1"
     assert flag(worker, "--memory") == str(2 * 2**30)
     assert flag(worker, "--threads") == "3"
-    assert flag(worker, "--served-model-name") == flag(specs["dispatcher"], "--served-model-name") == "owner/name"
+    assert flag(worker, "--served-model-name") == flag(specs["dispatcher"], "--served-model-name") == "m"
     assert "--deterministic" in worker
     assert "--no-prefix-caching" in worker
     assert flag(specs["dispatcher"], "--port") == "8123"
@@ -302,19 +303,16 @@ def test_every_child_gets_its_flags(tmp_path: Path) -> None:
     ],
 )
 def test_workers_are_told_of_graphs_fused_kernels_and_overlap_only_what_was_chosen(
-    changes: dict[str, bool], expected: list[str], tmp_path: Path
+    changes: dict[str, Any], expected: list[str]
 ) -> None:
-    plan = ClusterPlan(settings(**changes), Model(tmp_path, "m"), BrokerAccess("nats://x"), 80)
-    worker = next(spec.argv for spec in plan.specs() if spec.name == "worker-0")
+    worker = next(spec.argv for spec in plan_of(**changes).specs() if spec.name == "worker-0")
     assert [each for each in worker if each.endswith(("graphs", "fused", "overlap"))] == expected
 
 
-def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: Path) -> None:
+def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags() -> None:
     key = "k" * 20
-    chosen = settings(host="0.0.0.0", api_key=key, api_keys_file="keys.toml", allow_no_key=True)
-    specs = {
-        spec.name: spec for spec in ClusterPlan(chosen, Model(tmp_path, "m"), BrokerAccess("nats://x"), 80).specs()
-    }
+    plan = plan_of(host="0.0.0.0", api_key=key, api_keys_file="keys.toml", allow_no_key=True)
+    specs = {spec.name: spec for spec in plan.specs()}
     dispatcher = specs["dispatcher"]
     assert flag(dispatcher.argv, "--api-keys-file") == str(Path("keys.toml").absolute())
     assert "--allow-no-key" in dispatcher.argv
@@ -323,9 +321,8 @@ def test_the_dispatcher_gets_the_keys_and_no_key_stands_in_its_flags(tmp_path: P
     assert not any(key in value for name, spec in specs.items() if name != "dispatcher" for value in spec.env.values())
 
 
-def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_path: Path) -> None:
-    chosen = settings(served_model_name="mine,org/other", generation_config="none", max_model_len=128)
-    plan = ClusterPlan(chosen, Model(tmp_path, "m"), BrokerAccess("nats://x"), 80)
+def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all() -> None:
+    plan = plan_of(served_model_name="mine,org/other", generation_config="none", max_model_len=128)
     specs = {spec.name: spec.argv for spec in plan.specs()}
     assert plan.model_name == flag(specs["worker-0"], "--served-model-name") == "mine"
     assert flag(specs["worker-0"], "--max-model-len") == "128"
@@ -342,13 +339,13 @@ def test_of_several_names_a_worker_gets_the_first_and_the_dispatcher_all(tmp_pat
         ("localhost", "http://localhost:80"),
     ],
 )
-def test_the_url_can_be_opened_from_this_machine(tmp_path: Path, host: str, url: str) -> None:
-    assert ClusterPlan(settings(host=host), Model(tmp_path, "m"), BrokerAccess("nats://x"), 80).url == url
+def test_the_url_can_be_opened_from_this_machine(host: str, url: str) -> None:
+    assert plan_of(host=host).url == url
 
 
-def test_children_of_an_own_broker_sign_in_as_their_role_and_no_flag_shows_a_password(tmp_path: Path) -> None:
+def test_children_of_an_own_broker_sign_in_as_their_role_and_no_flag_shows_a_password() -> None:
     access = BrokerAccess("nats://127.0.0.1:9", new_passwords())
-    plan = ClusterPlan(settings(), Model(tmp_path, "m"), access, 80)
+    plan = plan_of(access)
     for spec in plan.specs():
         role = Role(spec.name.split("-")[0])
         assert spec.env[f"SLUICE_{role.upper()}_NATS_USER"] == role
@@ -359,14 +356,13 @@ def test_children_of_an_own_broker_sign_in_as_their_role_and_no_flag_shows_a_pas
     assert plan.nats_url == f"nats://operator:{access.passwords[Role.OPERATOR]}@127.0.0.1:9"
 
 
-def test_a_password_in_the_url_of_a_named_broker_reaches_children_by_their_environment(tmp_path: Path) -> None:
+def test_a_password_in_the_url_of_a_named_broker_reaches_children_by_their_environment() -> None:
     access = named_broker(settings(nats_url="nats://me:p%40ss@h:4222,nats://me:p%40ss@i:4222"))
     assert access.url == "nats://h:4222,nats://i:4222"
     assert access.operator == ("me", "p@ss")
     assert access.operator_url == "nats://me:p%40ss@h:4222,nats://me:p%40ss@i:4222"
     assert access.env(Role.WORKER) == {"SLUICE_NATS_USER": "me", "SLUICE_NATS_PASSWORD": "p@ss"}
-    specs = ClusterPlan(settings(), Model(tmp_path, "m"), access, 80).specs()
-    assert not any("p%40ss" in flag or "p@ss" in flag for spec in specs for flag in spec.argv)
+    assert not any("p%40ss" in flag or "p@ss" in flag for spec in plan_of(access).specs() for flag in spec.argv)
 
 
 def test_a_user_that_was_set_is_left_to_the_children_to_find(tmp_path: Path) -> None:

@@ -13,9 +13,14 @@ from cli.cluster import child_log
 from cli.cluster.child_log import ChildLog
 
 
-def make_log(folder: Path) -> tuple[ChildLog, list[str]]:
+def logged(folder: Path, *data: bytes) -> tuple[ChildLog, list[str]]:
+    """The log of a child that has written this and ended, and what the person was shown of it."""
     shown: list[str] = []
-    return ChildLog("worker-0", folder / "worker-0.log", shown.append), shown
+    log = ChildLog("worker-0", folder / "worker-0.log", shown.append)
+    for part in data:
+        log.feed(part)
+    log.close()
+    return log, shown
 
 
 def record(level: str, event: str, **fields: str) -> bytes:
@@ -24,41 +29,33 @@ def record(level: str, event: str, **fields: str) -> bytes:
 
 
 def test_only_warnings_and_worse_reach_the_person_and_all_reaches_the_file(tmp_path: Path) -> None:
-    log, shown = make_log(tmp_path)
     lines = [
         record("info", "worker_ready"),
         record("warning", "report_not_sent", error="gone"),
         b"plain text\n",
         record("error", "crashed", exception="Traceback …\n  line\nValueError: bad"),
     ]
-    log.feed(b"".join(lines))
-    log.close()
+    _, shown = logged(tmp_path, *lines)
     assert shown == ["worker-0: warning: report_not_sent error=gone", "worker-0: error: crashed ValueError: bad"]
     assert (tmp_path / "worker-0.log").read_bytes() == b"".join(lines)
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8).map(sorted))
 def test_lines_are_found_wherever_the_pipe_cuts_them(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
-    log, shown = make_log(tmp_path_factory.mktemp("log"))
     data = record("warning", "first") + record("info", "second") + record("error", "third ü")
-    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        log.feed(data[start:end])
-    log.close()
+    pieces = [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+    _, shown = logged(tmp_path_factory.mktemp("log"), *pieces)
     assert shown == ["worker-0: warning: first", "worker-0: error: third ü"]
 
 
 def test_the_refusal_is_the_line_of_the_child_itself(tmp_path: Path) -> None:
-    log, _ = make_log(tmp_path)
-    log.feed(b"sluice: too little memory. Use --memory 2GiB\n" + record("info", "bye"))
+    log, _ = logged(tmp_path, b"sluice: too little memory. Use --memory 2GiB\n", record("info", "bye"))
     assert log.refusal() == "sluice: too little memory. Use --memory 2GiB"
-    log.close()
 
 
 def test_a_child_that_refuses_without_a_line_is_named_with_its_last_words(tmp_path: Path) -> None:
-    log, _ = make_log(tmp_path)
-    log.feed(b"usage: whatever\n")
+    log, _ = logged(tmp_path, b"usage: whatever\n")
     assert log.refusal() == "sluice: worker-0 refused to start: usage: whatever"
-    log.close()
 
 
 @pytest.mark.parametrize(
@@ -74,21 +71,13 @@ def test_a_child_that_refuses_without_a_line_is_named_with_its_last_words(tmp_pa
     ],
 )
 def test_last_words(tmp_path: Path, data: bytes, words: str) -> None:
-    log, _ = make_log(tmp_path)
-    log.feed(data)
-    log.close()
-    assert log.last_words() == words
+    assert logged(tmp_path, data)[0].last_words() == words
 
 
 def test_memory_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_log, "MAX_FILE_BYTES", 1000)
     monkeypatch.setattr(child_log, "MAX_LINE_BYTES", 100)
-    log, _ = make_log(tmp_path)
-    for _ in range(50):
-        log.feed(b"x" * 150)
-    for _ in range(200):
-        log.feed(b"a line\n")
-    log.close()
+    log, _ = logged(tmp_path, *[b"x" * 150] * 50, *[b"a line\n"] * 200)
     assert len(log.tail) <= child_log.MAX_TAIL_LINES
     assert max(map(len, log.tail)) <= 100
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}

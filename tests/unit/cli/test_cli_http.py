@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import aiohttp
 import pytest
-from aiohttp import web
 
 from cli.http import ask, read_body
-from tests.support.openai_server import Server, running
+from tests.support.openai_server import Server, running, say
 
 BODY = bytes(range(256)) * 4096
 """1 MiB, which no single read gives."""
 
 
-async def large(_request: web.Request) -> web.StreamResponse:
-    return web.Response(body=BODY)
-
-
 async def test_an_answer_of_many_packets_is_read_to_its_end() -> None:
-    async with running(Server(large)) as url:
-        answer = await ask(f"{url}/v1/cluster")
-    assert (answer.status, answer.body == BODY) == (200, True)
+    async with running(Server(say(BODY))) as url:
+        found = await ask(f"{url}/v1/cluster")
+    assert (found.status, found.body == BODY) == (200, True)
 
 
 @pytest.mark.parametrize("limit", [1, 100_000, len(BODY), len(BODY) + 1])
 async def test_no_more_is_read_than_allowed(limit: int) -> None:
-    async with running(Server(large)) as url, aiohttp.ClientSession() as session, session.get(url) as response:
+    async with running(Server(say(BODY))) as url, aiohttp.ClientSession() as session, session.get(url) as response:
         assert await read_body(response, limit) == BODY[:limit]

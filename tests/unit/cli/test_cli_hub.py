@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +12,10 @@ import pytest
 
 from cli import hub
 from cli.console import Console
-from cli.hub import NEEDED_FILES, UNNEEDED_FILES, Source, parse_source, stored_bytes
+from cli.hub import Source, parse_source, stored_bytes
 from cli.pull import show_progress
 from shared.errors import StartupError
+from tests.support.terminals import Terminal
 
 
 @pytest.mark.parametrize(
@@ -38,26 +38,6 @@ def test_what_is_no_id_is_refused(text: str) -> None:
         parse_source(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_needed"),
-    [
-        ("config.json", True),
-        ("model.safetensors", True),
-        ("model-00003-of-00012.safetensors", True),
-        ("chat_template.jinja", True),
-        ("model.fp16.safetensors", False),
-        ("consolidated.safetensors", False),
-        ("pytorch_model.bin", False),
-        ("tokenization_x.py", False),
-        ("original/params.json", False),
-        ("onnx/model.safetensors", False),
-    ],
-)
-def test_the_patterns_take_what_is_served(name: str, is_needed: bool) -> None:
-    taken = any(fnmatch(name, pattern) for pattern in NEEDED_FILES)
-    assert (taken and not any(fnmatch(name, pattern) for pattern in UNNEEDED_FILES)) is is_needed
-
-
 def test_a_disk_without_room_is_refused_before_anything_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,11 +56,6 @@ def test_stored_bytes_count_parts_but_neither_links_nor_holes(tmp_path: Path) ->
         file.truncate(10**9)
     assert stored_bytes(tmp_path) == 8192
     assert stored_bytes(tmp_path / "none") == 0
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_says_share_speed_and_time_left() -> None:

@@ -6,33 +6,36 @@ import ast
 import io
 import json
 import shlex
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from cli import main as command
 from cli import status
 from cli.answer import printable
-from cli.cluster.hints import Running, describe
+from cli.cluster.broker import BrokerAccess
+from cli.cluster.children import ClusterPlan
+from cli.cluster.hints import describe
 from cli.cluster.progress import StartProgress, bar
 from cli.cluster.settings import UpSettings
 from cli.console import Console
 from cli.exit_codes import CommandError
 from cli.http import Answer
+from cli.model import Model
 from cli.status import render
 from shared.ids import WorkerId
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport, WorkerStatus
 from shared.subjects import Subjects
 from shared.transport.memory_bus import MemoryBroker
 from shared.wire import encode_json
+from tests.support.terminals import Terminal
+from tests.unit.cli.conftest import Refusal
+from tests.unit.golden.samples import MESSAGES
 
 BY_ENVIRONMENT = ("nats_user", "nats_password", "nats_password_file", "nats_replicas")
 """What a broker of one's own asks for: a password among flags is seen by everybody on the machine."""
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -88,25 +91,21 @@ def test_up_has_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> 
         (["chat", "extra"], "sluice: Got unexpected extra argument (extra). See `sluice chat --help`\n"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], argv: list[str], line: str) -> None:
-    code, out, err = output_of(capsys, *argv)
-    assert (code, out, err) == (2, "", line)
+def test_bad_usage_is_one_line_and_exit_code_2(refusal: Refusal, argv: list[str], line: str) -> None:
+    assert refusal(*argv) == line
 
 
 @pytest.mark.parametrize("name", ["chat", "status", "bench"])
-def test_nothing_at_the_url_is_exit_code_3_and_one_line(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    code, out, err = output_of(capsys, name, "--url", "http://127.0.0.1:1")
-    assert (code, out) == (3, "")
-    assert err.startswith("sluice: nothing ")
-    assert err.count("\n") == 1
-    assert "`sluice up`" in err
+def test_nothing_at_the_url_is_exit_code_3_and_one_line(refusal: Refusal, name: str) -> None:
+    said = refusal(name, "--url", "http://127.0.0.1:1", code=3)
+    assert said.startswith("sluice: nothing ")
+    assert "`sluice up`" in said
 
 
 @pytest.mark.parametrize("name", ["chat", "status", "bench"])
 @pytest.mark.parametrize("url", ["notaurl", "127.0.0.1:8000", "ftp://host", "http://", "http://[::1", "http://host:x"])
-def test_a_url_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str], name: str, url: str) -> None:
-    line = f"sluice: '{url}' is no URL. Use --url http://127.0.0.1:8000\n"
-    assert output_of(capsys, name, "--url", url) == (2, "", line)
+def test_a_url_that_is_none_is_bad_usage(refusal: Refusal, name: str, url: str) -> None:
+    assert refusal(name, "--url", url) == f"sluice: '{url}' is no URL. Use --url http://127.0.0.1:8000\n"
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +120,11 @@ def test_a_question_keeps_its_mark_before_the_next_step() -> None:
 def report(name: str = "worker-0", phase: WorkerPhase = WorkerPhase.READY, **fields: Any) -> WorkerReport:
     common: dict[str, Any] = {"worker_id": WorkerId(name), "sequence_number": 0, "phase": phase}
     return WorkerReport.model_validate(common | fields)
+
+
+def view_of(*reports: WorkerReport) -> ClusterView:
+    alive = tuple(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=each) for each in reports)
+    return ClusterView(sequence_number=1, workers=alive)
 
 
 def test_the_status_table_shows_every_worker() -> None:
@@ -150,17 +154,7 @@ def test_the_status_table_shows_every_worker() -> None:
 
 
 def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None:
-    elastic = {
-        "layer_bytes": (64,) * 8,
-        "outer_bytes": 0,
-        "first_stage_end": 0,
-        "last_stage_begin": 0,
-        "block_bytes": 64,
-        "page_bytes": 64,
-        "num_pages": 99,
-        "max_blocks": 9,
-    }
-    common: dict[str, Any] = {"num_layers": 8, "elastic": elastic}
+    common: dict[str, Any] = {"num_layers": 8, "elastic": MESSAGES["worker_report"].model_dump()["elastic"]}
     grouped: dict[str, Any] = {"group": "w0", "num_stages": 2, "plan_id": 17, **common}
     exchange_now = {
         "kind": "kv_exchange",
@@ -185,12 +179,10 @@ def test_the_status_table_shows_groups_where_parameters_can_be_dropped() -> None
         report("w2", layers=(0, 8), **common),
         report("w3"),
     ]
-    statuses = [WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=each) for each in reports]
-    short = {"throttled": True, "throttled_reason": "11 of 10 KV blocks wanted"}
-    statuses[2] = statuses[2].model_copy(update=short)
-    head, *rows, blank, summary, throttled, exchange, load = render(
-        ClusterView(sequence_number=1, workers=tuple(statuses))
-    ).splitlines()
+    first, second, third, fourth = view_of(*reports).workers
+    short = third.model_copy(update={"throttled": True, "throttled_reason": "11 of 10 KV blocks wanted"})
+    view = ClusterView(sequence_number=1, workers=(first, second, short, fourth))
+    head, *rows, blank, summary, throttled, exchange, load = render(view).splitlines()
     assert head.split()[-4:] == ["GROUP", "STAGE", "LAYERS", "PLAN"]
     cells = [row.split("  ") for row in rows]
     assert [[cell.strip() for cell in row if cell.strip()][-4:] for row in cells] == [
@@ -224,32 +216,29 @@ def test_the_status_table_shows_how_far_a_load_beside_serving_is(
     layers: tuple[int, int], resident: tuple[int, int], ratio: float, shown: str
 ) -> None:
     one = report("w0", num_layers=8, layers=layers, resident=resident, loaded_ratio=ratio, group="w0", plan_id=17)
-    view = ClusterView(sequence_number=1, workers=(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=one),))
-    assert render(view).splitlines()[1].split("  ")[-2:] == [shown, "17"]
+    assert render(view_of(one)).splitlines()[1].split("  ")[-2:] == [shown, "17"]
 
 
 def test_a_view_of_a_silent_monitor_is_marked_as_stale() -> None:
-    view = ClusterView(sequence_number=1, workers=(WorkerStatus(liveness=Liveness.ALIVE, age_s=0.1, report=report()),))
-    assert render(view, 12.3).splitlines()[-1] == "stale: the monitor wrote this 12 s ago"
-    assert "stale" not in render(view, 0.4)
+    assert render(view_of(report()), 12.3).splitlines()[-1] == "stale: the monitor wrote this 12 s ago"
+    assert "stale" not in render(view_of(report()), 0.4)
 
 
-async def test_a_dispatcher_without_a_view_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(url: str, *, api_key: str) -> Answer:
-        return Answer(200, b'{"workers": [], "cluster": "default", "age_s": null}')
-
-    monkeypatch.setattr(status, "ask", answer)
-    with pytest.raises(CommandError, match=r"does not know its cluster yet\. The monitor has written no view yet"):
-        await status.run_status("http://x", as_json=False)
+UNKNOWN = "describes its cluster in an unknown way"
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[" * 100_000, b"5", b"{}", b"\xff"])
-async def test_a_server_of_another_kind_is_one_line(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    async def answer(url: str, *, api_key: str) -> Answer:
-        return Answer(200, body)
-
-    monkeypatch.setattr(status, "ask", answer)
-    with pytest.raises(CommandError, match="describes its cluster in an unknown way"):
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        *((body, UNKNOWN) for body in (b"<html>", b"[" * 100_000, b"5", b"{}", b"\xff")),
+        (b'{"workers": [], "age_s": null}', r"does not know its cluster yet\. The monitor has written no view yet"),
+    ],
+)
+async def test_what_is_no_view_of_a_cluster_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, body: bytes, said: str
+) -> None:
+    monkeypatch.setattr(status, "ask", AsyncMock(return_value=Answer(200, body)))
+    with pytest.raises(CommandError, match=said):
         await status.run_status("http://x", as_json=False)
 
 
@@ -259,7 +248,8 @@ def test_an_empty_cluster_is_said_in_words() -> None:
 
 def test_the_snippets_can_be_pasted() -> None:
     prompt = 'Say "it\'s $HOME" twice'
-    text = describe(Console(io.StringIO(), {}), Running("http://127.0.0.1:8000", "nats://127.0.0.1:4", "m"), prompt)
+    plan = ClusterPlan(UpSettings(), Model(Path(), "m"), BrokerAccess("nats://127.0.0.1:4"), 8000)
+    text = describe(Console(io.StringIO(), {}), plan, prompt)
     _, curl, python = text.strip().split("\n\n", 2)
     words = shlex.split(curl)
     assert words[0] == "curl"

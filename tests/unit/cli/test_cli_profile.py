@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cli import main as command
 from cli.profile.command import ProfileSettings, describe_fit, make_profile, out_path
 from shared.cost import CostModel, load_profile, profile_toml
 from shared.cost_fit import Fit
 from shared.ids import WorkerId
 from shared.messages.report import WorkerPhase, WorkerReport
+from tests.unit.cli.conftest import Refusal
 
 FIT = Fit(CostModel(0.0206, 5.1e-5, 0.01464, 9.75e-5, 1.33e-7, 5.44e-9), 0.024, 0.061, 300, 100)
 REPORT = WorkerReport(
@@ -43,14 +43,9 @@ def test_a_file_is_named_after_model_and_device() -> None:
         ("none/a.toml", "there is no folder none"),
     ],
 )
-def test_a_file_that_cannot_be_is_refused_before_anything_runs(
-    capsys: pytest.CaptureFixture[str], out: str, line: str
-) -> None:
+def test_a_file_that_cannot_be_is_refused_before_anything_runs(refusal: Refusal, out: str, line: str) -> None:
     Path("there.toml").touch()
-    assert command.run_command(["profile", "--out", out]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"sluice: {line}")
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert refusal("profile", "--out", out).startswith(f"sluice: {line}")
 
 
 def test_a_file_that_exists_is_written_over_if_told_so() -> None:
@@ -58,9 +53,9 @@ def test_a_file_that_exists_is_written_over_if_told_so() -> None:
     assert out_path(ProfileSettings(out="there.toml", force=True), "", "") == Path("there.toml")
 
 
-def test_a_broker_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.run_command(["profile", "--nats-url", "nats://127.0.0.1:1"]) == 2
-    assert capsys.readouterr().err.startswith("sluice: no NATS server answers at 127.0.0.1:1 (Connection refused)")
+def test_a_broker_that_does_not_answer_is_one_line(refusal: Refusal) -> None:
+    said = refusal("profile", "--nats-url", "nats://127.0.0.1:1")
+    assert said.startswith("sluice: no NATS server answers at 127.0.0.1:1 (Connection refused)")
 
 
 def test_the_profile_says_where_it_comes_from() -> None:

@@ -17,7 +17,6 @@ from shared.wire import encode, encode_json
 from tests.unit.golden.samples import BATCH, MESSAGES
 
 SUBMIT = MESSAGES["submit"]
-TOKEN_IDS = {1, 2, 70_000, 2**32 - 1, 9, 8}
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))

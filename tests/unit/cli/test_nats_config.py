@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from cli.main import cli
-from cli.nats_config import NatsConfigOptions, parse_server, write_nats_config
+from cli.nats_config import parse_server, write_nats_config
 from shared.errors import StartupError
 from shared.transport.nats_config import BrokerConfig, config_text, new_passwords
 from shared.transport.nats_roles import Role
@@ -94,9 +94,8 @@ def test_a_server_is_a_name_and_a_host(text: str) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    options = NatsConfigOptions(tmp_path / "file" / "x", ("default",), "0.0.0.0:4222", "/data", "")
     with pytest.raises(StartupError, match=r"cannot write to .* Name another folder with --out"):
-        write_nats_config(options)
+        write_nats_config(tmp_path / "file" / "x", BrokerConfig("0.0.0.0:4222", "/data"))
 
 
 @pytest.mark.parametrize("with_users", [False, True])

@@ -17,21 +17,23 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli import main as command
+from cli.bench.report import lateness_p99_s
 from cli.bench.stream import Outcome
 from cli.console import Console
 from cli.exit_codes import DONE, FAILED, KILLED, UNREACHABLE, CommandError
 from cli.replay.command import ReplaySettings, run_replay
-from cli.replay.load import fit_context, load_workload
+from cli.replay.load import fit_context
 from cli.replay.metrics import Sample, read_sample
-from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.records import records_of
 from cli.replay.remarks import remarks_on
 from cli.replay.sender import FIRST_TOKEN_ID, VOCAB_SIZE
 from cli.replay.watch import ServerWatch
 from shared.errors import StartupError
 from shared.messages.report import ClusterView, WorkerReport
-from tests.support.openai_server import FINISH, Server, chunk, events, refuse, running, stream
+from sim.workload.workload import Workload
+from tests.support.openai_server import Engine, Server, running, say
 from tests.support.workloads import plain_workload
+from tests.unit.cli.conftest import Refusal
 
 UNASKED = cast("aiohttp.ClientSession", None)
 """For a watch that asks nothing."""
@@ -47,45 +49,10 @@ what is this
 """
 
 
-def text_events(num_prompt: int, num_output: int) -> bytes:
-    """A completion of so many tokens, one event each."""
-    texts = [chunk(choices=[{"index": 0, "text": "x", "finish_reason": None}]) for _ in range(num_output)]
-    usage = chunk(choices=[], usage={"prompt_tokens": num_prompt, "completion_tokens": num_output})
-    return events(*texts, FINISH, usage, "[DONE]")
-
-
-class Engine(Server):
-    """An engine that counts exactly; it may refuse token ids, completions, or every third request."""
-
-    def __init__(self, *, ids: bool = True, completions: bool = True, refuses: bool = False, limit: int = 512) -> None:
-        super().__init__(self.answer)
-        self.takes_ids, self.has_completions, self.refuses, self.limit = ids, completions, refuses, limit
-        self.metrics = METRICS
-        self.streams: list[dict[str, Any]] = []
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/models":
-            entry = {"id": "demo", "owned_by": "vllm", "max_model_len": self.limit}
-            return web.json_response({"object": "list", "data": [entry]})
-        if request.path == "/metrics":
-            return web.Response(text=self.metrics)
-        if request.method == "GET" or (not self.has_completions and request.path == "/v1/completions"):
-            return web.json_response({"error": "no such path"}, status=404)
-        return await self.answer(request)
-
-    async def answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
-        if isinstance(prompt, list) and not self.takes_ids:
-            return web.json_response({"error": {"message": "prompt must be a text"}}, status=400)
-        num_prompt = len(prompt) if isinstance(prompt, list) else 2 * len(prompt.split())
-        if not body.get("stream"):
-            return web.json_response({"usage": {"prompt_tokens": num_prompt, "completion_tokens": 1}})
-        self.streams.append(body | {"path": request.path})
-        reply = refuse(429, "full") if self.refuses and len(self.streams) % 3 == 0 else None
-        reply = reply or stream(text_events(num_prompt, body["max_tokens"]))
-        answer: web.StreamResponse = await reply(request)
-        return answer
+def vllm(kind: type[Engine] = Engine, *, limit: int = 512, **options: Any) -> Engine:
+    """An engine with a context of so many tokens and with metrics."""
+    models = {"object": "list", "data": [{"id": "demo", "owned_by": "vllm", "max_model_len": limit}]}
+    return kind(models=say(models), metrics=say(METRICS), **options)
 
 
 @pytest.fixture
@@ -103,12 +70,10 @@ async def replay(engine: Server, trace: Path, **settings: Any) -> tuple[int, str
 async def test_a_trace_is_replayed_with_its_exact_lengths_and_reported_as_a_comparison(
     trace: Path, tmp_path: Path
 ) -> None:
-    engine, out = Engine(), tmp_path / "out.json"
+    engine, out = vllm(), tmp_path / "out.json"
     code, text = await replay(engine, trace, json_file=str(out), slo=(60.0, 60.0))
     assert code == DONE, text
-    bodies = sorted(
-        engine.streams, key=lambda body: int(body["max_tokens"])
-    )  # one that is sent later may arrive before
+    bodies = sorted(engine.streams, key=lambda body: int(body["max_tokens"]))  # a later one may arrive before
     prompts = [body["prompt"] for body in bodies]
     assert [len(prompt) for prompt in prompts] == [7, 16, 30]
     assert all(FIRST_TOKEN_ID <= token < VOCAB_SIZE for prompt in prompts for token in prompt)
@@ -128,7 +93,7 @@ async def test_a_trace_is_replayed_with_its_exact_lengths_and_reported_as_a_comp
 
 @pytest.mark.parametrize(
     ("engine", "path"),
-    [(Engine(ids=False), "/v1/completions"), (Engine(completions=False), "/v1/chat/completions")],
+    [(vllm(takes_ids=False), "/v1/completions"), (vllm(has_completions=False), "/v1/chat/completions")],
 )
 async def test_a_server_that_takes_no_ids_gets_words_of_about_the_same_length(
     engine: Engine, path: str, trace: Path
@@ -136,7 +101,7 @@ async def test_a_server_that_takes_no_ids_gets_words_of_about_the_same_length(
     """Every word is two tokens there: 7, 30 and 16 tokens are 4, 15 and 8 words (7 / 2 is rounded to even)."""
     code, text = await replay(engine, trace, name="other")
     assert code == DONE, text
-    assert [body["path"] for body in engine.streams] == [path] * 3
+    assert [where for where, _, body in engine.requests if body and body.get("stream")] == [path] * 3
     prompts = [body["messages"][0]["content"] if "messages" in body else body["prompt"] for body in engine.streams]
     assert sorted(len(prompt.split()) for prompt in prompts) == [4, 8, 15]
     assert "other" in text.splitlines()[0]
@@ -144,7 +109,7 @@ async def test_a_server_that_takes_no_ids_gets_words_of_about_the_same_length(
 
 async def test_failed_requests_are_counted_and_named(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    code, text = await replay(Engine(refuses=True), trace, json_file=str(out))
+    code, text = await replay(vllm(refuses=True), trace, json_file=str(out))
     assert code == FAILED
     assert "failed: 1 × http 429: full" in text
     found = json.loads(out.read_text())["systems"]["vllm"]
@@ -155,14 +120,14 @@ async def test_ctrl_c_ends_the_load_and_gives_the_figures_so_far(trace: Path, tm
     """The third answer never comes: whoever waits for it presses Ctrl-C once the first two are there."""
 
     class Stuck(Engine):
-        async def answer(self, request: web.Request) -> web.StreamResponse:
-            if (await request.json()).get("stream") and len(self.streams) == 2:
+        async def complete(self, request: web.Request) -> web.StreamResponse:
+            if len(self.streams) == 3:
                 os.kill(os.getpid(), signal.SIGINT)
                 await asyncio.Event().wait()
-            return await super().answer(request)
+            return await super().complete(request)
 
     out = tmp_path / "out.json"
-    code, text = await replay(Stuck(), trace, json_file=str(out))
+    code, text = await replay(vllm(Stuck), trace, json_file=str(out))
     assert code == KILLED
     assert text.endswith("stopped by Ctrl-C; the figures are those of the answers so far")
     found = json.loads(out.read_text())["systems"]["vllm"]
@@ -174,7 +139,7 @@ async def test_without_matplotlib_figures_are_refused_before_anything_is_sent(
     trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    engine = Engine()
+    engine = vllm()
     with pytest.raises(StartupError, match="matplotlib"):
         await replay(engine, trace, plot_folder=tmp_path / "figures")
     assert not engine.streams
@@ -182,14 +147,14 @@ async def test_without_matplotlib_figures_are_refused_before_anything_is_sent(
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an optional extra")
 async def test_figures_are_drawn(trace: Path, tmp_path: Path) -> None:
-    code, text = await replay(Engine(), trace, plot_folder=tmp_path / "figures")
+    code, text = await replay(vllm(), trace, plot_folder=tmp_path / "figures")
     assert code == DONE, text
     assert {path.suffix for path in (tmp_path / "figures").iterdir()} == {".png", ".svg"}
 
 
 async def test_what_the_context_cannot_hold_is_cut(trace: Path) -> None:
     """Of 20 tokens the answer gets 10 at most and the prompt the rest: 30 + 5 becomes 15 + 5."""
-    engine = Engine(limit=20)
+    engine = vllm(limit=20)
     assert (await replay(engine, trace))[0] == DONE
     assert sorted((len(body["prompt"]), body["max_tokens"]) for body in engine.streams) == [(7, 2), (15, 5), (16, 3)]
 
@@ -199,13 +164,13 @@ async def test_what_cannot_be_replayed_is_refused_in_one_line(trace: Path, tmp_p
         await run_replay(ReplaySettings(trace, "http://127.0.0.1:1"), Console())
     assert found.value.code == UNREACHABLE
     with pytest.raises(CommandError, match=r"does not serve 'other'\. It serves: demo"):
-        await replay(Engine(), trace, model="other")
+        await replay(vllm(), trace, model="other")
     with pytest.raises(StartupError, match="there is no folder"):
-        await replay(Engine(), trace, json_file=str(tmp_path / "none" / "x.json"))
+        await replay(vllm(), trace, json_file=str(tmp_path / "none" / "x.json"))
 
 
 async def test_a_trace_with_a_bad_line_is_refused_before_the_server_is_asked(tmp_path: Path) -> None:
-    engine = Engine()
+    engine = vllm()
     with pytest.raises(StartupError, match=r"bad\.csv, line 3: input_tokens is '0'"):
         await replay(engine, bad_trace(tmp_path))
     assert not engine.streams
@@ -217,27 +182,27 @@ def bad_trace(folder: Path) -> Path:
     return path
 
 
-def test_the_command_line_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path, trace: Path) -> None:
+def test_the_command_line_names_what_is_wrong(refusal: Refusal, tmp_path: Path, trace: Path) -> None:
     for argv, said in (
-        (["replay", str(tmp_path / "none.csv")], "none.csv' does not exist"),
-        (["replay", str(trace), "--slo", "ttft=1"], "tpot=NUMBER is missing"),
-        (["replay", str(trace), "--lengths", "shargpt"], "sharegpt"),
-        (["replay", str(trace), "--upscale", "0"], "--upscale"),
+        ([str(tmp_path / "none.csv")], "none.csv' does not exist"),
+        ([str(trace), "--slo", "ttft=1"], "tpot=NUMBER is missing"),
+        ([str(trace), "--lengths", "shargpt"], "sharegpt"),
+        ([str(trace), "--upscale", "0"], "--upscale"),
     ):
-        assert command.run_command(argv) == 2
-        captured = capsys.readouterr()
-        assert said in captured.err
-        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert said in refusal("replay", *argv)
 
 
 def test_flags_change_arrivals_and_lengths(trace: Path) -> None:
-    plain = load_workload(trace)
+    def load(**flags: Any) -> Workload:
+        return ReplaySettings(trace, "", **flags).workload()
+
+    plain = load()
     assert plain.num_prompt.tolist() == [7, 30, 16]
     assert plain.arrival_s.tolist() == [0.0, 0.01, 0.02]
-    assert len(load_workload(trace, upscale=3.0)) == 9
-    assert load_workload(trace, duration_s=0.015).num_output.tolist() == [2, 5]
-    assert load_workload(trace, lengths="64x8").num_prompt.tolist() == [64] * 3
-    assert load_workload(trace, reader=(2.0, 9.0)).qoe_speed.tolist() == [9.0] * 3
+    assert len(load(upscale=3.0)) == 9
+    assert load(duration_s=0.015).num_output.tolist() == [2, 5]
+    assert load(lengths="64x8").num_prompt.tolist() == [64] * 3
+    assert load(reader=(2.0, 9.0)).qoe_speed.tolist() == [9.0] * 3
 
 
 @given(st.integers(2, 300), st.integers(1, 1000), st.integers(1, 1000), st.booleans())

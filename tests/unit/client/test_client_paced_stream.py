@@ -18,6 +18,7 @@ from sim.virtual_time import run
 from sluice_client.paced_stream import HUMAN_FRAME_S, MIN_TIMER_S, PacedStream
 from sluice_client.pacer import HumanPacing, PaceMode, Piece, make_pacer
 from sluice_client.qoe import QoeTarget, displayed_times, final_qoe
+from tests.support.virtual import in_virtual_time
 
 TARGET = QoeTarget(ttft_s=0.5, speed_tokens_per_s=10.0)
 MODES: list[PaceMode | None] = ["strict", "human", None]
@@ -102,182 +103,158 @@ def test_without_pacing_text_is_shown_as_it_arrives() -> None:
     assert [at_s for at_s, _ in output] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-def test_pieces_say_how_many_tokens_they_hold() -> None:
+@in_virtual_time
+async def test_pieces_say_how_many_tokens_they_hold() -> None:
     async def source() -> AsyncIterator[Piece]:
         yield Piece("a", 3)
         yield Piece("b", 0)
 
-    async def main() -> None:
-        output = await collect(PacedStream(source(), make_pacer("strict", TARGET)))
-        assert [text for _, text in output] == ["ab"]
-        assert output[0][0] == pytest.approx(0.7, abs=1e-6)
-
-    run(main())
+    output = await collect(PacedStream(source(), make_pacer("strict", TARGET)))
+    assert [text for _, text in output] == ["ab"]
+    assert output[0][0] == pytest.approx(0.7, abs=1e-6)
 
 
-def test_time_counts_from_the_requests_arrival_if_that_is_given() -> None:
-    async def main() -> None:
-        now_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(0.4)
-        output = await collect(stream_of(Source([0.0] * 3), "strict", started_s=now_s))
-        assert [at_s for at_s, _ in output] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
-
-    run(main(), start_s=77.0)
+@in_virtual_time
+async def test_time_counts_from_the_requests_arrival_if_that_is_given() -> None:
+    await asyncio.sleep(77.0)
+    now_s = asyncio.get_running_loop().time()
+    await asyncio.sleep(0.4)
+    output = await collect(stream_of(Source([0.0] * 3), "strict", started_s=now_s))
+    assert [at_s for at_s, _ in output] == pytest.approx([0.1, 0.2, 0.3], abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: PaceMode | None) -> None:
-    async def main() -> None:
-        source, seen = Source([0.01] * 20, error=ValueError("lost")), []
-        with pytest.raises(ValueError, match="lost"):  # noqa: PT012  the loop shows what came before the error
-            async for text in stream_of(source, mode):
-                seen.append(text)
-        assert "".join(seen) == source.text
-        assert source.num_yielded == 20
-        assert source.is_closed
-
-    run(main())
+@in_virtual_time
+async def test_an_error_of_the_source_is_raised_after_the_text_before_it(mode: PaceMode | None) -> None:
+    source, seen = Source([0.01] * 20, error=ValueError("lost")), []
+    with pytest.raises(ValueError, match="lost"):  # noqa: PT012  the loop shows what came before the error
+        async for text in stream_of(source, mode):
+            seen.append(text)
+    assert "".join(seen) == source.text
+    assert source.num_yielded == 20
+    assert source.is_closed
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cancel_s", [0.0, 0.004, 0.0505, 0.101, 0.11, 0.119, 0.3])
-def test_cancelling_the_reader_in_any_state_leaves_no_task_and_no_text_lost(
+@in_virtual_time
+async def test_cancelling_the_reader_in_any_state_leaves_no_task_and_no_text_lost(
     mode: PaceMode | None, cancel_s: float
 ) -> None:
     """Before the reader's first step, before the first piece, with a full buffer, while the source closes, after it."""
+    source, seen = Source([0.01] * 10), []
+    stream = stream_of(source, mode)
 
-    async def main() -> None:
-        source, seen = Source([0.01] * 10), []
-        stream = stream_of(source, mode)
+    async def read() -> None:
+        async for text in stream:
+            seen.append(text)
+        await asyncio.sleep(10)
 
-        async def read() -> None:
-            async for text in stream:
-                seen.append(text)
-            await asyncio.sleep(10)
-
-        task = asyncio.create_task(read())
-        await asyncio.sleep(cancel_s)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert source.is_closed
-        assert "".join(seen) + stream.drain() == source.text
-        assert stream.stats.buffered_tokens == 0
-        assert [text async for text in stream] == []
-        await stream.aclose()
-
-    run(main())
+    task = asyncio.create_task(read())
+    await asyncio.sleep(cancel_s)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert source.is_closed
+    assert "".join(seen) + stream.drain() == source.text
+    assert stream.stats.buffered_tokens == 0
+    assert [text async for text in stream] == []
+    await stream.aclose()
 
 
-def test_a_timeout_around_the_loop_ends_the_stream() -> None:
-    async def main() -> None:
-        source = Source([0.1] * 1000)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.05):
-                await collect(stream_of(source, "human"))
-        assert source.is_closed
-        assert source.num_yielded == 10
-
-    run(main())
+@in_virtual_time
+async def test_a_timeout_around_the_loop_ends_the_stream() -> None:
+    source = Source([0.1] * 1000)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.05):
+            await collect(stream_of(source, "human"))
+    assert source.is_closed
+    assert source.num_yielded == 10
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_leaving_the_context_ends_reader_and_source(mode: PaceMode | None) -> None:
-    async def main() -> None:
-        source = Source([0.01] * 1000)
-        async with stream_of(source, mode) as stream:
-            async for _ in stream:
-                break
-        assert source.is_closed
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run(main())
-
-
-def test_a_stream_left_behind_without_closing_ends_its_reader() -> None:
-    async def main() -> None:
-        source = Source([0.01] * 1000)
-        async for _ in stream_of(source, "human"):
+@in_virtual_time
+async def test_leaving_the_context_ends_reader_and_source(mode: PaceMode | None) -> None:
+    source = Source([0.01] * 1000)
+    async with stream_of(source, mode) as stream:
+        async for _ in stream:
             break
-        gc.collect()
-        await asyncio.sleep(0.1)
-        assert source.is_closed
-        assert source.num_yielded < 5
-
-    run(main())
+    assert source.is_closed
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_closing_a_stream_that_was_never_used_closes_the_source() -> None:
-    async def main() -> None:
-        source = Source([1.0])
-        stream = stream_of(source, "human")
-        await stream.aclose()
-        assert source.is_closed
-        assert [text async for text in stream] == []
-        assert stream.drain() == ""
+@in_virtual_time
+async def test_a_stream_left_behind_without_closing_ends_its_reader() -> None:
+    source = Source([0.01] * 1000)
+    async for _ in stream_of(source, "human"):
+        break
+    gc.collect()
+    await asyncio.sleep(0.1)
+    assert source.is_closed
+    assert source.num_yielded < 5
 
-    run(main())
+
+@in_virtual_time
+async def test_closing_a_stream_that_was_never_used_closes_the_source() -> None:
+    source = Source([1.0])
+    stream = stream_of(source, "human")
+    await stream.aclose()
+    assert source.is_closed
+    assert [text async for text in stream] == []
+    assert stream.drain() == ""
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode | None) -> None:
-    async def main() -> None:
-        source = Source([0.01] * 1000)
-        stream = stream_of(source, mode)
-        task = asyncio.create_task(collect(stream))
-        await asyncio.sleep(0.1055)
-        await stream.stop()
-        output = await task
-        assert "".join(text for _, text in output) == source.text
-        assert output[-1][0] <= 0.1055 + 1e-6
-        assert source.num_yielded == 10
-        assert source.is_closed
-
-    run(main())
+@in_virtual_time
+async def test_stop_shows_what_had_arrived_at_once_and_ends(mode: PaceMode | None) -> None:
+    source = Source([0.01] * 1000)
+    stream = stream_of(source, mode)
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0.1055)
+    await stream.stop()
+    output = await task
+    assert "".join(text for _, text in output) == source.text
+    assert output[-1][0] <= 0.1055 + 1e-6
+    assert source.num_yielded == 10
+    assert source.is_closed
 
 
-def test_skip_shows_the_rest_as_it_arrives() -> None:
-    async def main() -> None:
-        stream = stream_of(Source([0.01] * 50), "strict")
-        task = asyncio.create_task(collect(stream))
-        await asyncio.sleep(0.2)
-        stream.skip()
-        output = await task
-        assert output[0][0] == pytest.approx(0.2, abs=1e-6)
-        assert len(output[0][1].split()) in (19, 20)
-        assert output[-1][0] == pytest.approx(0.5, abs=1e-6)
-
-    run(main())
+@in_virtual_time
+async def test_skip_shows_the_rest_as_it_arrives() -> None:
+    stream = stream_of(Source([0.01] * 50), "strict")
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0.2)
+    stream.skip()
+    output = await task
+    assert output[0][0] == pytest.approx(0.2, abs=1e-6)
+    assert len(output[0][1].split()) in (19, 20)
+    assert output[-1][0] == pytest.approx(0.5, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["strict", "human"])
-def test_the_source_is_not_read_further_than_the_buffers_limit(mode: PaceMode) -> None:
-    async def main() -> None:
-        source = Source([0.0] * 500)
-        deepest = 0
-        stream = stream_of(source, mode, max_buffered_chars=40)
-        async for _ in stream:
-            deepest = max(deepest, stream.stats.buffered_chars)
-        assert 0 < deepest < 40 + 5
-        assert source.num_yielded == 500
-
-    run(main())
+@in_virtual_time
+async def test_the_source_is_not_read_further_than_the_buffers_limit(mode: PaceMode) -> None:
+    source = Source([0.0] * 500)
+    deepest = 0
+    stream = stream_of(source, mode, max_buffered_chars=40)
+    async for _ in stream:
+        deepest = max(deepest, stream.stats.buffered_chars)
+    assert 0 < deepest < 40 + 5
+    assert source.num_yielded == 500
 
 
-def test_a_source_that_is_cancelled_from_outside_does_not_pass_for_an_end() -> None:
-    async def main() -> None:
-        async def source() -> AsyncIterator[str]:
-            yield "one "
-            raise asyncio.CancelledError
+@in_virtual_time
+async def test_a_source_that_is_cancelled_from_outside_does_not_pass_for_an_end() -> None:
+    async def source() -> AsyncIterator[str]:
+        yield "one "
+        raise asyncio.CancelledError
 
-        seen = []
-        with pytest.raises(asyncio.CancelledError):  # noqa: PT012  the loop shows what came before the error
-            async for text in PacedStream(source(), make_pacer("human", TARGET)):
-                seen.append(text)
-        assert seen == ["one "]
-
-    run(main())
+    seen = []
+    with pytest.raises(asyncio.CancelledError):  # noqa: PT012  the loop shows what came before the error
+        async for text in PacedStream(source(), make_pacer("human", TARGET)):
+            seen.append(text)
+    assert seen == ["one "]
 
 
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,14 @@ def random_deliveries(rng: random.Random, target: QoeTarget) -> list[float]:
     return times
 
 
+def streams(seed: int, count: int) -> Iterator[tuple[random.Random, QoeTarget, list[float]]]:
+    """Yield readers and what is delivered to them, and the generator that made these."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        target = random_target(rng)
+        yield rng, target, random_deliveries(rng, target)
+
+
 def state_of(target: QoeTarget, delivered: list[float]) -> QoeState:
     state = QoeState(target)
     for t in delivered:
@@ -53,30 +62,24 @@ def state_of(target: QoeTarget, delivered: list[float]) -> QoeState:
 
 
 def test_state_agrees_with_the_definition_on_thousands_of_random_streams() -> None:
-    rng = random.Random(1)
-    for case in range(2000):
-        target = random_target(rng)
-        delivered = random_deliveries(rng, target)
-        state, displayed = QoeState(target), displayed_times(target, delivered)
-        for t, shown in zip(delivered, displayed, strict=True):
-            assert state.deliver(t) == pytest.approx(shown, abs=TOLERANCE), case
+    for _, target, delivered in streams(1, 2000):
+        state = QoeState(target)
+        for t, shown in zip(delivered, displayed_times(target, delivered), strict=True):
+            assert state.deliver(t) == pytest.approx(shown, abs=TOLERANCE), (target, delivered)
         assert state.num_tokens == len(delivered)
         assert state.delay_s == pytest.approx(delay_sum(target, delivered), abs=1e-7, rel=TOLERANCE)
-        assert abs(state.final() - final_qoe(target, delivered)) <= TOLERANCE, case
+        assert abs(state.final() - final_qoe(target, delivered)) <= TOLERANCE, (target, delivered)
 
 
 def test_state_agrees_with_the_definition_in_the_middle_of_streams() -> None:
     """At any instant between two deliveries, finished or not, tokens in the buffer or not."""
-    rng = random.Random(2)
-    for case in range(2000):
-        target = random_target(rng)
-        delivered = random_deliveries(rng, target)
+    for rng, target, delivered in streams(2, 2000):
         so_far = delivered[: rng.randint(0, len(delivered))]
         start_s = so_far[-1] if so_far else 0.0
         t = start_s + rng.choice((0.0, rng.uniform(0, 1), rng.uniform(0, 200))) / target.speed_tokens_per_s
         for finished in (False, True):
             got = state_of(target, so_far).qoe_at(t, finished=finished)
-            assert abs(got - qoe_at(target, so_far, t, finished=finished)) <= TOLERANCE, (case, finished)
+            assert abs(got - qoe_at(target, so_far, t, finished=finished)) <= TOLERANCE, (target, so_far, t)
 
 
 @given(
@@ -194,10 +197,7 @@ def test_perfect_means_at_most_a_millisecond_of_delay() -> None:
 
 
 def test_qoe_stays_between_zero_and_one() -> None:
-    rng = random.Random(6)
-    for _ in range(1000):
-        target = random_target(rng)
-        delivered = random_deliveries(rng, target)
+    for rng, target, delivered in streams(6, 1000):
         t = delivered[-1] + rng.uniform(0, 50)
         for finished in (False, True):
             assert -1e-9 <= qoe_at(target, delivered, t, finished=finished) <= 1 + 1e-9
@@ -207,10 +207,7 @@ def test_qoe_stays_between_zero_and_one() -> None:
 
 
 def test_qoe_at_the_last_display_is_the_final_qoe() -> None:
-    rng = random.Random(7)
-    for _ in range(1000):
-        target = random_target(rng)
-        delivered = random_deliveries(rng, target)
+    for _, target, delivered in streams(7, 1000):
         state = state_of(target, delivered)
         if state.last_s - target.ttft_s < 1e-6:
             continue  # one token in time: an area of rounding errors
@@ -222,10 +219,7 @@ def test_qoe_at_the_last_display_is_the_final_qoe() -> None:
 
 
 def test_later_delivery_never_raises_qoe_at_an_instant() -> None:
-    rng = random.Random(8)
-    for _ in range(1000):
-        target = random_target(rng)
-        delivered = random_deliveries(rng, target)
+    for rng, target, delivered in streams(8, 1000):
         later = list(delivered)
         for i in range(rng.randrange(len(later)), len(later)):
             later[i] += rng.uniform(0, 3)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice_client.cursor import Cursor, Servers, check_key
-from sluice_client.retry import Attempts, Resumes, RetryBudget, RetryPolicy, Setback, may_retry
+from sluice_client.retry import Attempts, Resumes, RetryBudget, RetryPolicy, Setback, may_retry, parse_retry_after
 
 BUSY = Setback(may_retry=True)
 AWAY = Setback(may_retry=True, is_unreachable=True)
@@ -47,16 +47,19 @@ def test_a_quiet_client_has_all_of_its_retries() -> None:
     assert [attempts.next_delay_s(BUSY, 0.0) is None for _ in range(3)] == [False, False, True]
 
 
-def test_the_wait_is_drawn_from_all_of_the_backoff_and_never_ends_before_the_servers_time() -> None:
-    policy, rng = RetryPolicy(first_backoff_s=1.0, max_backoff_s=4.0), random.Random(1)
-    for attempt, longest_s in ((0, 1.0), (1, 2.0), (2, 4.0), (9, 4.0), (10_000, 4.0)):
-        waits = [policy.backoff_s(attempt, rng) for _ in range(200)]
+@pytest.mark.parametrize("policy", [RetryPolicy(first_backoff_s=1.0, max_backoff_s=4.0), RetryPolicy()])
+def test_the_wait_is_drawn_from_all_of_the_backoff_and_never_ends_before_the_servers_time(policy: RetryPolicy) -> None:
+    rng = random.Random(1)
+    for attempt in (*range(10), 10_000):
+        waits = [policy.delay_s(attempt, None, rng) or 0.0 for _ in range(200)]
+        longest_s = min(policy.first_backoff_s * 2 ** min(attempt, 9), policy.max_backoff_s)
         assert 0 <= min(waits) < 0.1 * longest_s
         assert 0.9 * longest_s < max(waits) <= longest_s
     waits = [policy.delay_s(0, 5.0, rng) or 0.0 for _ in range(200)]
-    assert 5.0 <= min(waits) < 5.1
-    assert 5.9 < max(waits) <= 6.0
+    assert 5.0 <= min(waits) < 5.0 + 0.1 * policy.first_backoff_s
+    assert 5.0 + 0.9 * policy.first_backoff_s < max(waits) <= 5.0 + policy.first_backoff_s
     assert policy.delay_s(0, policy.max_retry_after_s + 1, rng) is None
+    assert policy.delay_s(0, None, random.Random(3)) == policy.delay_s(0, None, random.Random(3))
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,8 @@ def test_the_wait_is_drawn_from_all_of_the_backoff_and_never_ends_before_the_ser
         (503, {}, True),
         (500, {}, False),
         (409, {}, False),
+        (400, {}, False),
+        (429, {"x-should-retry": "true"}, True),
         (503, {"x-should-retry": "false"}, False),
         (500, {"x-should-retry": "true"}, True),
         (503, {"x-should-retry": "perhaps"}, True),
@@ -73,6 +78,24 @@ def test_the_wait_is_drawn_from_all_of_the_backoff_and_never_ends_before_the_ser
 )
 def test_the_servers_own_word_counts_most(status: int, headers: dict[str, str], expected: bool) -> None:
     assert may_retry(status, headers) is expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, None),
+        ({"retry-after": "3"}, 3.0),
+        ({"retry-after": "0.5"}, 0.5),
+        ({"retry-after": "-1"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after-ms": "250", "retry-after": "3"}, 0.25),
+        ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 70.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0),
+    ],
+)
+def test_retry_after_is_read_in_every_form(headers: dict[str, str], expected: float | None) -> None:
+    assert parse_retry_after(headers, now_unix_s=30.0) == expected
 
 
 def test_another_server_is_asked_at_once() -> None:

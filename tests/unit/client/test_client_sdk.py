@@ -34,6 +34,7 @@ from tests.support.openai_server import (
     events,
     refuse,
     running,
+    say,
     stream,
 )
 
@@ -229,10 +230,7 @@ async def test_other_refusals_are_not_retried(reply: Any) -> None:
 
 
 async def test_an_error_without_json_still_names_its_status() -> None:
-    async def reply(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=502, text="<html>bad gateway</html>")
-
-    async with serving(reply) as (client, _):
+    async with serving(say("<html>bad gateway</html>", 502)) as (client, _):
         with pytest.raises(APIStatusError, match="502: Bad Gateway") as caught:
             await client.chat("hi", "demo").read()
         assert caught.value.code is None
@@ -291,30 +289,25 @@ async def test_an_answer_left_early_closes_its_connection(how: str) -> None:
 
 
 async def test_replies_that_are_not_streamed() -> None:
-    async def reply(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        assert body["stream"] is False
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
-        choice |= {"message": {"role": "assistant", "content": "yes"}} if "messages" in body else {"text": "yes"}
-        return web.json_response({"id": "c-1", "choices": [choice], "usage": {"total_tokens": 4}})
-
-    async with serving(reply) as (client, _):
+    replies = [
+        say({"id": "c-1", "choices": [{"index": 0, "finish_reason": "stop", **text}], "usage": {"total_tokens": 4}})
+        for text in ({"message": {"role": "assistant", "content": "yes"}}, {"text": "yes"})
+    ]
+    async with serving(*replies) as (client, server):
         for once in (await client.chat_once("hi", "demo"), await client.complete_once("hi", "demo")):
             assert (once.text, once.finish_reason, once.request_id) == ("yes", "stop", "c-1")
             assert once.usage == {"total_tokens": 4}
+        assert [("messages" in body, body["stream"]) for body in server.posts] == [(True, False), (False, False)]
 
 
 async def test_all_choices_of_a_reply_are_kept_in_order_with_the_firsts_log_probabilities() -> None:
     numbers = {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}], "refusal": None}
 
-    async def reply(request: web.Request) -> web.StreamResponse:
-        assert (await request.json())["n"] == 2
-        second = {"index": 1, "message": {"content": "b"}}
-        first = {"index": 0, "message": {"content": "a"}, "logprobs": numbers, "finish_reason": "stop"}
-        return web.json_response({"id": "c-1", "choices": [second, first]})
-
-    async with serving(reply) as (client, _):
+    second = {"index": 1, "message": {"content": "b"}}
+    first = {"index": 0, "message": {"content": "a"}, "logprobs": numbers, "finish_reason": "stop"}
+    async with serving(say({"id": "c-1", "choices": [second, first]})) as (client, server):
         once = await client.chat_once("hi", "demo", n=2, logprobs=True)
+        assert server.posts[0]["n"] == 2
         assert (once.text, once.texts, once.finish_reason, once.logprobs) == ("a", ["a", "b"], "stop", numbers)
 
 
@@ -343,10 +336,7 @@ async def test_models_are_listed_and_the_first_one_is_the_default() -> None:
 
 
 async def test_json_instead_of_a_stream_is_refused() -> None:
-    async def reply(request: web.Request) -> web.StreamResponse:
-        return web.json_response({"choices": []})
-
-    async with serving(reply) as (client, _):
+    async with serving(say({"choices": []})) as (client, _):
         with pytest.raises(ProtocolError, match="event stream"):
             await client.chat("hi", "demo").read()
         with pytest.raises(ProtocolError, match="no choice"):
@@ -360,8 +350,7 @@ async def test_connections_are_reused_after_a_whole_answer(raw: bytes) -> None:
     async def reply(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
         ports.add(request.transport.get_extra_info("peername")[1])
-        response: web.StreamResponse = await stream(raw)(request)
-        return response
+        return await stream(raw)(request)
 
     async with serving(reply, limits=ClientLimits(end_timeout_s=5.0)) as (client, server):
         for _ in range(5):

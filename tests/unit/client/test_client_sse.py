@@ -1,15 +1,12 @@
-"""The parser of event streams, against bytes cut anywhere; and the policy of retries."""
+"""The parser of event streams, against bytes cut anywhere."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice_client.errors import ProtocolError
-from sluice_client.retry import RetryPolicy, may_retry, parse_retry_after
 from sluice_client.sse import SseDecoder, SseEvent
 
 
@@ -80,61 +77,3 @@ def test_bytes_that_are_not_utf8_are_an_error_after_the_events_before_them() -> 
         for event in SseDecoder().feed(b"data: good\n\ndata: \xff\n\n"):
             events.append(event.data)
     assert events == ["good"]
-
-
-class TestRetries:
-    policy = RetryPolicy()
-
-    def test_backoff_doubles_with_full_jitter_below_it(self) -> None:
-        rng = random.Random(1)
-        policy = RetryPolicy(max_retries=8)
-        for attempt in range(8):
-            delays = [policy.delay_s(attempt, None, rng) or 0.0 for _ in range(200)]
-            longest = min(0.5 * 2**attempt, 8.0)
-            assert 0 <= min(delays) < 0.1 * longest < 0.9 * longest < max(delays) <= longest
-
-    def test_retry_after_is_a_lower_bound_unless_it_asks_too_much(self) -> None:
-        rng = random.Random(2)
-        delays = [self.policy.delay_s(0, 10.0, rng) or 0.0 for _ in range(200)]
-        assert 10.0 <= min(delays) < max(delays) <= 12.5
-        assert self.policy.delay_s(0, 61.0, rng) is None
-
-    def test_same_seed_same_delays(self) -> None:
-        one, other = random.Random(3), random.Random(3)
-        assert [self.policy.delay_s(0, None, one) for _ in range(9)] == [
-            self.policy.delay_s(0, None, other) for _ in range(9)
-        ]
-
-    @pytest.mark.parametrize(
-        ("headers", "expected"),
-        [
-            ({}, None),
-            ({"retry-after": "3"}, 3.0),
-            ({"retry-after": "0.5"}, 0.5),
-            ({"retry-after": "-1"}, None),
-            ({"retry-after": "inf"}, None),
-            ({"retry-after": "soon"}, None),
-            ({"retry-after-ms": "250", "retry-after": "3"}, 0.25),
-            ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 70.0),
-            ({"retry-after": "Thu, 01 Jan 1970 00:00:10 GMT"}, 0.0),
-        ],
-    )
-    def test_retry_after_is_read_in_every_form(self, headers: dict[str, str], expected: float | None) -> None:
-        assert parse_retry_after(headers, now_unix_s=30.0) == expected
-
-    @pytest.mark.parametrize(
-        ("status", "headers", "expected"),
-        [
-            (429, {}, True),
-            (503, {}, True),
-            (503, {"x-should-retry": "false"}, False),
-            (429, {"x-should-retry": "true"}, True),
-            (500, {}, False),
-            (500, {"x-should-retry": "true"}, True),
-            (400, {}, False),
-        ],
-    )
-    def test_only_overload_is_retried_and_what_the_server_says(
-        self, status: int, headers: dict[str, str], expected: bool
-    ) -> None:
-        assert may_retry(status, headers) is expected

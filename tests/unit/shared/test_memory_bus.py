@@ -20,6 +20,7 @@ from shared.transport.bus import BusTimeoutError, Endpoint, KvEntry, Message, No
 from shared.transport.bus_rules import matches
 from shared.transport.memory_bus import Delivery, MemoryBroker
 from sim.virtual_time import run
+from tests.support.virtual import in_virtual_time
 
 ROOT = Path(__file__).parents[3]
 INFO = ServiceInfo("sluice-test", "1.0.0", "test", {}, "t1")
@@ -33,104 +34,95 @@ async def echo(message: Message) -> bytes:
     return message.data
 
 
-def test_a_message_takes_the_latency_and_a_request_twice_as_long() -> None:
-    async def main() -> list[float]:
-        broker, times = MemoryBroker(latency_s=0.25), list[float]()
-        one, two = broker.connect("one"), broker.connect("two")
-        await two.subscribe("news", lambda _message: times.append(now()))
-        await one.publish("news", b"")
-        await asyncio.sleep(1.0)
-        await two.serve(INFO, [Endpoint("echo", "echo", echo)])
-        await one.request("echo", b"", timeout_s=1.0)
-        times.append(now())
-        with pytest.raises(NoRespondersError):
-            await one.request("nobody", b"", timeout_s=1.0)
-        times.append(now())
-        with pytest.raises(BusTimeoutError):
-            await one.request("echo", b"", timeout_s=0.4)
-        times.append(now())
-        return times
-
-    assert run(main()) == pytest.approx([0.25, 1.5, 2.0, 2.4])
+@in_virtual_time
+async def test_a_message_takes_the_latency_and_a_request_twice_as_long() -> None:
+    broker, times = MemoryBroker(latency_s=0.25), list[float]()
+    one, two = broker.connect("one"), broker.connect("two")
+    await two.subscribe("news", lambda _message: times.append(now()))
+    await one.publish("news", b"")
+    await asyncio.sleep(1.0)
+    await two.serve(INFO, [Endpoint("echo", "echo", echo)])
+    await one.request("echo", b"", timeout_s=1.0)
+    times.append(now())
+    with pytest.raises(NoRespondersError):
+        await one.request("nobody", b"", timeout_s=1.0)
+    times.append(now())
+    with pytest.raises(BusTimeoutError):
+        await one.request("echo", b"", timeout_s=0.4)
+    times.append(now())
+    assert times == pytest.approx([0.25, 1.5, 2.0, 2.4])
 
 
-def test_who_receives_is_decided_when_the_message_arrives() -> None:
-    async def main() -> tuple[list[bytes], list[bytes]]:
-        broker, early, late = MemoryBroker(latency_s=1.0), list[bytes](), list[bytes]()
-        bus = broker.connect("b")
-        leaving = await bus.subscribe("news", lambda message: early.append(message.data))
-        await bus.publish("news", b"1")
-        await asyncio.sleep(1.5)
-        await bus.publish("news", b"2")
-        await asyncio.sleep(0.5)
-        await leaving.close()
-        await bus.subscribe("news", lambda message: late.append(message.data))
-        await asyncio.sleep(2.0)
-        return early, late
-
-    assert run(main()) == ([b"1"], [b"2"])
+@in_virtual_time
+async def test_who_receives_is_decided_when_the_message_arrives() -> None:
+    broker, early, late = MemoryBroker(latency_s=1.0), list[bytes](), list[bytes]()
+    bus = broker.connect("b")
+    leaving = await bus.subscribe("news", lambda message: early.append(message.data))
+    await bus.publish("news", b"1")
+    await asyncio.sleep(1.5)
+    await bus.publish("news", b"2")
+    await asyncio.sleep(0.5)
+    await leaving.close()
+    await bus.subscribe("news", lambda message: late.append(message.data))
+    await asyncio.sleep(2.0)
+    assert (early, late) == ([b"1"], [b"2"])
 
 
 @pytest.mark.parametrize("pattern", ["news.today", "news.*", ">"])
-def test_whoever_comes_or_goes_between_two_messages_of_a_subject_is_known_by_the_second(pattern: str) -> None:
-    async def main() -> list[bytes]:
-        broker, heard = MemoryBroker(latency_s=1.0), list[bytes]()
-        bus = broker.connect("b")
-        for number in b"123":
-            await bus.publish("news.today", bytes([number]))
-            await asyncio.sleep(2.0)
-            if number == ord("1"):
-                subscription = await bus.subscribe(pattern, lambda message: heard.append(message.data))
-            elif number == ord("2"):
-                await subscription.close()
-        return heard
-
-    assert run(main()) == [b"2"]
+@in_virtual_time
+async def test_whoever_comes_or_goes_between_two_messages_of_a_subject_is_known_by_the_second(pattern: str) -> None:
+    broker, heard = MemoryBroker(latency_s=1.0), list[bytes]()
+    bus = broker.connect("b")
+    for number in b"123":
+        await bus.publish("news.today", bytes([number]))
+        await asyncio.sleep(2.0)
+        if number == ord("1"):
+            subscription = await bus.subscribe(pattern, lambda message: heard.append(message.data))
+        elif number == ord("2"):
+            await subscription.close()
+    assert heard == [b"2"]
 
 
 def take(taken: list[str], name: str, _: Message) -> None:
     taken.append(name)
 
 
-def test_who_has_left_a_queue_group_has_no_turn_and_an_empty_group_answers_nothing() -> None:
-    async def main() -> list[str]:
-        broker, taken = MemoryBroker(latency_s=1.0), list[str]()
-        bus = broker.connect("b")
-        members = [await bus.subscribe("work", partial(take, taken, name), queue="all") for name in ("one", "two")]
-        for leaves in (None, 0, None, 1):
-            await bus.publish("work", b"")
-            await asyncio.sleep(2.0)
-            if leaves is not None:
-                await members[leaves].close()
-        with pytest.raises(NoRespondersError):
-            await bus.request("work", b"", timeout_s=10.0)
-        return taken
-
-    assert run(main()) == ["one", "two", "two", "two"]
+@in_virtual_time
+async def test_who_has_left_a_queue_group_has_no_turn_and_an_empty_group_answers_nothing() -> None:
+    broker, taken = MemoryBroker(latency_s=1.0), list[str]()
+    bus = broker.connect("b")
+    members = [await bus.subscribe("work", partial(take, taken, name), queue="all") for name in ("one", "two")]
+    for leaves in (None, 0, None, 1):
+        await bus.publish("work", b"")
+        await asyncio.sleep(2.0)
+        if leaves is not None:
+            await members[leaves].close()
+    with pytest.raises(NoRespondersError):
+        await bus.request("work", b"", timeout_s=10.0)
+    assert taken == ["one", "two", "two", "two"]
 
 
-def test_members_of_a_queue_group_take_turns() -> None:
-    async def main() -> list[tuple[bytes, str]]:
-        broker, got = MemoryBroker(), list[tuple[bytes, str]]()
-        bus = broker.connect("b")
+@in_virtual_time
+async def test_members_of_a_queue_group_take_turns() -> None:
+    broker, got = MemoryBroker(), list[tuple[bytes, str]]()
+    bus = broker.connect("b")
 
-        def note(name: str, message: Message) -> None:
-            got.append((message.data, name))
+    def note(name: str, message: Message) -> None:
+        got.append((message.data, name))
 
-        for name in "xyz":
-            await bus.subscribe("jobs", partial(note, name), queue="q")
-        for number in range(6):
-            await bus.publish("jobs", b"%d" % number)
-        await asyncio.sleep(1.0)
-        return sorted(got)
-
-    assert run(main()) == [(b"0", "x"), (b"1", "y"), (b"2", "z"), (b"3", "x"), (b"4", "y"), (b"5", "z")]
+    for name in "xyz":
+        await bus.subscribe("jobs", partial(note, name), queue="q")
+    for number in range(6):
+        await bus.publish("jobs", b"%d" % number)
+    await asyncio.sleep(1.0)
+    assert sorted(got) == [(b"0", "x"), (b"1", "y"), (b"2", "z"), (b"3", "x"), (b"4", "y"), (b"5", "z")]
 
 
 # --- faults ---
 
 
-def test_a_policy_may_lose_double_and_delay_each_delivery() -> None:
+@in_virtual_time
+async def test_a_policy_may_lose_double_and_delay_each_delivery() -> None:
     """`2` is lost, `3` comes twice, `4` comes half a second late and so after `5`."""
     asked: list[Delivery] = []
 
@@ -138,93 +130,82 @@ def test_a_policy_may_lose_double_and_delay_each_delivery() -> None:
         asked.append(delivery)
         return {2: (), 3: (0.0, 0.1), 4: (0.5,)}.get(delivery.size_bytes, (0.0,))
 
-    async def main() -> list[tuple[int, float]]:
-        broker, got = MemoryBroker(latency_s=0.001, deliver=deliver), list[tuple[int, float]]()
-        publisher, reader = broker.connect("p"), broker.connect("r")
-        await reader.subscribe("news", lambda message: got.append((len(message.data), round(now(), 6))))
-        for size in range(1, 6):
-            await publisher.publish("news", bytes(size))
-        await asyncio.sleep(1.0)
-        return got
-
-    assert run(main()) == [(1, 0.001), (3, 0.001), (5, 0.001), (3, 0.101), (4, 0.501)]
+    broker, got = MemoryBroker(latency_s=0.001, deliver=deliver), list[tuple[int, float]]()
+    publisher, reader = broker.connect("p"), broker.connect("r")
+    await reader.subscribe("news", lambda message: got.append((len(message.data), round(now(), 6))))
+    for size in range(1, 6):
+        await publisher.publish("news", bytes(size))
+    await asyncio.sleep(1.0)
+    assert got == [(1, 0.001), (3, 0.001), (5, 0.001), (3, 0.101), (4, 0.501)]
     assert asked[0] == Delivery("p", "r", "news", 1)
     assert [delivery.size_bytes for delivery in asked] == [1, 2, 3, 4, 5], "asked once per message and receiver"
 
 
-def test_a_partition_between_two_names_cuts_their_requests_only() -> None:
+@in_virtual_time
+async def test_a_partition_between_two_names_cuts_their_requests_only() -> None:
     def deliver(delivery: Delivery) -> Sequence[float]:
         return () if {delivery.sender, delivery.receiver} == {"a", "server"} else (0.0,)
 
-    async def main() -> None:
-        broker = MemoryBroker(deliver=deliver)
-        server, a, b = (broker.connect(name) for name in ("server", "a", "b"))
-        await server.serve(INFO, [Endpoint("echo", "echo", echo)])
-        assert await b.request("echo", b"x", timeout_s=1.0) == b"x"
-        with pytest.raises(BusTimeoutError):
-            await a.request("echo", b"x", timeout_s=1.0)
-        assert now() == pytest.approx(1.0, abs=0.01)
-
-    run(main())
+    broker = MemoryBroker(deliver=deliver)
+    server, a, b = (broker.connect(name) for name in ("server", "a", "b"))
+    await server.serve(INFO, [Endpoint("echo", "echo", echo)])
+    assert await b.request("echo", b"x", timeout_s=1.0) == b"x"
+    with pytest.raises(BusTimeoutError):
+        await a.request("echo", b"x", timeout_s=1.0)
+    assert now() == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_lost_answer_is_a_timeout_though_the_responder_ran() -> None:
+@in_virtual_time
+async def test_a_lost_answer_is_a_timeout_though_the_responder_ran() -> None:
     ran: list[bytes] = []
 
     async def responder(message: Message) -> bytes:
         ran.append(message.data)
         return b""
 
-    async def main() -> None:
-        broker = MemoryBroker(deliver=lambda delivery: () if delivery.subject.startswith("_INBOX.") else (0.0,))
-        server, client = broker.connect("s"), broker.connect("c")
-        await server.serve(INFO, [Endpoint("do", "do", responder)])
-        with pytest.raises(BusTimeoutError):
-            await client.request("do", b"x", timeout_s=1.0)
-
-    run(main())
+    broker = MemoryBroker(deliver=lambda delivery: () if delivery.subject.startswith("_INBOX.") else (0.0,))
+    server, client = broker.connect("s"), broker.connect("c")
+    await server.serve(INFO, [Endpoint("do", "do", responder)])
+    with pytest.raises(BusTimeoutError):
+        await client.request("do", b"x", timeout_s=1.0)
     assert ran == [b"x"]
 
 
-def test_buckets_and_their_watches_are_not_subject_to_the_policy() -> None:
-    async def main() -> list[KvEntry]:
-        broker, seen = MemoryBroker(deliver=lambda _delivery: ()), list[KvEntry]()
-        bucket = await broker.connect("b").key_value("plans")
-        await bucket.watch(">", seen.append)
-        await bucket.put("k", b"v")
-        await asyncio.sleep(0.01)
-        return seen
-
-    assert run(main()) == [KvEntry("k", b"v", 1)]
+@in_virtual_time
+async def test_buckets_and_their_watches_are_not_subject_to_the_policy() -> None:
+    broker, seen = MemoryBroker(deliver=lambda _delivery: ()), list[KvEntry]()
+    bucket = await broker.connect("b").key_value("plans")
+    await bucket.watch(">", seen.append)
+    await bucket.put("k", b"v")
+    await asyncio.sleep(0.01)
+    assert seen == [KvEntry("k", b"v", 1)]
 
 
-def test_a_broker_that_is_down_loses_messages_and_fails_the_rest_in_time() -> None:
-    async def main() -> None:
-        broker, got = MemoryBroker(), list[bytes]()
-        bus = broker.connect("b")
-        bucket = await bus.key_value("plans")
-        await bus.subscribe("news", lambda message: got.append(message.data))
-        broker.available = False
-        states = [bus.connected]
-        await bus.publish("news", b"lost")
+@in_virtual_time
+async def test_a_broker_that_is_down_loses_messages_and_fails_the_rest_in_time() -> None:
+    broker, got = MemoryBroker(), list[bytes]()
+    bus = broker.connect("b")
+    bucket = await bus.key_value("plans")
+    await bus.subscribe("news", lambda message: got.append(message.data))
+    broker.available = False
+    states = [bus.connected]
+    await bus.publish("news", b"lost")
+    with pytest.raises(BusTimeoutError):
+        await bus.request("news", b"", timeout_s=1.0)
+    before_s = now()
+    for attempt in (bus.flush(), bucket.put("k", b"v"), bucket.get("k")):
         with pytest.raises(BusTimeoutError):
-            await bus.request("news", b"", timeout_s=1.0)
-        before_s = now()
-        for attempt in (bus.flush(), bucket.put("k", b"v"), bucket.get("k")):
-            with pytest.raises(BusTimeoutError):
-                await attempt
-        assert now() - before_s == pytest.approx(3 * memory_bus.OUTAGE_TIMEOUT_S)
-        broker.available = True
-        assert [*states, bus.connected] == [False, True]
-        await bus.publish("news", b"arrives")
-        await bus.flush()
-        assert await bucket.get("k") is None
-        assert got == [b"arrives"]
-        assert bus.stats.dropped_out == 2
-        broker.available = False
-        await bus.close()
-
-    run(main())
+            await attempt
+    assert now() - before_s == pytest.approx(3 * memory_bus.OUTAGE_TIMEOUT_S)
+    broker.available = True
+    assert [*states, bus.connected] == [False, True]
+    await bus.publish("news", b"arrives")
+    await bus.flush()
+    assert await bucket.get("k") is None
+    assert got == [b"arrives"]
+    assert bus.stats.dropped_out == 2
+    broker.available = False
+    await bus.close()
 
 
 # --- one trace ---

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from shared.cost import (
     PROFILES,
     CostModel,
-    Profile,
     load_profile,
     prefill_pairs,
     profile_names,
@@ -86,21 +85,16 @@ def test_chunks_of_a_prompt_have_the_pairs_of_the_whole(chunks: list[int]) -> No
     assert sum(map(prefill_pairs, starts, chunks)) == prefill_pairs(0, sum(chunks))
 
 
+TWO_COSTS = [load_profile(name).cost for name in (A800, "llama-3-70b-tp8-a100")]
+
+
 @given(tokens=st.integers(1, 10_000), kv=st.integers(0, 10**6), pairs=st.integers(0, 10**8))
 def test_more_work_never_takes_less_time(tokens: int, kv: int, pairs: int) -> None:
-    for name in (A800, "llama-3-70b-tp8-a100"):
-        cost = load_profile_once(name).cost
+    for cost in TWO_COSTS:
         base = cost.step_s(tokens, kv, pairs)
         assert base > 0
         assert min(cost.step_s(tokens + 1, kv, pairs), cost.step_s(tokens, kv + 1, pairs)) > base
         assert cost.step_s(tokens, kv, pairs + 1) > base
-
-
-_LOADED: dict[str, Profile] = {}
-
-
-def load_profile_once(name: str) -> Profile:
-    return _LOADED.setdefault(name, load_profile(name))
 
 
 def test_an_unknown_profile_is_refused_with_the_nearest() -> None:

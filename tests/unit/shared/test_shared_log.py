@@ -14,11 +14,7 @@ import structlog
 
 from shared.process.log import MAX_TEXT, _StandardHandler, configure, flush_log, get_logger, only_from
 from shared.process.log_sink import LogSink
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.support.terminals import Terminal
 
 
 @pytest.fixture(autouse=True)

@@ -191,17 +191,7 @@ def test_each_contradiction_is_refused_with_its_reason(offset: int, value: bytes
 def test_an_output_has_indices_of_32_bits_and_the_last_one_may_be_used(
     first_index: int, count: int, fits: bool
 ) -> None:
-    u8 = np.array([1, count], dtype=np.uint8)
-    batch = TokenBatch(
-        worker_id=WorkerId("w"),
-        counter=0,
-        stream=np.array([1, 2], dtype=np.uint32),
-        attempt=u8.astype(np.uint16),
-        first_index=np.array([7, first_index], dtype=np.uint32),
-        count=u8,
-        finish=np.zeros(2, dtype=np.uint8),
-        tokens=np.zeros(count + 1, dtype=np.uint32),
-    )
+    batch = replace(batch_of([1, count]), first_index=np.array([7, first_index], dtype=np.uint32))
     if fits:
         assert TokenBatch.unpack(batch.pack()) == batch
         return
