@@ -23,15 +23,13 @@ from benchmarks.harness import (
     DEMO_MODEL,
     SseReading,
     broker,
+    cluster,
     cpu_s,
-    free_port,
     machine,
     percentiles,
     print_table,
     read_stream,
     rss_bytes,
-    service,
-    wait_ready,
 )
 from shared.ids import NOBODY, DispatcherId, WorkerId
 from shared.messages.lease import Renew, Renewed
@@ -140,18 +138,10 @@ async def measure(
     """Stream `steps` tokens to `streams` readers and return one row of the table."""
     for worker in workers:
         worker.streams.clear()
-    readings = [SseReading() for _ in range(streams)]
-    body: dict[str, object] = {
-        "model": "model",
-        "prompt": "Hello",
-        "max_tokens": steps,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    readers = []
-    for start in range(0, streams, CONNECTS_AT_ONCE):
-        for reading in readings[start : start + CONNECTS_AT_ONCE]:
-            readers.append(asyncio.ensure_future(read_stream("127.0.0.1", port, "/v1/completions", body, reading)))
+    readers: list[asyncio.Task[SseReading]] = []
+    while len(readers) < streams:
+        count = min(CONNECTS_AT_ONCE, streams - len(readers))
+        readers += [asyncio.create_task(read_stream(port, "Hello", steps)) for _ in range(count)]
         async with asyncio.timeout(30):
             while sum(len(worker.streams) for worker in workers) < len(readers):
                 await asyncio.sleep(0.01)
@@ -164,7 +154,8 @@ async def measure(
     await asyncio.sleep((steps - WARMUP_STEPS - 2) * period_s)
     elapsed_s, used_s = time.monotonic() - time_before, cpu_s(pid) - cpu_before
     memory_mb = rss_bytes(pid) / 1e6
-    await asyncio.gather(*stepping, *readers)
+    await asyncio.gather(*stepping)
+    readings = await asyncio.gather(*readers)
     tokens = streams * elapsed_s / period_s
     delays = _delays(workers, readings, steps)
     latency = percentiles(delays, scale=1e3) if delays else "chunks were joined"
@@ -203,7 +194,6 @@ async def main() -> None:
     chosen = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    port = free_port()
     async with broker() as url, AsyncExitStack() as stack:
         workers = []
         for number in range(chosen.workers):
@@ -213,15 +203,11 @@ async def main() -> None:
             await worker.serve()
             workers.append(worker)
         reporting = [asyncio.ensure_future(worker.report_for_ever()) for worker in workers]
-        flags = ["--nats-url", url, "--port", str(port), "--model", str(DEMO_MODEL), "--served-model-name", "model"]
-        async with (
-            service("monitor", "--nats-url", url, "--instance-id", "monitor"),
-            service("dispatcher", "--instance-id", "dispatcher", *flags) as dispatcher,
-        ):
-            await wait_ready(f"http://127.0.0.1:{port}")
-            idle = await idle_share(dispatcher.pid, 3.0)
+        async with cluster(url, {}) as (port, processes):
+            pid = processes["dispatcher"].pid
+            idle = await idle_share(pid, 3.0)
             rows = [
-                await measure(workers, dispatcher.pid, port, streams, chosen.steps, period_ms / 1e3)
+                await measure(workers, pid, port, streams, chosen.steps, period_ms / 1e3)
                 for streams in chosen.streams
                 for period_ms in chosen.period_ms
             ]
