@@ -53,9 +53,15 @@ class PlayedWorker(FakeWorker):
         """When the tokens of each step were handed to the bus."""
 
     async def report_for_ever(self) -> None:
-        room = {"max_model_len": 1024, "num_blocks": 100_000, "max_sequences": MAX_SEQUENCES}
         for number in itertools.count():
-            status = make_status(self.worker_id, sequence_number=number, model="model", **room)
+            status = make_status(
+                self.worker_id,
+                sequence_number=number,
+                model="model",
+                max_model_len=1024,
+                num_blocks=100_000,
+                max_sequences=MAX_SEQUENCES,
+            )
             await self.bus.publish(self._subjects.report(self.worker_id), encode_json(status.report))
             await asyncio.sleep(0.5)
 

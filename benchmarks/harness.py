@@ -10,10 +10,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from cli.cluster.checks import find_port
 from shared.transport.nats_server import EmbeddedNats
 
 ROOT = Path(__file__).parents[1]
+R = TypeVar("R")
 DEMO_MODEL = ROOT / "demo_model" / "model"
 
 
@@ -172,6 +174,36 @@ async def read_stream(port: int, prompt: str, num_tokens: int, **fields: object)
     finally:
         writer.close()
     return reading
+
+
+class BestTimes:
+    """The least time of each action.
+
+    Args:
+        settle: called before and after each; returns when everything that was begun has ended.
+    """
+
+    def __init__(self, settle: Callable[[], object] = lambda: None) -> None:
+        self._settle = settle
+        self.best_s: dict[str, float] = {}
+        """By name, seconds."""
+
+    def of(self, name: str, action: Callable[[], R]) -> R:
+        """Act, and keep the time if it is the shortest of that name."""
+        self._settle()
+        began_s = time.perf_counter()
+        result = action()
+        self._settle()
+        self.note(name, time.perf_counter() - began_s)
+        return result
+
+    def note(self, name: str, taken_s: float) -> None:
+        """Keep a time if it is the shortest of that name."""
+        self.best_s[name] = min(taken_s, self.best_s.get(name, taken_s))
+
+    def texts(self, *names: str, scale: float = 1e3) -> list[str]:
+        """Return the times of these names, or of all in the order in which they came, scaled."""
+        return [f"{self.best_s[name] * scale:.2f}" for name in names or self.best_s]
 
 
 def percentiles(values: Sequence[float], *, scale: float = 1.0) -> str:
