@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.burst_load import BurstShape
+from benchmarks.harness import print_table
 from benchmarks.live_burst import MEMORY, SETTINGS, BurstCluster, burst_cluster
 from benchmarks.peers_load import NUM_CORES, Share, foreign_share, wait_idle
 from benchmarks.peers_model import make_checkpoint
@@ -51,13 +52,10 @@ class Cost:
     foreign_ratio: float
     """Of all cores, by processes that have nothing to do with it."""
 
-    def line(self) -> str:
-        """Return a line of the table."""
-        cells = (
-            f"{self.tokens_per_s:.0f} | {self.steps_per_s:.0f} | {self.step_ms:.1f}",
-            f"{self.cpu_ms:.1f} | {self.idle_ratio:.0%} | {self.foreign_ratio:.0%}",
-        )
-        return f"| {self.system} | {' | '.join(cells)} |"
+    def row(self) -> list[str]:
+        """Return the cells of the table."""
+        rates = [f"{self.tokens_per_s:.0f}", f"{self.steps_per_s:.0f}", f"{self.step_ms:.1f}", f"{self.cpu_ms:.1f}"]
+        return [self.system, *rates, f"{self.idle_ratio:.0%}", f"{self.foreign_ratio:.0%}"]
 
 
 async def measure(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost:
@@ -132,10 +130,8 @@ def main() -> None:
         prompt_tokens=(80, 80),
         output_tokens=(chosen.tokens, chosen.tokens),
     )
-    print("| system | tokens/s | steps/s | step, ms | CPU per step, ms | cores idle | used by others |")
-    print("|---|---|---|---|---|---|---|")
-    for cost in asyncio.run(compare(shape, chosen.rounds)):
-        print(cost.line())
+    head = ["system", "tokens/s", "steps/s", "step, ms", "CPU per step, ms", "cores idle", "used by others"]
+    print_table("Steps", head, [cost.row() for cost in asyncio.run(compare(shape, chosen.rounds))])
 
 
 if __name__ == "__main__":
