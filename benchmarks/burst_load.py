@@ -15,6 +15,7 @@ import numpy as np
 
 from shared.messages.report import ClusterView, Liveness, WorkerPhase, WorkerReport
 from sim.workload.workload import Workload
+from tests.support.workloads import plain_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +47,13 @@ class BurstShape:
         for length_s, count in pieces:
             times.append(begin_s + np.sort(random.uniform(0.0, length_s, count)))
             begin_s += length_s
-        arrival_s = np.concatenate(times)
-        count = len(arrival_s)
-        return Workload(
-            name=f"bursts, seed {seed}",
-            arrival_s=self.stretch * arrival_s,
-            num_prompt=random.integers(*self.prompt_tokens, count, dtype=np.int32, endpoint=True),
-            num_output=random.integers(*self.output_tokens, count, dtype=np.int32, endpoint=True),
-            qoe_ttft_s=np.full(count, self.reader[0]),
-            qoe_speed=np.full(count, self.reader[1]),
-            request_class=np.zeros(count, dtype=np.uint8),
-            seed=seed,
+        arrival_s = self.stretch * np.concatenate(times)
+        lengths = (
+            random.integers(*bounds, len(arrival_s), dtype=np.int32, endpoint=True)
+            for bounds in (self.prompt_tokens, self.output_tokens)
         )
+        ttft_s, speed = self.reader
+        return plain_workload(arrival_s, *lengths, ttft_s=ttft_s, speed=speed, seed=seed, name=f"bursts, seed {seed}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,12 @@ import argparse
 import asyncio
 import random
 import time
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
 import uvloop
 
-from benchmarks.harness import (
-    DEMO_MODEL,
-    SseReading,
-    broker,
-    free_port,
-    machine,
-    num_open_files,
-    print_table,
-    read_stream,
-    rss_bytes,
-    service,
-    wait_ready,
-)
+from benchmarks.harness import broker, cluster, machine, num_open_files, print_table, read_stream, rss_bytes
 
 SAMPLE_S = 5.0
 WARMUP_S = 60.0
@@ -74,10 +61,8 @@ async def client(port: int, rng: random.Random, load: Load, until_s: float) -> N
     while time.monotonic() < until_s:
         prompt = " ".join(rng.choices(TEXT.split(), k=rng.randrange(1, 60)))
         tokens = rng.randrange(1, 40)
-        body: dict[str, object] = {"model": "model", "prompt": prompt, "max_tokens": tokens, "stream": True}
-        body |= {"ignore_eos": True, "temperature": rng.choice([0.0, 0.8]), "user": f"user-{rng.randrange(10**6)}"}
-        reading = SseReading()
-        answer = read_stream("127.0.0.1", port, "/v1/completions", body, reading)
+        temperature, user = rng.choice([0.0, 0.8]), f"user-{rng.randrange(10**6)}"
+        answer = read_stream(port, prompt, tokens, temperature=temperature, user=user)
         if rng.random() < 0.1:
             try:
                 async with asyncio.timeout(rng.random() * 0.2):
@@ -85,8 +70,7 @@ async def client(port: int, rng: random.Random, load: Load, until_s: float) -> N
             except TimeoutError:
                 load.num_cut += 1
             continue
-        await answer
-        load.num_done += int(reading.done)
+        load.num_done += int((await answer).done)
 
 
 async def main() -> None:
@@ -95,19 +79,8 @@ async def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--clients", type=int, default=64)
     chosen = parser.parse_args()
-    port, load = free_port(), Load()
-    async with broker() as url, AsyncExitStack() as stack:
-        model = ["--model", str(DEMO_MODEL), "--served-model-name", "model", "--nats-url", url]
-        worker = ["--executor", "modelled", "--profile", "llama-3-8b-tp1-h200", "--memory", "64MiB", *model]
-        processes = {
-            "monitor": await stack.enter_async_context(service("monitor", "--nats-url", url, "--instance-id", "m")),
-            "worker 0": await stack.enter_async_context(service("worker", "--instance-id", "w0", *worker)),
-            "worker 1": await stack.enter_async_context(service("worker", "--instance-id", "w1", *worker)),
-            "dispatcher": await stack.enter_async_context(
-                service("dispatcher", "--instance-id", "d", "--port", str(port), *model)
-            ),
-        }
-        await wait_ready(f"http://127.0.0.1:{port}")
+    load, worker = Load(), ["--executor", "modelled", "--profile", "llama-3-8b-tp1-h200", "--memory", "64MiB"]
+    async with broker() as url, cluster(url, {"worker-0": worker, "worker-1": worker}) as (port, processes):
         samples = {name: Samples(process.pid) for name, process in processes.items()}
         began_s = time.monotonic()
         until_s = began_s + 60 * chosen.minutes

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 
 import numpy as np
 import uvloop
@@ -23,26 +23,19 @@ from benchmarks.harness import (
     DEMO_MODEL,
     SseReading,
     broker,
+    cluster,
     cpu_s,
-    free_port,
     machine,
     percentiles,
     print_table,
     read_stream,
     rss_bytes,
-    service,
-    wait_ready,
 )
-from shared.ids import NOBODY, DispatcherId, WorkerId
-from shared.messages.lease import Renew, Renewed
-from shared.messages.report import WorkerPhase, WorkerReport
-from shared.messages.request import Accepted, Cancel, Cancelled, Submit
-from shared.subjects import Subjects
 from shared.token_batch import TokenBatch
-from shared.transport.bus import Endpoint, Message, ServiceInfo
 from shared.transport.nats_bus import NatsBus
 from shared.types import FinishReason
-from shared.wire import decode, encode, encode_json
+from shared.wire import encode_json
+from tests.support.fake_worker import FakeWorker, make_status
 
 TEXT = "Once upon a time there was a small fox who lived beside a quiet river and dreamed of the sea. " * 200
 WARMUP_STEPS = 20
@@ -50,77 +43,42 @@ MAX_SEQUENCES = 4096
 CONNECTS_AT_ONCE = 100
 
 
-@dataclass
-class PlayedWorker:
+class PlayedWorker(FakeWorker):
     """Accepts everything, and publishes a token for every stream when told to."""
 
-    bus: NatsBus
-    subjects: Subjects
-    worker_id: WorkerId
-    token_ids: list[int]
-    streams: list[Submit] = field(default_factory=list)
-    sent_s: list[float] = field(default_factory=list)
-    """When the tokens of each step were handed to the bus."""
-    counter: int = 0
-    number: int = 0
-
-    async def serve(self) -> None:
-        info = ServiceInfo("bench-worker", "0.0.0", "Plays a worker for a benchmark", {}, self.worker_id)
-        subjects, name = self.subjects, self.worker_id
-        await self.bus.serve(
-            info,
-            [
-                Endpoint("submit", subjects.submit(name), self.submit, max_in_flight=1024),
-                Endpoint("cancel", subjects.cancel(name), self.cancel, max_in_flight=1024),
-                Endpoint("renew", subjects.renew(name), self.renew),
-            ],
-        )
-
-    async def submit(self, message: Message) -> bytes:
-        submit = decode(message.data, Submit)
-        self.streams.append(submit)
-        return encode(Accepted(request_id=submit.request_id, attempt=submit.attempt))
-
-    async def cancel(self, message: Message) -> bytes:
-        return encode(Cancelled(request_id=decode(message.data, Cancel).request_id, found=True))
-
-    async def renew(self, message: Message) -> bytes:
-        decode(message.data, Renew)
-        return encode(Renewed(incarnation=NOBODY, counter=self.counter, num_sequences=len(self.streams)))
+    def __init__(self, bus: NatsBus, name: str, token_ids: list[int]) -> None:
+        super().__init__(bus, name)
+        self._token_ids = token_ids
+        self.sent_s: list[float] = []
+        """When the tokens of each step were handed to the bus."""
 
     async def report_for_ever(self) -> None:
-        while True:
-            report = WorkerReport(
-                worker_id=self.worker_id,
-                sequence_number=self.number,
-                phase=WorkerPhase.READY,
+        for number in itertools.count():
+            status = make_status(
+                self.worker_id,
+                sequence_number=number,
                 model="model",
                 max_model_len=1024,
-                block_size=16,
                 num_blocks=100_000,
                 max_sequences=MAX_SEQUENCES,
-                num_running=len(self.streams),
-                num_steps=self.counter,
             )
-            self.number += 1
-            await self.bus.publish(self.subjects.report(self.worker_id), encode_json(report))
+            await self.bus.publish(self._subjects.report(self.worker_id), encode_json(status.report))
             await asyncio.sleep(0.5)
 
     async def step(self, index: int, *, last: bool) -> None:
-        count = len(self.streams)
-        token = self.token_ids[index % len(self.token_ids)]
+        count = len(self.submits)
+        token = self._token_ids[index % len(self._token_ids)]
         batch = TokenBatch(
             worker_id=self.worker_id,
-            counter=self.counter,
-            stream=np.array([s.stream for s in self.streams], dtype=np.uint32),
-            attempt=np.array([s.attempt for s in self.streams], dtype=np.uint16),
+            counter=self._counter,
+            stream=np.array([s.stream for s in self.submits], dtype=np.uint32),
+            attempt=np.array([s.attempt for s in self.submits], dtype=np.uint16),
             first_index=np.full(count, index, dtype=np.uint32),
             count=np.ones(count, dtype=np.uint8),
             finish=np.full(count, FinishReason.LENGTH if last else FinishReason.NONE, dtype=np.uint8),
             tokens=np.full(count, token, dtype=np.uint32),
         )
-        self.counter += 1
-        await self.bus.publish(self.subjects.tokens(DispatcherId(self.streams[0].dispatcher_id)), batch.pack())
+        await self.publish(batch, self.submits[0].dispatcher_id)
 
     async def run_steps(self, steps: int, period_s: float, delay_s: float) -> None:
         """Publish a token per stream and period, beginning after a delay."""
@@ -130,7 +88,7 @@ class PlayedWorker:
             await asyncio.sleep(max(0.002, next_s - time.monotonic()))
             next_s = max(next_s + period_s, time.monotonic())
             self.sent_s.append(time.monotonic())
-            if self.streams:
+            if self.submits:
                 await self.step(index, last=index == steps - 1)
 
 
@@ -139,21 +97,13 @@ async def measure(
 ) -> list[str]:
     """Stream `steps` tokens to `streams` readers and return one row of the table."""
     for worker in workers:
-        worker.streams.clear()
-    readings = [SseReading() for _ in range(streams)]
-    body: dict[str, object] = {
-        "model": "model",
-        "prompt": "Hello",
-        "max_tokens": steps,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    readers = []
-    for start in range(0, streams, CONNECTS_AT_ONCE):
-        for reading in readings[start : start + CONNECTS_AT_ONCE]:
-            readers.append(asyncio.ensure_future(read_stream("127.0.0.1", port, "/v1/completions", body, reading)))
+        worker.submits.clear()
+    readers: list[asyncio.Task[SseReading]] = []
+    while len(readers) < streams:
+        count = min(CONNECTS_AT_ONCE, streams - len(readers))
+        readers += [asyncio.create_task(read_stream(port, "Hello", steps)) for _ in range(count)]
         async with asyncio.timeout(30):
-            while sum(len(worker.streams) for worker in workers) < len(readers):
+            while sum(len(worker.submits) for worker in workers) < len(readers):
                 await asyncio.sleep(0.01)
     stepping = [
         asyncio.ensure_future(worker.run_steps(steps, period_s, period_s * number / len(workers)))
@@ -164,7 +114,8 @@ async def measure(
     await asyncio.sleep((steps - WARMUP_STEPS - 2) * period_s)
     elapsed_s, used_s = time.monotonic() - time_before, cpu_s(pid) - cpu_before
     memory_mb = rss_bytes(pid) / 1e6
-    await asyncio.gather(*stepping, *readers)
+    await asyncio.gather(*stepping)
+    readings = await asyncio.gather(*readers)
     tokens = streams * elapsed_s / period_s
     delays = _delays(workers, readings, steps)
     latency = percentiles(delays, scale=1e3) if delays else "chunks were joined"
@@ -203,25 +154,19 @@ async def main() -> None:
     chosen = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
-    port = free_port()
     async with broker() as url, AsyncExitStack() as stack:
         workers = []
         for number in range(chosen.workers):
             bus = await NatsBus.connect(url, name=f"bench-{number}")
             stack.push_async_callback(bus.close)
-            worker = PlayedWorker(bus, Subjects(), WorkerId(f"bench-{number}"), token_ids)
-            await worker.serve()
-            workers.append(worker)
+            workers.append(PlayedWorker(bus, f"bench-{number}", token_ids))
+            await workers[-1].start()
         reporting = [asyncio.ensure_future(worker.report_for_ever()) for worker in workers]
-        flags = ["--nats-url", url, "--port", str(port), "--model", str(DEMO_MODEL), "--served-model-name", "model"]
-        async with (
-            service("monitor", "--nats-url", url, "--instance-id", "monitor"),
-            service("dispatcher", "--instance-id", "dispatcher", *flags) as dispatcher,
-        ):
-            await wait_ready(f"http://127.0.0.1:{port}")
-            idle = await idle_share(dispatcher.pid, 3.0)
+        async with cluster(url, {}) as (port, processes):
+            pid = processes["dispatcher"].pid
+            idle = await idle_share(pid, 3.0)
             rows = [
-                await measure(workers, dispatcher.pid, port, streams, chosen.steps, period_ms / 1e3)
+                await measure(workers, pid, port, streams, chosen.steps, period_ms / 1e3)
                 for streams in chosen.streams
                 for period_ms in chosen.period_ms
             ]

@@ -13,6 +13,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness import print_table
 from services.worker.contract.batch import BatchOutput
 from services.worker.engine.config import AddRefusal, EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
@@ -82,17 +83,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time of the engine per step of decodes.")
     parser.add_argument("--steps", type=int, default=3000, help="measured steps per line")
     arguments = parser.parse_args()
-    print("| scheduler | rows | next_batch p50 | absorb p50 | together p50 | together p99 |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for scheduler in SCHEDULERS:
         for num_rows in ROWS:
             times = measure(scheduler, num_rows, arguments.steps) * 1e6
-            made, absorbed = np.median(times, axis=0)
             both = times.sum(axis=1)
-            print(
-                f"| {scheduler} | {num_rows} | {made:.1f} | {absorbed:.1f} "
-                f"| {np.median(both):.1f} | {np.percentile(both, 99):.1f} |"
-            )
+            figures = [*np.median(times, axis=0), np.median(both), np.percentile(both, 99)]
+            rows.append([scheduler, str(num_rows), *(f"{figure:.1f}" for figure in figures)])
+    head = ["scheduler", "rows", "next_batch p50", "absorb p50", "together p50", "together p99"]
+    print_table("Time of the engine per step, µs", head, rows)
 
 
 if __name__ == "__main__":

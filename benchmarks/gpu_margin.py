@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,6 @@ from benchmarks.harness import print_table
 from benchmarks.peers_engines import EngineProcess
 from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, SHAPES, make_checkpoint, silent_ids
 
-START_LIMIT_S = 1800.0
 ANSWER_LIMIT_S = 1800.0
 LARGE_MARGIN = 0.5
 
@@ -36,8 +34,7 @@ async def answers_of(flags: list[str], prompts: list[list[int]], num_tokens: int
     """Return the answers' tokens, as the system says them."""
     cluster = EngineProcess()
     try:
-        await cluster.spawn(sys.executable, "-m", "cli.main", "up", "--json", *flags, env=dict(os.environ), log=log)
-        line = await cluster.read_line(START_LIMIT_S)
+        line = await cluster.up(*flags, log=log)
         timeout = aiohttp.ClientTimeout(total=ANSWER_LIMIT_S)
         async with aiohttp.ClientSession(line["url"], timeout=timeout) as http:
 
@@ -88,7 +85,7 @@ def main() -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(1, arguments.prompt + 1, arguments.requests).tolist()
     prompts = [random.integers(FIRST_ID, NUM_TOKENS, length).tolist() for length in lengths]
-    flags = ["--model", str(arguments.folder), "--served-model-name", "model", "--workers", "1", "--port", "0"]
+    flags = ["--model", str(arguments.folder), "--served-model-name", "model", "--workers", "1"]
     flags += ["--device", arguments.device, "--dtype", arguments.dtype, "--memory", arguments.memory, *arguments.flag]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

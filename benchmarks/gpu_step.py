@@ -14,7 +14,6 @@ that grows. With `--profile` stands what the cost model says of the same steps o
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,46 +96,57 @@ def main() -> None:
     where = name_of(device)
     print(f"\n{where}; torch {torch.__version__}; {runner.info.kernels}, {arguments.dtype}")
     print(f"Roofs: {bandwidth / 1e9:.0f} GB/s copied, {operations / 1e12:.2f} Tflop/s multiplied")
-    decodes: list[tuple[str, ...]] = []
-    prompts: list[tuple[str, ...]] = []
-    for num_rows in DECODES:
-        taken = step_s(runner, device, num_rows, 1, arguments.context, arguments.steps)
-        if taken is None:
-            decodes.append((str(num_rows), "does not fit", "", ""))
-            continue
-        rate = decode_bytes(runner, spec, dtype.itemsize, num_rows, arguments.context) / taken
-        figures = (f"{taken * 1e3:.2f}", f"{num_rows / taken:.0f}", f"{rate / bandwidth:.0%}")
-        decodes.append((str(num_rows), *figures))
-    for num_tokens in PROMPTS:
-        taken = step_s(runner, device, 1, num_tokens, 0, arguments.steps)
-        if taken is None:
-            prompts.append((str(num_tokens), "does not fit", "", ""))
-            continue
-        rate = prompt_operations(runner, spec, num_tokens) / taken
-        prompts.append((str(num_tokens), f"{taken * 1e3:.2f}", f"{num_tokens / taken:.0f}", f"{rate / operations:.0%}"))
+    decodes = {size: (size, 1, arguments.context) for size in DECODES}
+    prompts = {size: (1, size, 0) for size in PROMPTS}
+
+    def taken_s(num_rows: int, num_tokens: int, start: int) -> float | None:
+        return step_s(runner, device, num_rows, num_tokens, start, arguments.steps)
+
+    def read_s(num_rows: int) -> float:
+        return decode_bytes(runner, spec, dtype.itemsize, num_rows, arguments.context) / bandwidth
+
+    tables = [
+        rows_of(taken_s, decodes, read_s),
+        rows_of(taken_s, prompts, lambda size: prompt_operations(runner, spec, size) / operations),
+    ]
     if arguments.transformers:
         runner.close()
         del loaded, runner  # the reference needs their memory
         release_free_memory(device)
-        add_reference(Reference(arguments.model, device, dtype), arguments, decodes, prompts)
+        reference = Reference(arguments.model, device, dtype)
+        for rows, shapes in zip(tables, (decodes, prompts), strict=True):
+            for index, shape in enumerate(shapes.values()):
+                taken = reference.step_s(*shape, arguments.steps)
+                rows[index] = (*rows[index], "does not fit" if taken is None else f"{taken * 1e3:.2f}")
     others = ["transformers, ms"] if arguments.transformers else []
     if profile is not None:
         others.append(f"{profile.model} on {profile.gpu} by the cost model, ms")
-        add_model(profile.cost, arguments.context, decodes, prompts)
+        add_model(profile.cost, arguments.context, *tables)
     header = ("ms per step", "tokens/s", "of the roof", *others)
-    print_table(f"Decodes, {arguments.context} tokens before each", ("rows", *header), decodes)
-    print_table("Prompts", ("tokens", *header), prompts)
+    print_table(f"Decodes, {arguments.context} tokens before each", ("rows", *header), tables[0])
+    print_table("Prompts", ("tokens", *header), tables[1])
 
 
-def add_reference(
-    reference: Reference, arguments: argparse.Namespace, decodes: list[tuple[str, ...]], prompts: list[tuple[str, ...]]
-) -> None:
-    """Time the same steps in transformers, and put the times behind ours."""
-    for rows, sizes, is_decode in ((decodes, DECODES, True), (prompts, PROMPTS, False)):
-        for index, size in enumerate(sizes):
-            num_rows, num_tokens, start = (size, 1, arguments.context) if is_decode else (1, size, 0)
-            taken = reference.step_s(num_rows, num_tokens, start, arguments.steps)
-            rows[index] = (*rows[index], "does not fit" if taken is None else f"{taken * 1e3:.2f}")
+def rows_of(
+    taken_s: Callable[[int, int, int], float | None],
+    shapes: dict[int, tuple[int, int, int]],
+    least_s: Callable[[int], float],
+) -> list[tuple[str, ...]]:
+    """Return the rows of one table.
+
+    Args:
+        taken_s: time of a step of so many rows, tokens of each, and tokens before them; None: the memory lacks room.
+        shapes: of the steps, by what they are called.
+        least_s: time that such a step would take at the roof.
+    """
+    rows: list[tuple[str, ...]] = []
+    for size, shape in shapes.items():
+        taken = taken_s(*shape)
+        if taken is None:
+            rows.append((str(size), "does not fit", "", ""))
+        else:
+            rows.append((str(size), f"{taken * 1e3:.2f}", f"{size / taken:.0f}", f"{least_s(size) / taken:.0%}"))
+    return rows
 
 
 def add_model(cost: CostModel, context: int, decodes: list[tuple[str, ...]], prompts: list[tuple[str, ...]]) -> None:

@@ -20,14 +20,14 @@ import argparse
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import DEMO_MODEL, machine, print_table
+from benchmarks.harness import DEMO_MODEL, BestTimes, R, machine, print_table
 from services.worker.contract.batch import Batch, RowInit, TableDelta
 from services.worker.contract.executor import Executor
 from services.worker.contract.kept_kv import KeptKv
@@ -45,36 +45,17 @@ from shared.process.config import parse_size
 from shared.types import SamplingParams
 
 STEP_TOKENS = 64
-R = TypeVar("R")
 
 
-class Times:
-    """Least time of each action, in milliseconds."""
-
-    def __init__(self) -> None:
-        self.best_ms: dict[str, float] = {}
-
-    def of(self, name: str, action: Callable[[], R]) -> R:
-        """Act, and keep the time if it is the shortest of that name."""
-        began_s = time.perf_counter()
-        result = action()
-        self._note(name, began_s)
-        return result
+class Times(BestTimes):
+    """Of actions side by side too."""
 
     async def of_all(self, name: str, *actions: Coroutine[Any, Any, R]) -> list[R]:
         """Let all act side by side, and keep the time of the whole."""
         began_s = time.perf_counter()
         results = await asyncio.gather(*actions)
-        self._note(name, began_s)
+        self.note(name, time.perf_counter() - began_s)
         return results
-
-    def texts(self) -> list[str]:
-        """Return the times in the order in which their names came."""
-        return [f"{best_ms:.2f}" for best_ms in self.best_ms.values()]
-
-    def _note(self, name: str, began_s: float) -> None:
-        taken_ms = (time.perf_counter() - began_s) * 1e3
-        self.best_ms[name] = min(taken_ms, self.best_ms.get(name, taken_ms))
 
 
 def of_one(model: ElasticModel, layers: LayerRange, rounds: int) -> list[str]:
@@ -174,9 +155,9 @@ async def of_exchange(settings: RunnerSettings, num_stages: int, rounds: int, ex
             parted = await times.of_all("part" + name, *alone)
             assert sum(len(each.kept) for each in parted) == len(came), "KV was lost"
         kept_mib = num_stages * num_kept * _block_bytes(devices) / 2**20
-    part_more = (times.best_ms["part, with KV"] - times.best_ms["part"]) / kept_mib
-    parted_ms = [f"{times.best_ms[what]:.2f}" for what in ("part", "part, with KV")]
-    return [str(num_stages), "copies", *_forming(times, kept_mib), *parted_ms, f"{part_more:.3f}"]
+    more = 1e3 * (times.best_s["part, with KV"] - times.best_s["part"]) / kept_mib
+    parted_ms = times.texts("part", "part, with KV")
+    return [str(num_stages), "copies", *_forming(times, kept_mib), *parted_ms, f"{more:.3f}"]
 
 
 async def of_pages(settings: RunnerSettings, num_stages: int, rounds: int, exchange_bytes: int) -> list[str]:
@@ -220,10 +201,9 @@ async def _formed(
 
 
 def _forming(times: Times, kept_mib: float) -> list[str]:
-    best = times.best_ms
-    more = (best["form, with KV"] - best["form"] + best["arrive, with KV"]) / kept_mib
-    shown = [f"{best[what]:.2f}" for what in ("form", "form, with KV", "arrive, with KV")]
-    return [f"{kept_mib:.1f}", *shown, f"{more:.3f}"]
+    best = times.best_s
+    more = 1e3 * (best["form, with KV"] - best["form"] + best["arrive, with KV"]) / kept_mib
+    return [f"{kept_mib:.1f}", *times.texts("form", "form, with KV", "arrive, with KV"), f"{more:.3f}"]
 
 
 def _block_bytes(devices: list[TorchGroupDevice]) -> int:

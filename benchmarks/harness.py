@@ -10,10 +10,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from cli.cluster.checks import find_port
 from shared.transport.nats_server import EmbeddedNats
 
 ROOT = Path(__file__).parents[1]
+R = TypeVar("R")
 DEMO_MODEL = ROOT / "demo_model" / "model"
 
 
@@ -105,30 +107,58 @@ async def wait_ready(base_url: str, *, limit_s: float = 60.0) -> None:
             await asyncio.sleep(0.1)
 
 
+@asynccontextmanager
+async def cluster(
+    nats_url: str, workers: Mapping[str, Sequence[str]], dispatcher: Sequence[str] = ()
+) -> AsyncIterator[tuple[int, dict[str, asyncio.subprocess.Process]]]:
+    """Run a monitor, workers and a dispatcher with the demo model, called `model`; gives its port, and all by ids.
+
+    Args:
+        nats_url: of a running broker.
+        workers: flags of each, by its id.
+        dispatcher: further flags.
+    """
+    port, found = free_port(), dict[str, asyncio.subprocess.Process]()
+    model = ["--model", str(DEMO_MODEL), "--served-model-name", "model"]
+    async with AsyncExitStack() as stack:
+        for kind, name, flags in (
+            ("monitor", "monitor", []),
+            *(("worker", name, [*model, *own]) for name, own in workers.items()),
+            ("dispatcher", "dispatcher", [*model, "--port", str(port), *dispatcher]),
+        ):
+            process = service(kind, "--instance-id", name, "--nats-url", nats_url, *flags)
+            found[name] = await stack.enter_async_context(process)
+        await wait_ready(f"http://127.0.0.1:{port}")
+        yield port, found
+
+
 @dataclass(slots=True)
 class SseReading:
-    """When each content chunk of one stream arrived."""
+    """What came of one stream."""
 
+    events: list[bytes] = field(default_factory=list)
+    """Every line of data, as it came."""
     arrivals_s: list[float] = field(default_factory=list)
     """`time.monotonic()` of each chunk with content."""
     done: bool = False
 
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return "".join(json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in self.events)
 
-async def read_stream(host: str, port: int, path: str, body: dict[str, object], reading: SseReading) -> None:
-    """POST a streaming request over a bare socket and note when each chunk of content comes.
+
+async def read_stream(port: int, prompt: str, num_tokens: int, **fields: object) -> SseReading:
+    """Ask for a streamed completion of so many tokens over a bare socket; note when each chunk of content comes.
 
     Raises:
         RuntimeError: the answer is not 200.
     """
-    payload = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(host, port)
-    head = [
-        f"POST {path} HTTP/1.1",
-        f"Host: {host}",
-        "Content-Type: application/json",
-        f"Content-Length: {len(payload)}",
-    ]
-    writer.write("\r\n".join([*head, "", ""]).encode() + payload)
+    body = {"model": "model", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, **fields}
+    payload, reading = json.dumps(body).encode(), SseReading()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(payload) + payload)
     try:
         status = await reader.readline()
         if b" 200 " not in status:
@@ -137,10 +167,43 @@ async def read_stream(host: str, port: int, path: str, body: dict[str, object], 
             if line.startswith(b"data: [DONE]"):
                 reading.done = True
                 break
-            if line.startswith(b"data: {") and b'"finish_reason":null' in line.replace(b" ", b""):
-                reading.arrivals_s.append(time.monotonic())
+            if line.startswith(b"data: {"):
+                reading.events.append(line)
+                if b'"finish_reason":null' in line.replace(b" ", b""):
+                    reading.arrivals_s.append(time.monotonic())
     finally:
         writer.close()
+    return reading
+
+
+class BestTimes:
+    """The least time of each action.
+
+    Args:
+        settle: called before and after each; returns when everything that was begun has ended.
+    """
+
+    def __init__(self, settle: Callable[[], object] = lambda: None) -> None:
+        self._settle = settle
+        self.best_s: dict[str, float] = {}
+        """By name, seconds."""
+
+    def of(self, name: str, action: Callable[[], R]) -> R:
+        """Act, and keep the time if it is the shortest of that name."""
+        self._settle()
+        began_s = time.perf_counter()
+        result = action()
+        self._settle()
+        self.note(name, time.perf_counter() - began_s)
+        return result
+
+    def note(self, name: str, taken_s: float) -> None:
+        """Keep a time if it is the shortest of that name."""
+        self.best_s[name] = min(taken_s, self.best_s.get(name, taken_s))
+
+    def texts(self, *names: str, scale: float = 1e3) -> list[str]:
+        """Return the times of these names, or of all in the order in which they came, scaled."""
+        return [f"{self.best_s[name] * scale:.2f}" for name in names or self.best_s]
 
 
 def percentiles(values: Sequence[float], *, scale: float = 1.0) -> str:

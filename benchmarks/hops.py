@@ -17,18 +17,7 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from benchmarks.harness import (
-    DEMO_MODEL,
-    SseReading,
-    broker,
-    free_port,
-    machine,
-    percentiles,
-    print_table,
-    read_stream,
-    service,
-    wait_ready,
-)
+from benchmarks.harness import broker, cluster, machine, percentiles, print_table, read_stream
 from shared.ids import DispatcherId, RequestId, StreamId, WorkerId
 from shared.messages.request import Accepted, Submit, pack_token_ids
 from shared.subjects import Subjects
@@ -111,10 +100,8 @@ async def first_chunks(port: int, rounds: int) -> list[float]:
     """Return the times from connecting to the first chunk with text, less one step, in seconds."""
     delays = []
     for _ in range(rounds):
-        reading = SseReading()
-        body: dict[str, object] = {"model": "model", "prompt": "Once upon a time", "max_tokens": 8, "stream": True}
         started = time.monotonic()
-        await read_stream("127.0.0.1", port, "/v1/completions", {**body, "ignore_eos": True}, reading)
+        reading = await read_stream(port, "Once upon a time", 8)
         delays.append(reading.arrivals_s[0] - started - STEP_MS / 1e3)
     return delays
 
@@ -124,34 +111,15 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=200)
     rounds: int = parser.parse_args().rounds
-    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "constant.toml"
         profile.write_text(PROFILE)
-        async with broker() as url:
-            common = ["--nats-url", url, "--model", str(DEMO_MODEL), "--served-model-name", "model"]
-            async with (
-                service("monitor", "--nats-url", url, "--instance-id", "monitor"),
-                service(
-                    "worker",
-                    "--instance-id",
-                    WORKER,
-                    "--lease-s",
-                    "3600",
-                    "--orphan-s",
-                    "7200",
-                    *common,
-                    "--executor",
-                    "modelled",
-                    "--profile",
-                    str(profile),
-                ),
-                service("dispatcher", "--instance-id", "dispatcher", *common, "--port", str(port)),
-            ):
-                await wait_ready(f"http://127.0.0.1:{port}")
-                message = await one_message(url, rounds)
-                accepts, firsts, gaps = await worker_hops(url, rounds)
-                chunks = await first_chunks(port, rounds)
+        leases = ["--lease-s", "3600", "--orphan-s", "7200"]
+        worker = [*leases, "--executor", "modelled", "--profile", str(profile)]
+        async with broker() as url, cluster(url, {WORKER: worker}) as (port, _):
+            message = await one_message(url, rounds)
+            accepts, firsts, gaps = await worker_hops(url, rounds)
+            chunks = await first_chunks(port, rounds)
     print_table(
         f"Latency added by each hop, one stream, steps of {STEP_MS:g} ms ({machine()})",
         ["hop", "ms (p50 / p99)"],

@@ -17,51 +17,16 @@ import resource
 import time
 import urllib.request
 from dataclasses import dataclass, field
-from pathlib import Path
 
+import numpy as np
 import uvloop
 
-from benchmarks.harness import DEMO_MODEL, broker, cpu_s, free_port, machine, percentiles, print_table, service
-from benchmarks.harness import wait_ready as wait_for
+from benchmarks.harness import broker, cluster, cpu_s, machine, percentiles, print_table, read_stream, rss_bytes
 
 RESERVED_FILES = 256
 OPENING_AT_A_TIME = 100
+PROMPT = "Once upon a time"
 GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-@dataclass(slots=True)
-class Reading:
-    """What one stream gave."""
-
-    text: str = ""
-    arrivals_s: list[float] = field(default_factory=list)
-
-
-async def read_stream(port: int, seed: int, num_tokens: int) -> Reading:
-    """Return one streamed completion of exactly this many tokens.
-
-    Raises:
-        RuntimeError: the answer is not 200, or breaks off.
-    """
-    body = {"model": "demo", "prompt": "Once upon a time", "seed": seed, "max_tokens": num_tokens}
-    data = json.dumps({**body, "ignore_eos": True, "stream": True}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    writer.write(head % len(data) + data)
-    reading = Reading()
-    try:
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise RuntimeError((status + await reader.read(2000)).decode(errors="replace"))
-        while (line := await reader.readline()) != b"data: [DONE]\n":
-            if not line:
-                raise RuntimeError("a stream broke off")
-            if line.startswith(b"data: "):
-                reading.arrivals_s.append(time.monotonic())
-                reading.text += json.loads(line[6:])["choices"][0]["text"]
-    finally:
-        writer.close()
-    return reading
 
 
 async def open_idle(port: int, count: int) -> list[asyncio.StreamWriter]:
@@ -92,15 +57,15 @@ class Phase:
     async def run(self) -> list[str]:
         """Read all streams, and return the row."""
         cpu_before, started_s = cpu_s(self.pid), time.monotonic()
-        readings = await asyncio.gather(*(read_stream(self.port, i, self.num_tokens) for i in range(self.num_streams)))
+        asking = (read_stream(self.port, PROMPT, self.num_tokens, seed=seed) for seed in range(self.num_streams))
+        readings = await asyncio.gather(*asking)
         share = (cpu_s(self.pid) - cpu_before) / (time.monotonic() - started_s)
+        if not all(reading.done for reading in readings):
+            raise RuntimeError("a stream broke off")
         self.texts = [reading.text for reading in readings]
-        gaps = [b - a for reading in readings for a, b in zip(reading.arrivals_s, reading.arrivals_s[1:], strict=False)]
-        return [self.name, percentiles(gaps, scale=1e3), f"{max(gaps) * 1e3:.1f}", f"{100 * share:.1f}", self._memory()]
-
-    def _memory(self) -> str:
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        return f"{pages * resource.getpagesize() / 2**20:.0f}"
+        gaps = np.concatenate([np.diff(reading.arrivals_s) for reading in readings]).tolist()
+        memory = f"{rss_bytes(self.pid) / 2**20:.0f}"
+        return [self.name, percentiles(gaps, scale=1e3), f"{max(gaps) * 1e3:.1f}", f"{100 * share:.1f}", memory]
 
 
 def count_open(port: int) -> int:
@@ -142,18 +107,11 @@ async def main() -> None:
     chosen = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    port, most = free_port(), str(chosen.connections + RESERVED_FILES)
+    most = str(chosen.connections + RESERVED_FILES)
     limits = ["--max-connections", most, "--max-connections-per-address", most, "--idle-limit-s", "3600"]
-    async with broker() as url:
-        flags = ["--nats-url", url, "--model", str(DEMO_MODEL), "--served-model-name", "demo"]
-        worker = ["--instance-id", "worker", "--memory", "512MiB", "--threads", "1", "--deterministic"]
-        async with (
-            service("monitor", "--nats-url", url, "--instance-id", "monitor"),
-            service("worker", *flags, *worker),
-            service("dispatcher", "--instance-id", "dispatcher", "--port", str(port), *flags, *limits) as dispatcher,
-        ):
-            await wait_for(f"http://127.0.0.1:{port}")
-            rows = await measure(dispatcher.pid, port, chosen)
+    worker = ["--memory", "512MiB", "--threads", "1", "--deterministic"]
+    async with broker() as url, cluster(url, {"worker": worker}, limits) as (port, processes):
+        rows = await measure(processes["dispatcher"].pid, port, chosen)
     print_table(
         f"{chosen.streams} streams and {chosen.connections} idle connections ({machine()})",
         ["streams", "gap, ms (p50 / p99)", "longest gap, ms", "dispatcher's CPU, %", "its memory, MiB"],

@@ -22,29 +22,14 @@ import torch
 from torch.nn import functional
 
 from benchmarks.harness import machine, print_table
-from benchmarks.step_profile import make_batch
-from services.worker.executor.model_runner import ModelRunner, RunnerSettings
-from services.worker.executor.runner import load_runner
+from benchmarks.step_profile import make_batch, open_runner, runner_parser
+from services.worker.executor.model_runner import ModelRunner
 from services.worker.native.library import NativeLibrary
 from services.worker.native.structures import PARTS
 
 STEPS = ((1, 1), (8, 1), (32, 1), (64, 1), (1, 512))
 """(rows, tokens of each)"""
 USERS_OF_HUGE_PAGES = ("services.worker.memory.kv_cache", "services.worker.models.weights")
-
-
-def open_runner(arguments: argparse.Namespace, kernels: str) -> ModelRunner:
-    """Return a runner with room for all of the steps."""
-    settings = RunnerSettings(
-        arguments.model,
-        dtype=arguments.dtype,
-        memory_bytes=int(arguments.memory_gib * 2**30),
-        max_batch_rows=64,
-        max_model_len=1024,
-        num_threads=arguments.threads,
-        kernels=kernels,
-    )
-    return load_runner(settings, lambda _done, _what: None)
 
 
 def open_other(arguments: argparse.Namespace) -> ModelRunner:
@@ -93,13 +78,8 @@ def product_speeds(runner: ModelRunner, num_rows: int, num_tokens: int, rounds: 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser = runner_parser(__doc__)
     parser.add_argument("--against", metavar="torch|small-pages|LIBRARY.so", required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=192, help="tokens before the decoded one")
-    parser.add_argument("--memory-gib", type=float, default=2.0, help="for parameters and KV, of each runner")
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     runners = [open_runner(arguments, "native"), open_other(arguments)]

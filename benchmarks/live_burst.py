@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 import tempfile
@@ -27,18 +26,14 @@ from pathlib import Path
 from benchmarks.burst_figures import Figures, Run, report
 from benchmarks.burst_load import BurstShape, BurstWatch, Watched
 from benchmarks.fidelity.loads import sequential
-from benchmarks.peers_engines import START_LIMIT_S, EngineProcess
-from benchmarks.peers_load import Share, foreign_share, wait_idle
+from benchmarks.live_cluster import LiveCluster
+from benchmarks.peers_load import wait_idle
 from benchmarks.peers_model import make_checkpoint
-from cli.bench.running import load_session
-from cli.bench.server import Server
-from cli.replay.records import is_silent, lateness_p99_s, records_of
-from cli.replay.sender import Sender, token_prompts
+from cli.replay.records import lateness_p99_s, records_of
+from cli.replay.sender import Sender
 from shared.cluster_views import ViewFeed
 from shared.messages.report import ClusterView, WorkerReport
-from shared.subjects import Subjects
 from shared.systems import find_live_system
-from shared.transport.nats_bus import NatsBus
 from shared.wire import WireError
 from sim.experiment.summary import SystemFacts, summarise
 from sim.workload.workload import Workload
@@ -56,18 +51,15 @@ SETTINGS = {
     "SLUICE_PLANNER_AHEAD_WAIT_S": "0.5",
 }
 """Small pages for a small model, and the patience of a load whose calm lasts seconds and not minutes."""
-ANSWER_LIMIT_S = 120.0
 REST_LIMIT_S = 20.0
 REST_LOOK_S = 0.1
 
 
-class BurstCluster(EngineProcess):
-    """A running `sluice up` with two workers, and this process's connection to its broker."""
+class BurstCluster(LiveCluster):
+    """A cluster of two workers, and its newest view."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.url = ""
-        self._bus: NatsBus | None = None
         self._feed: ViewFeed | None = None
         self._view: ClusterView | None = None
         self._watch: BurstWatch | None = None
@@ -75,12 +67,9 @@ class BurstCluster(EngineProcess):
     async def start(self, system: str, memory: str, checkpoint: Path, log: Path, settings: Mapping[str, str]) -> None:
         """Return when it serves, joined to pipelines if the system has them."""
         flags = ["--model", str(checkpoint), "--dtype", "bfloat16", "--memory", memory, "--workers", "2"]
-        flags += ["--threads", "1", "--port", "0", "--system", system, "--log-dir", str(log.with_suffix(""))]
-        await self.spawn(sys.executable, "-m", "cli.main", "up", "--json", *flags, env=dict(settings), log=log)
-        line = await self.read_line(START_LIMIT_S)
-        self.url = line["url"]
-        self._bus = await NatsBus.connect(line["nats_url"], name="burst")
-        self._feed = ViewFeed(self._bus, Subjects("default"), self._on_view, _on_malformed)
+        flags += ["--threads", "1", "--system", system, "--log-dir", str(log.with_suffix(""))]
+        await self.serve(*flags, log=log, env=settings)
+        self._feed = ViewFeed(self.bus, self.subjects, self._on_view, _on_malformed)
         await self._feed.start()
         await self.rest(find_live_system(system).num_stages)
 
@@ -88,19 +77,12 @@ class BurstCluster(EngineProcess):
         """End it, and everything that it started."""
         if self._feed is not None:
             await self._feed.close()
-        if self._bus is not None:
-            await self._bus.close()
         await super().stop()
 
     @property
     def reports(self) -> list[WorkerReport]:
         """Of its workers, as the newest view has them."""
         return [] if self._view is None else [status.report for status in self._view.workers]
-
-    async def ask(self, subject: str) -> bytes:
-        """Ask one of its services something."""
-        assert self._bus is not None, "it has been started"
-        return await self._bus.request(subject, b"", timeout_s=REST_LIMIT_S)
 
     def _on_view(self, view: ClusterView, *, is_fresh: bool) -> None:
         if not is_fresh:
@@ -121,24 +103,15 @@ class BurstCluster(EngineProcess):
                 raise RuntimeError(f"the workers are not at rest after {REST_LIMIT_S:g} s: {self._view}")
             await asyncio.sleep(REST_LOOK_S)
 
-    async def send(self, workload: Workload) -> tuple[Sender, Watched, float]:
+    async def watch(self, workload: Workload) -> tuple[Sender, Watched, float]:
         """Send a load; return its sender, what views said, and the share of the machine that others used.
 
         Raises:
-            RuntimeError: an answer failed: then the figures are worth nothing.
+            RuntimeError: see `send`.
         """
-        async with load_session(ANSWER_LIMIT_S, "") as session:
-            server = await Server.find(session, self.url, "", "completions")
-            sender = Sender(session, server, workload, token_prompts(workload))
-            before, began_s = Share.take(self.pid), time.perf_counter()
-            watch = self._watch = BurstWatch()
-            await sender.load.run()
-            self._watch = None
-            elapsed_s = time.perf_counter() - began_s
-            foreign = foreign_share(before, Share.take(self.pid), elapsed_s, os.cpu_count() or 1)
-        failed = [outcome for outcome in sender.outcomes if outcome.failure and not is_silent(outcome)]
-        if failed:
-            raise RuntimeError(f"{len(failed)} answers failed, the first with {failed[0].failure}: {failed[0].detail}")
+        watch = self._watch = BurstWatch()
+        sender, foreign = await self.send(workload)
+        self._watch = None
         return sender, watch.figures(), foreign
 
 
@@ -187,7 +160,7 @@ async def measure(
 
 
 async def _run(cluster: BurstCluster, title: str, workload: Workload) -> Run:
-    sender, watched, foreign = await cluster.send(workload)
+    sender, watched, foreign = await cluster.watch(workload)
     summary = summarise(records_of(workload, sender.outcomes), SystemFacts())
     return Run(title, workload.seed, summary, watched, foreign, lateness_p99_s(sender.outcomes) or 0.0)
 

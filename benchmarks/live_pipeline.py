@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.burst_load import BurstShape
+from benchmarks.harness import print_table
 from benchmarks.live_burst import MEMORY, SETTINGS, BurstCluster, burst_cluster
-from benchmarks.peers_load import Share, foreign_share, wait_idle
+from benchmarks.peers_load import NUM_CORES, Share, foreign_share, wait_idle
 from benchmarks.peers_model import make_checkpoint
-from shared.subjects import Subjects
 
 SYSTEMS = ("fcfs-chunked", "kunserve")
 KEPT = {**SETTINGS, "SLUICE_PLANNER_RESTORE_RATIO": "0"}
@@ -32,6 +30,7 @@ KEPT = {**SETTINGS, "SLUICE_PLANNER_RESTORE_RATIO": "0"}
 MAX_TRIES = 5
 FOREIGN_RATIO = 0.05
 """Share of the machine that others may use during a round."""
+DROP_LIMIT_S = 20.0
 SETTLE_S = 0.8
 """Until reports show the end."""
 
@@ -53,23 +52,20 @@ class Cost:
     foreign_ratio: float
     """Of all cores, by processes that have nothing to do with it."""
 
-    def line(self) -> str:
-        """Return a line of the table."""
-        cells = (
-            f"{self.tokens_per_s:.0f} | {self.steps_per_s:.0f} | {self.step_ms:.1f}",
-            f"{self.cpu_ms:.1f} | {self.idle_ratio:.0%} | {self.foreign_ratio:.0%}",
-        )
-        return f"| {self.system} | {' | '.join(cells)} |"
+    def row(self) -> list[str]:
+        """Return the cells of the table."""
+        rates = [f"{self.tokens_per_s:.0f}", f"{self.steps_per_s:.0f}", f"{self.step_ms:.1f}", f"{self.cpu_ms:.1f}"]
+        return [self.system, *rates, f"{self.idle_ratio:.0%}", f"{self.foreign_ratio:.0%}"]
 
 
 async def measure(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost:
     """Send the load once."""
     await wait_idle()
     before = {report.worker_id: report.num_steps for report in cluster.reports}
-    num_cores = os.cpu_count() or 1
-    share, began_s = Share.take(cluster.pid), time.perf_counter()
+    share = Share.take(cluster.pid)
     await cluster.send(shape.draw(1))
-    elapsed_s, used = time.perf_counter() - began_s, Share.take(cluster.pid)
+    used = Share.take(cluster.pid)
+    elapsed_s = used.at_s - share.at_s
     await asyncio.sleep(SETTLE_S)
     leaders = [report for report in cluster.reports if not report.stage]
     assert len(leaders) == (1 if system == "kunserve" else 2), "nobody has formed a group or left one"
@@ -77,14 +73,14 @@ async def measure(cluster: BurstCluster, system: str, shape: BurstShape) -> Cost
     num_steps = sum(report.num_steps - before[report.worker_id] for report in leaders)
     step_s = sum(report.step_time_s for report in leaders) / len(leaders)
     own_s = used.own_s - share.own_s
-    foreign_ratio = foreign_share(share, used, elapsed_s, num_cores)
+    foreign_ratio = foreign_share(share, used)
     return Cost(
         system,
         tokens_per_s=num_tokens / elapsed_s,
         steps_per_s=num_steps / elapsed_s,
         step_ms=1e3 * step_s,
         cpu_ms=1e3 * own_s / num_steps,
-        idle_ratio=max(1 - own_s / (elapsed_s * num_cores) - foreign_ratio, 0.0),
+        idle_ratio=max(1 - own_s / (elapsed_s * NUM_CORES) - foreign_ratio, 0.0),
         foreign_ratio=foreign_ratio,
     )
 
@@ -108,7 +104,8 @@ async def compare(shape: BurstShape, num_rounds: int) -> list[Cost]:
             log = folder / f"{system}.log"
             async with burst_cluster(system, MEMORY, folder / "small", log, KEPT) as cluster:
                 if system == "kunserve":
-                    answer = json.loads(await cluster.ask(Subjects("default").admin("planner", "planner", "drop")))
+                    drop = cluster.subjects.admin("planner", "planner", "drop")
+                    answer = json.loads(await cluster.bus.request(drop, b"", timeout_s=DROP_LIMIT_S))
                     if not answer["done"]:
                         raise RuntimeError(f"no drop: {answer['reason']}")
                     await asyncio.sleep(SETTLE_S)
@@ -133,10 +130,8 @@ def main() -> None:
         prompt_tokens=(80, 80),
         output_tokens=(chosen.tokens, chosen.tokens),
     )
-    print("| system | tokens/s | steps/s | step, ms | CPU per step, ms | cores idle | used by others |")
-    print("|---|---|---|---|---|---|---|")
-    for cost in asyncio.run(compare(shape, chosen.rounds)):
-        print(cost.line())
+    head = ["system", "tokens/s", "steps/s", "step, ms", "CPU per step, ms", "cores idle", "used by others"]
+    print_table("Steps", head, [cost.row() for cost in asyncio.run(compare(shape, chosen.rounds))])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""How long pipelines stand idle: microbatches by token count (Sarathi-Serve), halved by cost (KunServe), formed ahead.
+"""How long pipelines stand idle: microbatches by token count (Sarathi-Serve), and of equal cost, formed ahead.
 
 Qwen2.5-14B on A800s by its cost profile, equal stages, steps of 2 048 tokens; no hardware is needed.
 
-- Bursts: prompts that all wait at once beside 64 decodes. Time and idle share from the first begin to the last end
-  ("inner": without filling and draining the pipeline). Halving has no decodes, so only its idle share compares.
 - Overload: requests come faster than they can be computed; a real engine and its scheduler, idle share meanwhile.
 - Time of one call of the scheduler, with a new arrival before each, so that the shares are taken anew each time.
 
-    python -m benchmarks.lookahead [--bursts 20] [--seconds 40] [--calls 300]
+    python -m benchmarks.lookahead [--seconds 40] [--calls 300]
 """
 
 from __future__ import annotations
@@ -21,16 +19,13 @@ from typing import Final
 import numpy as np
 
 from benchmarks.harness import machine, percentiles, print_table
-from benchmarks.paper_lookahead.formations import by_halving, by_tokens
-from benchmarks.paper_lookahead.microbatch import Microbatch, Waiting, form_ahead
-from benchmarks.paper_lookahead.pipeline_time import bubble_ratio, inner_bubble_ratio, makespan_s, over_stages
 from services.worker.cost.estimate import CostEstimate
 from services.worker.engine.config import EngineConfig, NewSequence
 from services.worker.engine.engine import Engine
 from services.worker.engine.stats import take_stats
 from services.worker.scheduling.chunked import ChunkedScheduler
 from services.worker.scheduling.lookahead import LookaheadScheduler
-from services.worker.scheduling.view import Limits, Scheduler, SchedulerOutput, SchedulerView
+from services.worker.scheduling.view import Scheduler, SchedulerOutput, SchedulerView
 from shared.cost import load_profile
 from shared.ids import RequestId, StreamId
 from shared.types import SamplingParams
@@ -42,8 +37,6 @@ LENGTHS: Final = ("burstgpt", "sharegpt", "longbench")
 STAGES: Final = (2, 4)
 MAX_TOKENS: Final = 2048
 MAX_ROWS: Final = 512
-MIN_TOKENS: Final = 1024
-"""MIN of the halving: microbatches then have between 1 024 and some 2 048 tokens."""
 DECODES: Final = 64
 BLOCK_SIZE: Final = 16
 KV_TOKENS: Final = {2: 560_000, 4: 1_270_000}
@@ -95,34 +88,6 @@ def sequence(name: int, num_prompt: int, num_output: int, arrival_s: float = 0.0
     return NewSequence(RequestId(f"r{name}"), StreamId(name), 1, 0, prompt, sampling, arrival_s, 1e9)
 
 
-def burst(lengths: str, num_stages: int, num_prompts: int, num_bursts: int) -> list[list[str]]:
-    """Return the lines of the first table for one kind of burst."""
-    random = np.random.default_rng(1)
-    limits = Limits(MAX_TOKENS, MAX_ROWS, num_stages)
-    found: dict[str, list[tuple[float, float, float]]] = {}
-    for _ in range(num_bursts):
-        sizes, _ = find_lengths(lengths).sample(num_prompts, random)
-        queue, decodes = [Waiting(0, int(n)) for n in sizes], random.integers(100, 3000, size=DECODES).tolist()
-        formed: dict[str, list[Microbatch]] = {
-            "token count": by_tokens(queue, decodes, COST, limits),
-            "halved": by_halving(queue, COST, MIN_TOKENS),
-            "ahead": form_ahead(queue, decodes, COST, limits),
-        }
-        for name, batches in formed.items():
-            costs = over_stages(np.array([batch.cost_s for batch in batches]), num_stages)
-            time_s, idle = makespan_s(costs, num_stages), bubble_ratio(costs, num_stages)
-            found.setdefault(name, []).append((time_s, idle, inner_bubble_ratio(costs, num_stages)))
-    lines = []
-    worse = np.mean([ahead[0] > count[0] for ahead, count in zip(found["ahead"], found["token count"], strict=True)])
-    for name, figures_of in found.items():
-        time_s, idle, inner = np.mean(figures_of, axis=0).tolist()
-        shown_s = "" if name == "halved" else f"{time_s:.2f}"
-        later = f"{100 * worse:.0f} %" if name == "ahead" else ""
-        case = [lengths, str(num_prompts), str(num_stages), name]
-        lines.append([*case, shown_s, f"{100 * idle:.1f} %", f"{100 * inner:.1f} %", later])
-    return lines
-
-
 def overload(lengths: str, num_stages: int, seconds: float) -> list[list[str]]:
     """Return the lines of the second table for one overload."""
     lines = []
@@ -170,16 +135,10 @@ def call_times(lengths: str, num_stages: int, num_queued: int, num_calls: int) -
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--bursts", type=int, default=20, help="random bursts per line")
     parser.add_argument("--seconds", type=float, default=40.0, help="simulated, of overload")
     parser.add_argument("--calls", type=int, default=300, help="timed calls per line")
     chosen = parser.parse_args()
     cases = [(lengths, stages) for lengths in LENGTHS for stages in STAGES]
-    print_table(
-        "Bursts: all prompts wait at once",
-        ["lengths", "prompts", "stages", "formed", "time, s", "idle", "idle, inner", "later than by count"],
-        [line for case in cases for size in (30, 100) for line in burst(*case, size, chosen.bursts)],
-    )
     print_table(
         "Overload: requests queue all the time",
         ["lengths", "requests/s", "stages", "scheduler", "idle", "tokens/s", "TTFT p50, s", "waiting at the end"],

@@ -80,11 +80,8 @@ def draw_prompts(rng: np.random.Generator, batch: int, num_prompt: int) -> list[
 async def measure(engine: Engine, dtype: str, prompts: list[list[int]]) -> Run:
     """Return one measured run."""
     before = Share.take(engine.pid)
-    began_s = time.perf_counter()
     figures = await engine.run(prompts)
-    elapsed_s = time.perf_counter() - began_s
-    foreign = foreign_share(before, Share.take(engine.pid), elapsed_s, os.cpu_count() or 1)
-    return Run(engine.name, dtype, len(prompts), figures, foreign)
+    return Run(engine.name, dtype, len(prompts), figures, foreign_share(before, Share.take(engine.pid)))
 
 
 async def measure_dtype(engines: list[Engine], chosen: argparse.Namespace, dtype: str) -> list[Run]:

@@ -7,14 +7,15 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.harness import ROOT
 
-START_LIMIT_S = 600.0
+START_LIMIT_S = 1800.0
 RUN_LIMIT_S = 600.0
 STOP_LIMIT_S = 30.0
 LLAMA_TRIES = 5
@@ -81,7 +82,7 @@ class EngineProcess:
         assert self._process is not None, "started"
         return self._process
 
-    async def spawn(self, *argv: str, env: dict[str, str] | None = None, log: Path) -> None:
+    async def spawn(self, *argv: str, env: Mapping[str, str] | None = None, log: Path) -> None:
         with log.open("ab") as file:
             self._process = await asyncio.create_subprocess_exec(
                 *argv,
@@ -93,6 +94,11 @@ class EngineProcess:
                 limit=1 << 20,
                 start_new_session=True,
             )
+
+    async def up(self, *flags: str, log: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Start `sluice up` on a free port; return what it says when it serves."""
+        await self.spawn(sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags, env=env, log=log)
+        return await self.read_line(START_LIMIT_S)
 
     async def stop(self) -> None:
         if self._process is None:
@@ -208,20 +214,10 @@ class LlamaBench:
         assert self._setting is not None, "started"
         setting, batch, num_prompt = self._setting, len(prompts), len(prompts[0])
         kv_type = "bf16" if setting.dtype == "bfloat16" else "f32"
-        flags = ["-m", str(self._file), "-c", str(batch * (num_prompt + setting.num_output) + 64), "-b", "2048"]
-        flags += ["-ub", "512", "-npp", str(num_prompt), "-ntg", str(setting.num_output), "-npl", str(batch)]
-        flags += [
-            "-t",
-            str(setting.threads),
-            "-tb",
-            str(setting.threads),
-            "-fa",
-            "on",
-            "-ctk",
-            kv_type,
-            "-ctv",
-            kv_type,
-        ]
+        context, threads = batch * (num_prompt + setting.num_output) + 64, setting.threads
+        line = f"-c {context} -b 2048 -ub 512 -npp {num_prompt} -ntg {setting.num_output} -npl {batch}"
+        kind = f"-t {threads} -tb {threads} -fa on -ctk {kv_type} -ctv {kv_type}"
+        flags = ["-m", str(self._file), *line.split(), *kind.split()]
         for _ in range(LLAMA_TRIES - 1):
             with contextlib.suppress(RuntimeError):
                 return parse_llama(await self._output(self._program, *flags))

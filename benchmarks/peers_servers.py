@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,10 +77,8 @@ class SluiceServer(HttpEngine):
     async def start(self, setting: Setting) -> None:
         flags = ["--model", str(setting.checkpoint), "--dtype", setting.dtype, "--memory", setting.memory]
         flags += ["--max-model-len", str(setting.max_len), "--threads", str(setting.threads)]
-        argv = [sys.executable, "-m", "cli.main", "up", "--json", "--port", "0", *flags]
         self._num_output, self._model = setting.num_output, setting.checkpoint.name
-        await self.spawn(*argv, log=self._log)
-        self._url = (await self.read_line(START_LIMIT_S))["url"]
+        self._url = (await self.up(*flags, log=self._log))["url"]
 
 
 class VllmServer(HttpEngine):

@@ -12,12 +12,10 @@ parameters and KV that have been written: planning, mapping, and the first touch
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness import machine, print_table
+from benchmarks.harness import BestTimes, machine, print_table
 from services.worker.memory import holdings
 from services.worker.memory.change import plan_change
 from services.worker.memory.cuda import CudaMemory
@@ -40,30 +38,14 @@ def open_backend(device: torch.device, num_pages: int, *, huge: bool = False) ->
     return PosixMemory(PAGE, num_pages, huge=huge)
 
 
-class Clock:
-    """Times actions on a device; the least of all rounds counts."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.best_s: dict[str, float] = {}
-
-    def time(self, name: str, action: Callable[[], object]) -> None:
-        """Act, and keep the time if it is the shortest of that name."""
-        self._wait()
-        began_s = time.perf_counter()
-        action()
-        self._wait()
-        taken_s = time.perf_counter() - began_s
-        self.best_s[name] = min(taken_s, self.best_s.get(name, taken_s))
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+def clock_of(device: torch.device) -> BestTimes:
+    """Return what times actions on a device."""
+    return BestTimes(lambda: torch.cuda.synchronize(device) if device.type == "cuda" else None)
 
 
 def per_page(device: torch.device, num_pages: int, rounds: int, *, huge: bool) -> list[str]:
     """Return one line of the first table."""
-    clock = Clock(device)
+    clock = clock_of(device)
     backend = open_backend(device, num_pages, huge=huge)
     reserved = backend.reserve(num_pages * PAGE)
     pages = [PageId(page) for page in range(num_pages)]
@@ -77,22 +59,22 @@ def per_page(device: torch.device, num_pages: int, rounds: int, *, huge: bool) -
         for page in pages:
             reserved.unmap(page * PAGE)
 
-    clock.time("taken", lambda: reserved.map_run(0, pages))
-    clock.time("written", lambda: tensor.fill_(1))
+    clock.of("taken", lambda: reserved.map_run(0, pages))
+    clock.of("written", lambda: tensor.fill_(1))
     reserved.unmap_run(0, num_pages)
     for _ in range(rounds):
-        clock.time("map", map_singly)
-        clock.time("unmap", unmap_singly)
+        clock.of("map", map_singly)
+        clock.of("unmap", unmap_singly)
         reserved.map_run(0, pages)
-        clock.time("touch", lambda: tensor.fill_(2))
-        clock.time("again", lambda: tensor.fill_(3))
-        clock.time("unmap touched", unmap_singly)
-        clock.time("map run", lambda: reserved.map_run(0, pages))
+        clock.of("touch", lambda: tensor.fill_(2))
+        clock.of("again", lambda: tensor.fill_(3))
+        clock.of("unmap touched", unmap_singly)
+        clock.of("map run", lambda: reserved.map_run(0, pages))
         tensor.fill_(4)
-        clock.time("unmap run", lambda: reserved.unmap_run(0, num_pages))
+        clock.of("unmap run", lambda: reserved.unmap_run(0, num_pages))
     backend.close()
     columns = ("taken", "written", "map", "unmap", "touch", "again", "unmap touched", "map run", "unmap run")
-    return [f"{clock.best_s[name] / num_pages * 1e6:.2f}" for name in columns]
+    return clock.texts(*columns, scale=1e6 / num_pages)
 
 
 def of_layers(device: torch.device, num_dropped: int, rounds: int, *, huge: bool) -> list[str]:
@@ -105,19 +87,19 @@ def of_layers(device: torch.device, num_dropped: int, rounds: int, *, huge: bool
         memory.parameters(layer, LAYER_PAGES * PAGE).fill_(1)
     cache = memory.open_kv(4 * 64, 0)
     _fill(memory, cache.keys, cache.values, 0)
-    clock, dropped = Clock(device), range(num_dropped)
+    clock, dropped = clock_of(device), range(num_dropped)
     before = memory.num_blocks
     for _ in range(rounds):
         after = holdings.grown(memory.layout, holdings.dropped(memory.layout, memory.holding, dropped, Spans()))
-        clock.time("plan", lambda: plan_change(memory.layout, memory.holding, after))  # noqa: B023  called at once
-        clock.time("drop", lambda: memory.drop(dropped))
+        clock.of("plan", lambda: plan_change(memory.layout, memory.holding, after))  # noqa: B023  called at once
+        clock.of("drop", lambda: memory.drop(dropped))
         gained = memory.num_blocks
-        clock.time("touch", lambda: _fill(memory, cache.keys, cache.values, before))
-        clock.time("restore", lambda: memory.restore(dropped, before))
+        clock.of("touch", lambda: _fill(memory, cache.keys, cache.values, before))
+        clock.of("restore", lambda: memory.restore(dropped, before))
     memory.close()
     pages = num_dropped * (LAYER_PAGES + 8)
     names = ("plan", "drop", "touch", "restore")
-    return [str(pages), f"{before} -> {gained}", *(f"{clock.best_s[name] * 1e3:.2f}" for name in names)]
+    return [str(pages), f"{before} -> {gained}", *clock.texts(*names)]
 
 
 def _fill(

@@ -25,31 +25,15 @@ from shared.types import SamplingParams
 
 PREFILL_TOKENS = 512
 COLUMNS = (*PARTS, "rest")
-BLUES, WARM, COLD = ("#1b6ca8", "#66b2e0"), ("#e9a23b", "#c9761a"), ("#7b4ea3", "#dddddd")
-COLOURS = ("#888888", "#bbbbbb", *BLUES, "#d1495b", "#2a9d8f", *WARM, "#555555", *COLD)
 
 
 def main() -> None:
     """Measure, print the table, and draw it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=192, help="tokens before the decoded one")
-    parser.add_argument("--memory-gib", type=float, default=2.0, help="for parameters and KV")
+    parser = runner_parser(__doc__)
     parser.add_argument("--steps", type=int, default=40, help="of each kind")
     parser.add_argument("--svg", type=Path, help="file for the picture")
     arguments = parser.parse_args()
-    settings = RunnerSettings(
-        arguments.model,
-        dtype=arguments.dtype,
-        memory_bytes=int(arguments.memory_gib * 2**30),
-        max_batch_rows=64,
-        max_model_len=1024,
-        num_threads=arguments.threads,
-        kernels="native",
-    )
-    runner = load_runner(settings, lambda _done, _what: None)
+    runner = open_runner(arguments, "native")
     bars = {f"{rows} decodes": profile(runner, rows, 1, arguments.context, arguments.steps) for rows in (1, 8, 32, 64)}
     bars[f"prompt of {PREFILL_TOKENS}"] = profile(runner, 1, PREFILL_TOKENS, 0, arguments.steps)
     title = f"{runner.info.kernels}, {arguments.dtype}, {arguments.threads} threads, context {arguments.context}"
@@ -59,7 +43,32 @@ def main() -> None:
         [(name, f"{sum(bar) * 1e3:.2f}", *(f"{part * 1e3:.2f}" for part in bar)) for name, bar in bars.items()],
     )
     if arguments.svg:
-        arguments.svg.write_text(picture(bars, title))
+        draw(bars, title, arguments.svg)
+
+
+def runner_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what `open_runner` is told; the description is shown as it is."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=192, help="tokens before the decoded one")
+    parser.add_argument("--memory-gib", type=float, default=2.0, help="for parameters and KV, of each runner")
+    return parser
+
+
+def open_runner(arguments: argparse.Namespace, kernels: str) -> ModelRunner:
+    """Return a runner with room for all of the steps."""
+    settings = RunnerSettings(
+        arguments.model,
+        dtype=arguments.dtype,
+        memory_bytes=int(arguments.memory_gib * 2**30),
+        max_batch_rows=64,
+        max_model_len=1024,
+        num_threads=arguments.threads,
+        kernels=kernels,
+    )
+    return load_runner(settings, lambda _done, _what: None)
 
 
 def profile(runner: ModelRunner, num_rows: int, num_tokens: int, start: int, num_steps: int) -> list[float]:
@@ -99,28 +108,23 @@ def make_batch(runner: ModelRunner, num_rows: int, num_tokens: int, start: int, 
     )
 
 
-def picture(bars: dict[str, list[float]], title: str) -> str:
-    """Return an SVG with one bar per kind of step, its parts as shares of the whole."""
-    width, height, left = 860, 34, 130
-    lines = [f'<text x="10" y="20" font-size="14">Share of a step by part: {title}</text>']
-    for place, (name, bar) in enumerate(bars.items()):
-        top, x = 36 + place * height, float(left)
-        lines.append(f'<text x="10" y="{top + 17}">{name}</text>')
-        for part, colour, column in zip(bar, COLOURS, COLUMNS, strict=True):
-            size = part / sum(bar) * (width - left - 90)
-            label = f"{column}: {part * 1e3:.2f} ms, {part / sum(bar):.0%}"
-            place_and_size = f'x="{x:.1f}" y="{top}" width="{size:.1f}" height="24"'
-            lines.append(f'<rect {place_and_size} fill="{colour}"><title>{label}</title></rect>')
-            x += size
-        lines.append(f'<text x="{x + 6:.0f}" y="{top + 17}">{sum(bar) * 1e3:.2f} ms</text>')
-    below = 36 + len(bars) * height + 14
-    for place, (column, colour) in enumerate(zip(COLUMNS, COLOURS, strict=True)):
-        x, y = 10 + place % 6 * 140, below + place // 6 * 22
-        lines.append(f'<rect x="{x}" y="{y - 11}" width="12" height="12" fill="{colour}"/>')
-        lines.append(f'<text x="{x + 18}" y="{y}">{column}</text>')
-    size_and_font = f'width="{width}" height="{below + 40}" font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size_and_font}>'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *lines, "</svg>"]) + "\n"
+def draw(bars: dict[str, list[float]], title: str, path: Path) -> None:
+    """Draw one bar per kind of step, its parts as shares of the whole."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [f"{name}\n{sum(bar) * 1e3:.2f} ms" for name, bar in bars.items()]
+    shares = np.array([np.array(bar) / sum(bar) for bar in bars.values()])
+    begins = shares.cumsum(axis=1) - shares
+    for place, column in enumerate(COLUMNS):
+        colour = colormaps["tab20"](place)
+        axes.barh(names, 100 * shares[:, place], left=100 * begins[:, place], label=column, color=colour)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"share of a step by part, %: {title}")
+    figure.legend(loc="outside lower center", ncols=6)
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, print_table
 from tests.support.fault_cluster import NATS, Cluster, running
 from tests.support.fault_streams import CHAT, Ask, Reader, answers, ask, reading, seen, undisturbed
 
@@ -32,37 +32,23 @@ EFFECT_S = 0.3
 TOUCHED_S = 0.25
 """A stream whose longest pause is shorter was not touched by the fault."""
 
-Fault = Callable[[Cluster], Awaitable[None]]
 
-
-async def kill_worker(cluster: Cluster) -> None:
-    cluster.kill("worker-0")
-
-
-async def freeze_worker(cluster: Cluster) -> None:
-    cluster.freeze("worker-0")
-
-
-async def terminate_worker(cluster: Cluster) -> None:
-    cluster.terminate("worker-0")
-
-
-async def restart_broker(cluster: Cluster) -> None:
+def restart_broker(cluster: Cluster) -> None:
     cluster.kill(NATS)
-    await asyncio.sleep(OUTAGE_S)
-    await asyncio.to_thread(cluster.start_broker)
+    time.sleep(OUTAGE_S)
+    cluster.start_broker()
 
 
-async def freeze_broker(cluster: Cluster) -> None:
+def freeze_broker(cluster: Cluster) -> None:
     cluster.freeze(NATS)
-    await asyncio.sleep(OUTAGE_S)
+    time.sleep(OUTAGE_S)
     cluster.thaw(NATS)
 
 
-FAULTS: dict[str, Fault] = {
-    "worker killed": kill_worker,
-    "worker stopped (SIGSTOP)": freeze_worker,
-    "worker told to go (SIGTERM)": terminate_worker,
+FAULTS: dict[str, Callable[[Cluster], None]] = {
+    "worker killed": lambda cluster: cluster.kill("worker-0"),
+    "worker stopped (SIGSTOP)": lambda cluster: cluster.freeze("worker-0"),
+    "worker told to go (SIGTERM)": lambda cluster: cluster.terminate("worker-0"),
     f"broker away for {OUTAGE_S:g} s (killed)": restart_broker,
     f"broker away for {OUTAGE_S:g} s (SIGSTOP)": freeze_broker,
 }
@@ -90,17 +76,14 @@ class Result:
             )
             (self.touched_s if gap_s >= TOUCHED_S else self.others_s).append(gap_s)
 
-    def row(self, name: str) -> str:
-        """Return the line of the table."""
-        counts = [str(self.num_moved), str(len(self.touched_s))]
-        cells = [*counts, *_spread(self.touched_s), *_spread(self.others_s), str(self.num_wrong)]
-        return f"| {name} | {' | '.join(cells)} |"
+    def row(self, name: str) -> list[str]:
+        """Return the cells of the table."""
+        pauses = [cell for values in (self.touched_s, self.others_s) for cell in _spread(values)]
+        return [name, str(self.num_moved), str(len(self.touched_s)), *pauses, str(self.num_wrong)]
 
 
 def _spread(values: Sequence[float]) -> tuple[str, str]:
-    if not values:
-        return "-", "-"
-    return f"{statistics.median(values):.2f}", f"{max(values):.2f}"
+    return (f"{statistics.median(values):.2f}", f"{max(values):.2f}") if values else ("-", "-")
 
 
 async def prefill_s(cluster: Cluster, load: Sequence[Ask]) -> float:
@@ -123,8 +106,7 @@ async def num_moved(cluster: Cluster) -> int:
 async def measure(cluster: Cluster, load: Sequence[Ask], num_rounds: int) -> None:
     expected = await undisturbed(cluster, load)
     print(f"time to the first token of an undisturbed request: {1000 * await prefill_s(cluster, load):.0f} ms")
-    print("\n| fault | moved | streams that paused | median, s | max, s | others: median, s | max, s | wrong texts |")
-    print("|---|---|---|---|---|---|---|---|")
+    rows = []
     for name, fault in FAULTS.items():
         result = Result()
         before = await num_moved(cluster)
@@ -132,13 +114,15 @@ async def measure(cluster: Cluster, load: Sequence[Ask], num_rounds: int) -> Non
             async with reading(cluster, load) as readers:
                 await seen(readers, NUM_BEFORE)
                 fault_s = time.monotonic()
-                await fault(cluster)
+                await asyncio.to_thread(fault, cluster)
                 found = await answers(readers)
             result.take(readers, fault_s)
             result.num_wrong += sum(found[asked.name] != expected[asked.name] for asked in load)
             await cluster.restore()
         result.num_moved = await num_moved(cluster) - before
-        print(result.row(name), flush=True)
+        rows.append(result.row(name))
+    figures = ("streams that paused", "median, s", "max, s", "others: median, s", "max, s", "wrong texts")
+    print_table("Pauses", ("fault", "moved", *figures), rows)
 
 
 def main() -> None:

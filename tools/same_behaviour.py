@@ -269,21 +269,8 @@ def _git(folder: Path, *arguments: str) -> str:
 # What came of it. Pure.
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where two outcomes part."""
-
-    path: tuple[str, ...]
-    before: str
-    """What stands there, as JSON."""
-    after: str
-
-    def __str__(self) -> str:
-        return f"{' › '.join(self.path)}\n  before: {self.before}\n  after:  {self.after}"
-
-
-def first_difference(before: Tree, after: Tree, path: tuple[str, ...] = ()) -> Difference | None:
-    """Return where two trees differ first, in the order of the first one; None if they are the same, byte by byte."""
+def first_difference(before: Tree, after: Tree, path: tuple[str, ...] = ()) -> str | None:
+    """Say where two trees differ first, in the order of the first one; None if they are the same, byte by byte."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         names = [*before, *(name for name in after if name not in before)]
         parts = [(name, before.get(name, _ABSENT), after.get(name, _ABSENT)) for name in names]
@@ -296,7 +283,7 @@ def first_difference(before: Tree, after: Tree, path: tuple[str, ...] = ()) -> D
         if (found := first_difference(one, other, (*path, name))) is not None:
             return found
     texts = ["nothing" if each is _ABSENT else json.dumps(each, ensure_ascii=False) for each in (before, after)]
-    return Difference(path, *texts) if texts[0] != texts[1] else None
+    return f"{' › '.join(path)}\n  before: {texts[0]}\n  after:  {texts[1]}" if texts[0] != texts[1] else None
 
 
 def count_events(tree: Tree) -> Counter[str]:

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sim.workload.workload import I32, Workload
-
-READER_TTFT_S = 1.0
-READER_SPEED = 4.8
-"""Andes's reader of English text, tokens per second."""
+from tests.support.workloads import plain_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +55,10 @@ def draw_load(shape: LoadShape, duration_s: float, seed: int) -> Workload:
     most = int(4 * shape.rate_per_s * duration_s) + 100
     arrival_s = np.cumsum(arrivals.gamma(shape_k, 1 / (shape_k * shape.rate_per_s), most))
     arrival_s = arrival_s[arrival_s < duration_s]
-    count = arrival_s.size
-    return Workload(
-        name=shape.name,
-        arrival_s=arrival_s,
-        num_prompt=shape.prompt.draw(count, prompts),
-        num_output=shape.output.draw(count, outputs),
-        qoe_ttft_s=np.full(count, READER_TTFT_S),
-        qoe_speed=np.full(count, READER_SPEED),
-        request_class=np.zeros(count, dtype=np.uint8),
-        seed=seed,
-    )
+    lengths = (shape.prompt.draw(arrival_s.size, prompts), shape.output.draw(arrival_s.size, outputs))
+    return plain_workload(arrival_s, *lengths, seed=seed, name=shape.name)
 
 
 def sequential(count: int, num_prompt: int, num_output: int, gap_s: float, seed: int) -> Workload:
     """Return equal requests, one every `gap_s`: on an idle server none meets another."""
-    return Workload(
-        name="idle",
-        arrival_s=np.arange(count, dtype=np.float64) * gap_s,
-        num_prompt=np.full(count, num_prompt, dtype=np.int32),
-        num_output=np.full(count, num_output, dtype=np.int32),
-        qoe_ttft_s=np.full(count, READER_TTFT_S),
-        qoe_speed=np.full(count, READER_SPEED),
-        request_class=np.zeros(count, dtype=np.uint8),
-        seed=seed,
-    )
+    return plain_workload(np.arange(count) * gap_s, num_prompt, num_output, seed=seed, name="idle")

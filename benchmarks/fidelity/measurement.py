@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Measurement:
 
     def save(self, path: Path) -> None:
         """Write the file."""
-        path.write_text(json.dumps(_plain(self)), encoding="utf-8")
+        path.write_text(json.dumps(self, default=_plain), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Measurement:
@@ -64,18 +64,12 @@ class Measurement:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON has it."""
+    """Return what JSON does not know as what it does."""
     if isinstance(value, StepRecord):
         return value.model_dump(mode="json")
     if isinstance(value, np.ndarray):
         return value.tolist()
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, WorkerFacts):
-        return asdict(value)
-    if isinstance(value, Measurement | LiveRun | Workload | Records):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    return value
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _run_of(tree: dict[str, Any]) -> LiveRun:

@@ -8,7 +8,7 @@ the greatest, and `per_seed` every run.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -59,14 +59,20 @@ def gaps_closed(systems: Mapping[str, Summary]) -> dict[str, dict[str, float | N
     Args:
         systems: summaries by name; the first is the baseline.
     """
-    baseline = next(iter(systems.values()))
-    oracle = systems.get(ORACLE)
+    baseline, oracle = next(iter(systems.values())), systems.get(ORACLE)
+
+    def closed(summary: Summary, key: str, figure: str, is_gap: Callable[[float, float], bool]) -> float | None:
+        ends = None if oracle is None else (baseline[key][figure], summary[key][figure], oracle[key][figure])
+        if ends is None or None in ends or not is_gap(ends[0], ends[2]):
+            return None
+        return float((ends[0] - ends[1]) / (ends[0] - ends[2])) + 0.0  # never -0.0
+
     return {
         name: {
-            "ttft_p99": None if oracle is None else _ttft_gap(*(_ttft_p99(s) for s in (baseline, system, oracle))),
-            "qoe_mean": None if oracle is None else _qoe_gap(*(_qoe_mean(s) for s in (baseline, system, oracle))),
+            "ttft_p99": closed(summary, "ttft_s", "p99", _is_ttft_gap),
+            "qoe_mean": closed(summary, "qoe", "mean", _is_qoe_gap),
         }
-        for name, system in systems.items()
+        for name, summary in systems.items()
     }
 
 
@@ -75,27 +81,13 @@ def to_json(comparison: Comparison) -> str:
     return json.dumps(comparison, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _ttft_p99(summary: Summary) -> float | None:
-    value: float | None = summary["ttft_s"]["p99"]
-    return value
+def _is_ttft_gap(baseline: float, oracle: float) -> bool:
+    return baseline >= MIN_TTFT_FACTOR * oracle and baseline > oracle
 
 
-def _qoe_mean(summary: Summary) -> float | None:
-    value: float | None = summary["qoe"]["mean"]
-    return value
-
-
-def _ttft_gap(baseline: float | None, system: float | None, oracle: float | None) -> float | None:
-    if baseline is None or system is None or oracle is None or baseline < MIN_TTFT_FACTOR * oracle:
-        return None
-    return (baseline - system) / (baseline - oracle) if baseline > oracle else None
-
-
-def _qoe_gap(baseline: float | None, system: float | None, oracle: float | None) -> float | None:
+def _is_qoe_gap(baseline: float, oracle: float) -> bool:
     # a mean of hundreds of figures that should be 0.02 apart may be so but for its last bits
-    if baseline is None or system is None or oracle is None or round(oracle - baseline, 12) < MIN_QOE_GAP:
-        return None
-    return (system - baseline) / (oracle - baseline)
+    return round(oracle - baseline, 12) >= MIN_QOE_GAP
 
 
 def _merged(trees: Sequence[Any], merge: Any) -> Any:

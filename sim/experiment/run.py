@@ -30,7 +30,7 @@ from sim.requests import DAY_S
 from sim.scenarios.scenario import Scenario
 from sim.virtual_time import run as run_virtually
 from sim.worker import SimWorkerParams
-from sim.workload.workload import F64, Workload
+from sim.workload.workload import Workload
 
 SETTLE_S = 1.0
 """Virtual seconds after the last end, in which everything that belongs to requests must be gone."""
@@ -116,23 +116,25 @@ async def feed(cluster: SimCluster, workload: Workload, recorder: Recorder) -> N
             if (pause_s := begin_s + arrival_s - loop.time()) > 0:
                 await asyncio.sleep(pause_s)
             request = _request(workload, index, cluster.params.workers[0], begin_s + arrival_s)
-            group.create_task(_serve(cluster.dispatcher, request, _Note(recorder, index, begin_s)))
+            group.create_task(_serve(cluster.dispatcher, request, recorder, index, begin_s))
 
 
-async def _serve(dispatcher: DispatcherService, request: NewRequest, note: _Note) -> None:
+async def _serve(
+    dispatcher: DispatcherService, request: NewRequest, recorder: Recorder, index: int, begin_s: float
+) -> None:
     """Let one request run to its end, as the dispatcher's HTTP does; that refuses what no worker can hold itself.
 
     Nobody takes the tokens one by one: the session knows when each came. Those that came before it was admitted are
-    read then.
+    read then. Instants are noted from the beginning of the workload on.
     """
     sessions = dispatcher.sessions
     if request.num_tokens > sessions.cluster.max_request_tokens(MAX_PROMPT_TOKENS):
-        note.end(FailureCode.TOO_LONG)
+        recorder.end(index, FailureCode.TOO_LONG.value)
         return
     try:
         session = await sessions.admit(request)
     except RequestFailedError as error:
-        note.end(error.code)
+        recorder.end(index, error.code.value)
         return
     admitted_s = asyncio.get_running_loop().time()
     try:
@@ -140,26 +142,8 @@ async def _serve(dispatcher: DispatcherService, request: NewRequest, note: _Note
         failure = sessions.outcome(session)
     finally:
         sessions.release(session)
-    note.tokens(np.maximum(session.token_s, admitted_s))
-    note.end(failure)
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """Where the end of one request is noted."""
-
-    recorder: Recorder
-    index: int
-    begin_s: float
-    """Of the workload, on the event loop's clock."""
-
-    def tokens(self, at_s: F64) -> None:
-        """Note when its tokens came, on the event loop's clock."""
-        self.recorder.tokens_at(self.index, at_s - self.begin_s)
-
-    def end(self, failure: FailureCode | None) -> None:
-        """Note that it ended, and why without a whole answer."""
-        self.recorder.end(self.index, "" if failure is None else failure.value)
+    recorder.tokens_at(index, np.maximum(session.token_s, admitted_s) - begin_s)
+    recorder.end(index, "" if failure is None else failure.value)
 
 
 def _request(workload: Workload, index: int, worker: SimWorkerParams, arrival_s: float) -> NewRequest:

@@ -6,8 +6,9 @@ values. A figure that nobody can know, or of nothing, is None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -16,12 +17,20 @@ from sim.experiment.records import Records
 from sim.workload.workload import F64
 
 Summary = dict[str, Any]
+_Figures = Mapping[str, Callable[[F64], Any]]
 PERCENTILES: Final = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "p999": 99.9}
 GOOD_QOE: Final = 0.95
 """Readers above it are counted as content."""
 HELD_WINDOW_S: Final = 5.0
 """Arrivals of so many seconds together say whether a limit still holds."""
 SIGNIFICANT_DIGITS: Final = 6
+_RANKS: Final[_Figures] = {name: partial(np.percentile, q=percent) for name, percent in PERCENTILES.items()}
+_QOE: Final[_Figures] = {
+    "mean": np.mean,
+    "p10": partial(np.percentile, q=10),
+    "share_ge_0_95": lambda known: np.mean(known >= GOOD_QOE),
+}
+_STALL: Final[_Figures] = {"max": np.max, "p99": _RANKS["p99"]}
 _PLACED: Final = {
     "kv_peak_ratio",
     "demand_over_capacity_peak",
@@ -88,13 +97,13 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
             "refused": int((~complete).sum()),
             "ttft_s": spread(measured.ttft_s),
             "tpot_s": spread(measured.tpot_s),
-            "qoe": _qoe(measured.qoe),
+            "qoe": _of_known(measured.qoe, _QOE),
             "slo": None if slo is None else _slo(measured, slo),
             "throughput_tokens_per_s": _throughput(measured),
             "kv_peak_ratio": facts.kv_peak_ratio,
             "demand_over_capacity_peak": facts.demand_over_capacity_peak,
             "preemptions": facts.preemptions,
-            "stall_s": _stall(measured.longest_gap_s),
+            "stall_s": _of_known(measured.longest_gap_s, _STALL),
             "stall_at_drops_s": _stall_at(measured, facts.drop_times_s),
             "stall_at_restores_s": _stall_at(measured, facts.restore_times_s),
             **{name: value for name, value in asdict(facts).items() if name not in _PLACED},
@@ -105,11 +114,7 @@ def summarise(records: Records, facts: SystemFacts, *, slo: Slo | None = None, w
 
 def spread(values: F64) -> dict[str, float | None]:
     """Return mean and percentiles of the values that are numbers; None without any."""
-    known = values[~np.isnan(values)]
-    if not known.size:
-        return dict.fromkeys(("mean", *PERCENTILES))
-    ranks = np.percentile(known, list(PERCENTILES.values())).tolist()
-    return {"mean": float(known.mean()), **dict(zip(PERCENTILES, ranks, strict=True))}
+    return _of_known(values, {"mean": np.mean, **_RANKS})
 
 
 def in_time(records: Records, slo: Slo) -> dict[str, F64]:
@@ -146,15 +151,10 @@ def rounded(tree: Any) -> Any:
     return tree
 
 
-def _qoe(qoe: F64) -> dict[str, float | None]:
-    known = qoe[~np.isnan(qoe)]
-    if not known.size:
-        return dict.fromkeys(("mean", "p10", "share_ge_0_95"))
-    return {
-        "mean": float(known.mean()),
-        "p10": float(np.percentile(known, 10)),
-        "share_ge_0_95": float((known >= GOOD_QOE).mean()),
-    }
+def _of_known(values: F64, figures: _Figures) -> dict[str, float | None]:
+    """Return figures of the values that are numbers; None without any."""
+    known = values[~np.isnan(values)]
+    return {name: float(of(known)) if known.size else None for name, of in figures.items()}
 
 
 def _slo(records: Records, slo: Slo) -> dict[str, float | None]:
@@ -174,10 +174,3 @@ def _throughput(records: Records) -> float | None:
 def _stall_at(records: Records, times_s: tuple[float, ...] | None) -> float | None:
     """Return the longest time between two tokens of an answer within which one of these instants lies."""
     return max(map(records.longest_gap_over_s, times_s)) if times_s else None
-
-
-def _stall(longest_gap_s: F64) -> dict[str, float | None]:
-    known = longest_gap_s[~np.isnan(longest_gap_s)]
-    if not known.size:
-        return {"max": None, "p99": None}
-    return {"max": float(known.max()), "p99": float(np.percentile(known, 99))}

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shared.types import Value
 from sim.workload.lengths import find_lengths
-from sim.workload.readers import andes_readers, fixed_readers
+from sim.workload.readers import andes_readers
 from sim.workload.workload import F64, I32
 
 
@@ -24,7 +24,7 @@ class FixedReaders(Value):
 
     def draw(self, num_prompt: I32, random: np.random.Generator) -> tuple[F64, F64]:
         """Return what each request's reader expects: time to first token, speed; [num_requests] each."""
-        return fixed_readers(num_prompt.size, self.ttft_s, self.speed)
+        return np.full(num_prompt.size, self.ttft_s), np.full(num_prompt.size, self.speed)
 
 
 class AndesReaders(Value):

@@ -28,8 +28,3 @@ def andes_readers(num_prompt: I32, random: np.random.Generator) -> tuple[F64, F6
     speeds = words * (MEAN_SPEED / float(shares @ words))
     groups = random.choice(shares.size, size=num_prompt.size, p=shares / shares.sum())
     return np.maximum(num_prompt * _SECONDS_PER_PROMPT_TOKEN, _MIN_TTFT_S), speeds[groups]
-
-
-def fixed_readers(count: int, ttft_s: float, speed: float) -> tuple[F64, F64]:
-    """Return the same reader for every request, columns as of `andes_readers`."""
-    return np.full(count, ttft_s), np.full(count, speed)

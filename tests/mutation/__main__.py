@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,10 @@ WALL_LIMIT_S = 1800.0
 SAME_PROGRAM = "any_process"
 """Part of the names of tests that compare with a process of their own: it would have no fault."""
 
+SEEDS = tuple(
+    f"tests/sim/test_faults.py::test_the_invariants_hold_whatever_fails[{first}]" for first in range(0, 20, 5)
+)
+"""Twenty seeds of the campaign."""
 _BLOCKS = (
     "tests/unit/worker/engine/test_engine_blocks.py",
     "tests/unit/worker/engine/test_engine_prefix.py",
@@ -73,27 +78,26 @@ class Verdict:
 
 def choose(count: int, seed: int) -> list[tuple[str, int]]:
     """Return a sample of all faults of all modules, each once; a run that is cut short has met a fair part of it."""
-    every = [(module, number) for module in SUITES for number in range(len(mutants_of(module)))]
+    every = [(module, number) for module in SUITES for number in range(len(mutants_of(module)[1]))]
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
-def judge(module: str, number: int, num_seeds: int) -> Verdict:
+def judge(module: str, number: int) -> Verdict:
     """Let the tests meet one fault."""
-    mutant = mutants_of(module)[number]
+    mutant = mutants_of(module)[1][number]
     environment = {**os.environ, VARIABLE: f"{module}:{number}", "PYTHONHASHSEED": "0"}
-    seeds = [sys.executable, "-m", "tests.mutation.child", *map(str, range(num_seeds))]
-    how = _run(seeds, environment)
-    if how is not None:
-        return Verdict(module, mutant, "seeds", how)
-    suites = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.mutation.loader", "-p", "no:cacheprovider"]
-    suites += ["-k", f"not {SAME_PROGRAM}", "--timeout", str(WALL_LIMIT_S), *SUITES[module]]
-    how = _run(suites, environment)
-    return Verdict(module, mutant, "" if how is None else "suites", how or "")
+    for name, tests in (("seeds", SEEDS), ("suites", SUITES[module])):
+        how = _run(tests, environment)
+        if how is not None:
+            return Verdict(module, mutant, name, how)
+    return Verdict(module, mutant, "", "")
 
 
-def _run(command: list[str], environment: dict[str, str]) -> str | None:
+def _run(tests: Sequence[str], environment: dict[str, str]) -> str | None:
     """Return how the fault was noticed, or None if it was not."""
-    limited = ["/bin/sh", "-c", f'ulimit -t {CPU_LIMIT_S}; exec "$@"', "sh", *command]
+    limited = ["/bin/sh", "-c", f'ulimit -t {CPU_LIMIT_S}; exec "$@"', "sh", sys.executable, "-m", "pytest", "-x", "-q"]
+    limited += ["-p", "tests.mutation.loader", "-p", "no:cacheprovider", "-k", f"not {SAME_PROGRAM}"]
+    limited += ["--timeout", str(WALL_LIMIT_S), *tests]
     try:
         done = subprocess.run(
             limited, cwd=ROOT, env=environment, timeout=WALL_LIMIT_S, capture_output=True, text=True, check=False
@@ -133,7 +137,6 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=200, help="faults to make (default 200)")
     parser.add_argument("--seed", type=int, default=4, help="chooses them (default 4)")
-    parser.add_argument("--seeds", type=int, default=20, help="seeds of the campaign that each one meets (default 20)")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default 2)")
     parser.add_argument("--least", type=float, default=0.8, help="share that must be noticed (default 0.8)")
     arguments = parser.parse_args()
@@ -141,7 +144,7 @@ def main() -> int:
     chosen = choose(arguments.count, arguments.seed)
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for verdict in pool.map(lambda each: judge(each[0], each[1], arguments.seeds), chosen):
+        for verdict in pool.map(lambda each: judge(*each), chosen):
             verdicts.append(verdict)
             state = f"noticed by {verdict.noticed_by}: {verdict.how}" if verdict.noticed_by else "SURVIVED"
             where = f"{verdict.module}:{verdict.mutant.line} {verdict.mutant.what}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import fcfs_reference as reference
@@ -15,7 +14,7 @@ from sim.experiment.run import run_workload
 from sim.experiment.setup import ExperimentCluster
 from sim.experiment.summary import Summary, summarise
 from sim.worker import SimWorkerParams
-from sim.workload.workload import Workload
+from tests.support.workloads import plain_workload
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "fcfs_reference.json").read_text())
 ALLOWED_RATIO = 0.10
@@ -29,20 +28,6 @@ FIGURES = {
 }
 
 
-def workload_of(load: reference.Load) -> Workload:
-    nobody = np.full(load.arrival_s.size, np.nan)
-    return Workload(
-        name="reference",
-        arrival_s=load.arrival_s,
-        num_prompt=load.num_prompt.astype(np.int32),
-        num_output=load.num_output.astype(np.int32),
-        qoe_ttft_s=nobody,
-        qoe_speed=nobody,
-        request_class=np.zeros(load.arrival_s.size, dtype=np.uint8),
-        seed=0,
-    )
-
-
 def simulated(name: str) -> Summary:
     worker = SimWorkerParams(
         "w0",
@@ -54,7 +39,8 @@ def simulated(name: str) -> Summary:
         max_batch_rows=reference.MAX_SEQUENCES,
         max_batch_tokens=reference.MAX_TOKENS,
     )
-    workload = workload_of(reference.draw_load(reference.LOADS[name]))
+    load = reference.draw_load(reference.LOADS[name])
+    workload = plain_workload(load.arrival_s, load.num_prompt, load.num_output, has_reader=False)
     result = run_workload(ExperimentCluster(ClusterParams((worker,), system="fcfs")), workload)
     return summarise(result.records, result.facts)
 

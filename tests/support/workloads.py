@@ -11,7 +11,7 @@ from sim.workload.workload import Workload
 
 
 def plain_workload(
-    arrival_s: Sequence[float],
+    arrival_s: Sequence[float] | NDArray[np.floating],
     num_prompt: int | Sequence[int] | NDArray[np.integer] = 5,
     num_output: int | Sequence[int] | NDArray[np.integer] = 9,
     *,
@@ -19,11 +19,12 @@ def plain_workload(
     ttft_s: float = 1.0,
     speed: float = 4.8,
     seed: int = 0,
+    name: str = "plain",
 ) -> Workload:
     """Return requests at these instants, read at this speed after this time, or by nobody."""
     size = len(arrival_s)
     return Workload(
-        name="plain",
+        name=name,
         arrival_s=np.array(arrival_s, dtype=np.float64),
         num_prompt=np.broadcast_to(np.asarray(num_prompt, dtype=np.int32), size).copy(),
         num_output=np.broadcast_to(np.asarray(num_output, dtype=np.int32), size).copy(),

@@ -87,9 +87,8 @@ _T = Templates(DOMAINS)
 
 COMMON_FACTS = {
     name: (_T.any_of(*asks), _T.any_of(*answers))
-    for name, asks, answers in (
-        (
-            "colour",
+    for name, (asks, answers) in {
+        "colour": (
             (
                 "[W|w]hat [colour|color] is {thing}[?|]",
                 "[Which|Tell me what] colour [is {thing}?|has {thing}?]",
@@ -99,8 +98,7 @@ COMMON_FACTS = {
             ),
             ("{Thing} is {thing.is}.", "The colour of {thing} is {thing.is}."),
         ),
-        (
-            "opposite",
+        "opposite": (
             (
                 "[W|w]hat is the opposite of {word}[?|]",
                 "[Tell|Please tell] me the opposite of {word}.",
@@ -110,8 +108,7 @@ COMMON_FACTS = {
             ),
             ("The opposite of {word} is {word.is}.", "It is {word.is}."),
         ),
-        (
-            "home",
+        "home": (
             (
                 "[W|w]here does {dweller} live[?|]",
                 "[Where is the|What is the] home of {dweller}?",
@@ -120,8 +117,7 @@ COMMON_FACTS = {
             ),
             ("{Dweller} lives {dweller.is}.", "{Dweller} has its home {dweller.is}."),
         ),
-        (
-            "call",
+        "call": (
             (
                 "[W|w]hat does {caller} say[?|]",
                 "[What|Which] sound does {caller} make?",
@@ -130,8 +126,7 @@ COMMON_FACTS = {
             ),
             ("{Caller} says {caller.is}.", "{Caller} goes {caller.is}, {caller.is}!"),
         ),
-        (
-            "legs",
+        "legs": (
             (
                 "[H|h]ow many legs does {walker} have[?|]",
                 "[How many legs has {walker}|On how many legs does {walker} walk]?",
@@ -140,8 +135,7 @@ COMMON_FACTS = {
             ),
             ("{Walker} has {walker.is}.", "Let me count. {Walker} has {walker.is}."),
         ),
-        (
-            "day",
+        "day": (
             (
                 "[Which|What] day comes after {day}[?|]",
                 "Today is {day}. What [day |]is tomorrow?",
@@ -150,13 +144,11 @@ COMMON_FACTS = {
             ),
             ("After {day} comes {day.next}.", "The day after {day} is {day.next}."),
         ),
-        (
-            "month",
+        "month": (
             ("[Which|What] month comes after {month}[?|]", "[What comes after|Which month follows] {month}?"),
             ("After {month} comes {month.next}.", "The month after {month} is {month.next}."),
         ),
-        (
-            "count",
+        "count": (
             (
                 "[C|c]ount [|from one ]to {count}[.|!|]",
                 "[Can|Could] you count to [{count}|{count.digit}]?",
@@ -164,8 +156,7 @@ COMMON_FACTS = {
             ),
             ("Of course: {count.list}.", "{Count.list}!"),
         ),
-        (
-            "next",
+        "next": (
             (
                 "[What|Which] number comes after {number}[?|]",
                 "[What comes after|What is one more than] {number}?",
@@ -173,7 +164,7 @@ COMMON_FACTS = {
             ),
             ("After {number} comes {number.next}.", "The number after {number} is {number.next}."),
         ),
-    )
+    }.items()
 }
 """Questions and answers by kind of fact; a pair shares the variable."""
 

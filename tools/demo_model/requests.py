@@ -75,46 +75,39 @@ BARE_STORY_REQUEST = _T.any_of(
 
 ABOUT_STORY: dict[str, tuple[Node, Node]] = {
     name: (_STORY_T.any_of(*asks), _STORY_T.any_of(*answers))
-    for name, asks, answers in (
-        (
-            "helper",
+    for name, (asks, answers) in {
+        "helper": (
             ("[Who|And who] helped {hero}?", "[Who|Which friend] came to help [{hero}|{hero.them}|the {kind}]?"),
             ("{Friend} the {friend.kind} helped {hero}.", "It was {friend} the {friend.kind} who helped {hero.them}."),
         ),
-        (
-            "wish",
+        "wish": (
             ("What did {hero} [want|wish for|want to do]?", "What was [{hero.their} wish|the wish of {hero}]?"),
             ("Little {hero} wanted to {wish}.", "{Hero.they} wanted to {wish}."),
         ),
-        (
-            "place",
+        "place": (
             ("Where did {hero} live?", "Where [does|did] the story [happen|take place]?", "Where was {hero}?"),
             ("Little {hero} lived {place}.", "It happened {place}, where {hero} lived."),
         ),
-        (
-            "gift",
+        "gift": (
             ("What did {friend} give {hero}?", "What [helped {hero}|was the gift|did {hero} get]?"),
             ("{Friend} gave {hero} the {tool}.", "It was the {tool} that {friend} gave {hero.them}."),
         ),
-        (
-            "hero",
+        "hero": (
             ("Who [was|is] {hero}?", "[Who|What] was the [hero|hero of the story]?"),
             ("It was {hero}, a little {kind}.", "The hero was {hero}, a little {kind}."),
         ),
-        (
-            "friend",
+        "friend": (
             ("Who [was|is] {friend}?", "[What is|What was] the name of the [friend|helper]?"),
             ("{Friend} was the {friend.kind} who helped {hero}.", "The friend was called {friend}."),
         ),
-    )
+    }.items()
 }
 """Questions about the story just told, with its bindings."""
 
 COMPANY: dict[str, tuple[Node, Node]] = {
     name: (_T.any_of(*asks), _STORY_T.any_of(*answers))
-    for name, asks, answers in (
-        (
-            "greeting",
+    for name, (asks, answers) in {
+        "greeting": (
             (
                 "[H|h]ello[!|.|]",
                 "[H|h]i[!| there!| there|]",
@@ -128,8 +121,7 @@ COMPANY: dict[str, tuple[Node, Node]] = {
                 "Good day to you! Would you like [a story|to hear a story] about {kind.a}?",
             ),
         ),
-        (
-            "self",
+        "self": (
             (
                 "[W|w]ho are you[?|]",
                 "[What|Who] are you?",
@@ -145,8 +137,7 @@ COMPANY: dict[str, tuple[Node, Node]] = {
                 "I am a little teller of stories. [Ask me for|Would you like] a story about {kind.a}?",
             ),
         ),
-        (
-            "praise",
+        "praise": (
             (
                 "[T|t]hank you[!|.| very much.|]",
                 "[T|t]hanks[!|.|]",
@@ -159,15 +150,14 @@ COMPANY: dict[str, tuple[Node, Node]] = {
                 "[Thank you|How kind]! Shall I tell you one about {kind.a}?",
             ),
         ),
-        (
-            "farewell",
+        "farewell": (
             ("[G|g]ood night[!|.|]", "[G|g]ood[ |]bye[!|.|]", "[B|b]ye[!|.|]", "See you [later|tomorrow|soon][!|.]"),
             (
                 "Good night! May you dream of {kind.a} {place}.",
                 "Goodbye! Come back when you want to hear about {kind.a}.",
             ),
         ),
-    )
+    }.items()
 }
 """Small talk; some answers offer a story about a kind."""
 

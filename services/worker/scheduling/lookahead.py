@@ -8,7 +8,7 @@ Everything that is queued and fits the memory stands in one line, first come fir
 piece of it. Chunks of one prompt may be in neighbouring steps: stages work first in, first out. When nothing is queued
 the decodes alone are split. With one lane it is `chunked`.
 
-Source: KunServe, version 2, section 4.3; deviations of the formation: `microbatch.py`. Memory is given, and taken, as
+Source: KunServe, version 2, section 4.3; deviations of the formation: `shares.py`. Memory is given, and taken, as
 in `chunked`. Of a prompt that waits the whole work counts, as if none of it was cached.
 """
 

@@ -8,8 +8,15 @@ all but full. A short one into `STEPS_PER_LANE` per lane, so that there is somet
 more comes; without decodes into one per lane, so that all stages have part in it. While nothing comes or goes, the line
 is cut as it was begun; when something does, into pieces as large as the last one if those are about right, or nearly.
 
-Source: KunServe, version 2, section 4.3 and appendix: m microbatches of cost / m each. Deviation: how m is found, see
-`microbatch.py`.
+Source: KunServe, version 2, section 4.3, figures 10 and 11, and appendix: m microbatches of cost / m each. Deviations:
+
+- Equation (3) sums γ over the chunks, though the text says that a batch amortises it; here it counts once.
+- The paper has no term for decodes; here each adds its token and the reading of its KV. They are spread evenly, so what
+  is cut is the prompts' work alone.
+- The paper halves until a microbatch would fall under MIN tokens. Tokens and cost are not proportional, so this ends at
+  different depths in different places, and neighbours differ twofold. Here m is chosen first, and each gets the m-th
+  part; for m = 2, 4, 8 these are the halves. And m is not ⌈tokens / MIN⌉: in a long line it is as small as the limits
+  of a step allow, since more would only pay γ more often.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -10,13 +9,14 @@ import numpy as np
 import pytest
 
 from benchmarks import fcfs_reference as reference
-from benchmarks.load_replay import WHOLE_PROMPTS, Instance, Outcome, Row, replay, replay_scenario
+from benchmarks.load_replay import WHOLE_PROMPTS, Instance, Row, replay, replay_scenario
 from shared.cost import load_profile
 from shared.process.log import only_from
 from sim.experiment.run import run_system
 from sim.experiment.summary import summarise
 from sim.scenarios.scenario import validated
 from sim.workload.workload import Workload
+from tests.support.workloads import plain_workload
 
 COST = load_profile("qwen2.5-14b-tp1-a800").cost
 SMALL: dict[str, Any] = {
@@ -46,9 +46,7 @@ def drawn(seed: int, rate: float = 6.0) -> Workload:
 def test_whole_prompts_fare_as_in_the_independent_replay(name: str) -> None:
     """Its rules are vLLM's, and it counts blocks; the same memory, budget, requests and cost."""
     load = reference.draw_load(reference.LOADS[name])
-    nobody = np.full(load.arrival_s.size, np.nan)
-    columns = (load.arrival_s, load.num_prompt.astype(np.int32), load.num_output.astype(np.int32))
-    workload = Workload(name, *columns, nobody, nobody, np.zeros(nobody.size, dtype=np.uint8), seed=0)
+    workload = plain_workload(load.arrival_s, load.num_prompt, load.num_output, has_reader=False)
     kv_tokens = reference.NUM_BLOCKS * reference.BLOCK_SIZE
     limits = {"max_tokens": reference.MAX_TOKENS, "max_rows": reference.MAX_SEQUENCES}
     outcome = replay(of_instances(kv_tokens, whole_prompts=True, **limits), workload, kv_tokens, reference.DURATION_S)
@@ -133,26 +131,13 @@ def test_the_load_of_an_instance_is_the_dispatchers() -> None:
 
 def test_requests_go_where_the_load_is_least() -> None:
     """Four at once on two instances: 900 | 500, then 500 + 300 is still the lesser, and 800 + 200 too."""
-    nobody = np.full(4, np.nan)
-    workload = dataclasses.replace(
-        drawn(0),
-        arrival_s=np.zeros(4),
-        num_prompt=np.array([900, 500, 300, 200], dtype=np.int32),
-        num_output=np.ones(4, dtype=np.int32),
-        qoe_ttft_s=nobody,
-        qoe_speed=nobody,
-        request_class=np.zeros(4, dtype=np.uint8),
-    )
-    outcome = _of(workload, count=2)
+    workload = plain_workload([0.0] * 4, [900, 500, 300, 200], 1)
+    outcome = replay(of_instances(40_000, whole_prompts=False, count=2), workload, 40_000, 40.0)
     one, other = (
         COST.step_s(900, 0, 900 * 901 // 2),
         COST.step_s(1000, 0, sum(n * (n + 1) // 2 for n in (500, 300, 200))),
     )
     assert outcome.ttft_s.tolist() == pytest.approx([one, other, other, other])
-
-
-def _of(workload: Workload, count: int) -> Outcome:
-    return replay(of_instances(40_000, whole_prompts=False, count=count), workload, 40_000, 40.0)
 
 
 class _Priced:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from benchmarks.harness import ROOT
 from benchmarks.peers import Run, cell, ratio_rows, table_rows
 from benchmarks.peers_engines import ChildEngine, Figures, Setting, parse_llama
-from benchmarks.peers_load import Share, descends, foreign_share, tree_ticks
+from benchmarks.peers_load import TICK_S, Share, foreign_share, tree_ticks
 from benchmarks.peers_model import FIRST_ID, NUM_TOKENS, make_tokenizer
 from benchmarks.peers_offline import load
 from benchmarks.peers_servers import VllmServer
@@ -51,15 +53,21 @@ def test_the_best_of_the_repeats_is_shown_with_their_median() -> None:
 
 def test_others_share_is_what_neither_engine_nor_client_used() -> None:
     """Of 2 cores · 5 s, 8 s were busy, 6 s of them ours: 2 / 10."""
-    assert foreign_share(Share(100.0, 10.0), Share(108.0, 16.0), 5.0, 2) == pytest.approx(0.2)
-    assert foreign_share(Share(100.0, 10.0), Share(105.0, 16.0), 5.0, 2) == 0.0
+    assert foreign_share(Share(0.0, 100.0, 10.0), Share(5.0, 108.0, 16.0), 2) == pytest.approx(0.2)
+    assert foreign_share(Share(0.0, 100.0, 10.0), Share(5.0, 105.0, 16.0), 2) == 0.0
 
 
 def test_a_tree_is_everything_below_its_root() -> None:
-    parents = {2: 1, 3: 2, 4: 3, 5: 1, 1: 0}
-    assert [pid for pid in parents if descends(pid, 2, parents)] == [2, 3, 4]
-    assert not descends(7, 2, {7: 8, 8: 7}), "a circle ends"
-    assert tree_ticks(os.getpid()) > 0
+    """A child that waits for its own, which computes."""
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint(end='x', flush=True)\ntime.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, spin], stdout=subprocess.PIPE, start_new_session=True
+    ) as root:
+        assert root.stdout is not None
+        assert root.stdout.read(1) == b"x"
+        assert tree_ticks(root.pid) * TICK_S >= 0.3
+        os.killpg(root.pid, signal.SIGKILL)
 
 
 def test_the_tokenizer_has_as_many_tokens_as_prompts_draw_from() -> None:

@@ -17,6 +17,7 @@ from shared.cost import (
     profile_toml,
 )
 from shared.errors import ProfileError, StartupError
+from tests.support.engine_builders import per_token
 
 A800 = "qwen2.5-14b-tp1-a800"
 
@@ -86,6 +87,33 @@ def test_chunks_of_a_prompt_have_the_pairs_of_the_whole(chunks: list[int]) -> No
 
 
 TWO_COSTS = [load_profile(name).cost for name in (A800, "llama-3-70b-tp8-a100")]
+
+
+@given(
+    token_s=st.sampled_from([1.0, 1e-4]),
+    pair_s=st.sampled_from([0.0, 1e-3, 1.0]),
+    prefix=st.integers(0, 5000),
+    limit_s=st.floats(0, 1e4),
+)
+def test_the_largest_chunk_is_the_largest(token_s: float, pair_s: float, prefix: int, limit_s: float) -> None:
+    cost = per_token(token_s, pair_s=pair_s)
+    chunk = cost.largest(prefix, limit_s)
+    assert not chunk or cost.chunk_s(prefix, chunk) <= limit_s
+    assert cost.chunk_s(prefix, chunk + 1) > limit_s
+    assert cost.largest(prefix, cost.chunk_s(prefix, 17)) in (16, 17), "rounding aside"
+    assert cost.largest(prefix, -1.0) == 0
+
+
+@given(prefix=st.integers(0, 5000), chunk=st.integers(0, 2000), cut=st.floats(0, 1))
+def test_the_work_of_a_chunk_is_the_papers_without_the_constant_part(prefix: int, chunk: int, cut: float) -> None:
+    """KunServe, version 2, equation (1), with α and β as fitted for Qwen2.5-14B on an A800."""
+    alpha_s, beta_s = 5.33e-9, 9.76e-5
+    cost = CostModel(1.53e-2, beta_s, 0, 0, 1e-7, alpha_s)
+    work_s = alpha_s * (prefix * chunk + (chunk**2 + chunk) / 2) + beta_s * chunk
+    assert cost.chunk_s(prefix, chunk) == pytest.approx(work_s)
+    first = int(cut * chunk)
+    assert cost.chunk_s(prefix, first) + cost.chunk_s(prefix + first, chunk - first) == pytest.approx(work_s)
+    assert cost.step_s(chunk, 0, prefill_pairs(prefix, chunk)) == pytest.approx(work_s + cost.g0_s)
 
 
 @given(tokens=st.integers(1, 10_000), kv=st.integers(0, 10**6), pairs=st.integers(0, 10**8))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from sim.scenarios.parts import Slo
 from sim.scenarios.scenario import Scenario, validated
 from sim.workload.workload import Workload
 from tests.support.sim_traces import TRACES, write_trace
+from tests.support.traces import outputs_of
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -75,22 +74,11 @@ def test_one_seed_is_one_workload(name: str, traces: Path) -> None:
 
 
 def test_a_workload_does_not_depend_on_the_process() -> None:
-    script = (
+    program = (
         "from sim.scenarios.files import load_scenario; import hashlib; w = load_scenario('bros-13b').workload(3);"
         "print(hashlib.sha256(b''.join(c.tobytes() for c in (w.arrival_s, w.num_prompt, w.qoe_speed))).hexdigest())"
     )
-    root = str(Path(__file__).parents[3])
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": f"{root}:{root}/client"},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(digests) == 1
+    assert len(outputs_of(program)) == 1
 
 
 def test_other_lengths_leave_arrivals_and_readers_alone() -> None:

@@ -5,11 +5,8 @@ import contextlib
 import hashlib
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +22,7 @@ from sim.virtual_time import (
     VirtualTimeLoop,
     run,
 )
-
-ROOT = Path(__file__).parents[3]
+from tests.support.traces import outputs_of
 
 
 def now() -> float:
@@ -496,15 +492,4 @@ def test_ten_runs_with_one_seed_give_one_trace_and_another_seed_another() -> Non
 
 def test_processes_with_different_hash_seeds_give_the_same_trace() -> None:
     code = "from tests.unit.sim.test_virtual_time import trace_of; print(trace_of(3))"
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for seed in ("1", "2")
-    ]
-    assert outputs == [trace_of(3)] * 2
+    assert outputs_of(code) == {trace_of(3)}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests.support.traces import outputs_of
 from tools.demo_model import foreign
 from tools.demo_model.evaluate import PLAN, assert_disjoint, held_out_prompts
 from tools.demo_model.grammar import (
@@ -31,17 +28,7 @@ PRINT_HASH = (
 
 
 def test_the_same_seed_writes_the_same_in_processes_with_different_hash_seeds() -> None:
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PRINT_HASH],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1
+    assert len(outputs_of(PRINT_HASH)) == 1
 
 
 def test_another_seed_writes_something_else() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.systems import SYSTEMS
-from tools.same_behaviour import EVENTS, FULL, Difference, count_events, first_difference, troubles
+from tools.same_behaviour import EVENTS, FULL, count_events, first_difference, troubles
 
 EVERYTHING = (
     "info role_changed  plan=1 layers=[0, 2) before=[0, 4) group=w1 stage=0 num_blocks=100 resident=[0, 2) took_s=0.02",
@@ -28,23 +28,22 @@ def test_what_is_the_same_is_no_trouble() -> None:
 
 
 def test_the_first_figure_that_differs_is_named_with_its_run_seed_and_system() -> None:
-    assert first_difference(outcome(), outcome(ttft_s=0.75, lines=())) == Difference(
-        ("window", "per_seed", "0", "kunserve", "ttft_s", "p99"), "0.5", "0.75"
-    )
+    found = first_difference(outcome(), outcome(ttft_s=0.75, lines=()))
+    assert found == "window › per_seed › 0 › kunserve › ttft_s › p99\n  before: 0.5\n  after:  0.75"
 
 
 def test_of_a_trace_the_seed_and_the_first_differing_line_are_named() -> None:
     before, after = ({"groups seed 7": ["same", *rest]} for rest in (["old", "late"], ["new"]))
-    assert first_difference(before, after) == Difference(("groups seed 7", "line 2"), '"old"', '"new"')
+    assert first_difference(before, after) == 'groups seed 7 › line 2\n  before: "old"\n  after:  "new"'
 
 
 def test_what_comes_or_goes_is_a_difference() -> None:
-    assert first_difference(["same", "gone"], ["same"]) == Difference(("line 2",), '"gone"', "nothing")
-    assert first_difference({"a": 1}, {"a": 1, "b": None}) == Difference(("b",), "nothing", "null")
+    assert first_difference(["same", "gone"], ["same"]) == 'line 2\n  before: "gone"\n  after:  nothing'
+    assert first_difference({"a": 1}, {"a": 1, "b": None}) == "b\n  before: nothing\n  after:  null"
 
 
 def test_equal_numbers_whose_bytes_differ_are_a_difference() -> None:
-    assert first_difference({"drops": 1}, {"drops": 1.0}) == Difference(("drops",), "1", "1.0")
+    assert first_difference({"drops": 1}, {"drops": 1.0}) == "drops\n  before: 1\n  after:  1.0"
     assert first_difference({"a": 1, "b": 2}, {"b": 2, "a": 1}) is not None
 
 
