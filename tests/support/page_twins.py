@@ -20,7 +20,6 @@ from services.worker.memory.layout import Kind, MemoryFacts
 from services.worker.memory.posix import PosixMemory
 from services.worker.roles.role import Changing, Leading, group_of
 from shared.layers import check_tiling
-from shared.messages.report import ElasticFacts
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
@@ -30,14 +29,13 @@ from tests.support.elastic_cases import CPU
 _FLOATS = 4
 
 
-def open_twin(facts: ElasticFacts) -> ElasticMemory:
+def open_twin(facts: MemoryFacts) -> ElasticMemory:
     """Return a memory of these sizes that holds the whole model, with as many blocks as fit.
 
     Its blocks are of one token; for pages only their size counts.
     """
-    sizes = facts.model_dump(exclude={"link_bytes_per_s", "has_host_copy"})
     kv = KvShape(1, 1, facts.block_bytes // _FLOATS, torch.float32)
-    memory = ElasticMemory(MemoryFacts(**sizes), kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
+    memory = ElasticMemory(facts, kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
     memory.open_kv(0, 0)
     memory.grow()
     return memory
@@ -50,7 +48,7 @@ class PageTwin:
         self.device = device
         self.layers = self.resident = device.layers
         self._whole = device.layers
-        self.memory = open_twin(device.facts)
+        self.memory = open_twin(device._layout.facts)
         self._num_whole_blocks = self.memory.num_blocks
         self.check_blocks()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.exchange_mode import LotWork, Pace, Prices, choose_live
-from services.worker.kv_moves.exchange_modes import ExchangeFacts, all_live, modes_of, usable, work_of
-from services.worker.kv_moves.kv_table import MovingKv, none_live
+from services.worker.kv_moves.exchange_modes import ExchangeCosts, all_live, modes_of, usable, work_of
+from services.worker.kv_moves.kv_table import KvOffer, MovingKv, none_live
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 
@@ -159,26 +160,31 @@ def moving(lengths: list[int], first: int, source: int) -> MovingKv:
     return MovingKv((source,), KeptKv(names, np.arange(work.num_blocks, dtype=np.int32), work.tails, work.ends))
 
 
-def facts_of(link_bytes_per_s: tuple[float, ...] = (100.0, 100.0)) -> ExchangeFacts:
-    whole = even_split(4, 1)[0]
-    return ExchangeFacts((whole, whole), even_split(4, 2), link_bytes_per_s, 0.0, Pace(0.1), 10, 1)
+def by_price_of(
+    rates: tuple[float, float] = (100.0, 100.0), *, latency_s: float = 0.0, token_bytes: int = 1
+) -> list[bool]:
+    """Return how a lot of each of two workers moves, whose links have these rates."""
+    offers = [KvOffer(LayerRange(0, 4), 0, 0, link_bytes_per_s=rate, step_s=0.1) for rate in rates]
+    costs = ExchangeCosts(4, 10, token_bytes, latency_s, math.inf, None)
+    choose = modes_of(KvExchange.BY_PRICE, offers, even_split(4, 2), costs)
+    return list(choose([moving([6], 0, 0), moving([6], 6, 1)]))
 
 
 def test_facts_of_links_become_prices() -> None:
-    lots = [moving([6], 0, 0), moving([6], 6, 1)]
-    by_price = modes_of(KvExchange.BY_PRICE, facts_of())
-    assert list(by_price(lots)) == [True, True]
-    slow_messages = modes_of(KvExchange.BY_PRICE, replace(facts_of(), latency_s=10.0))
-    assert list(slow_messages(lots)) == [False, False]
-    dear_tokens = modes_of(KvExchange.BY_PRICE, replace(facts_of(), token_bytes=10_000))
-    assert list(dear_tokens(lots)) == [False, False]
+    """A link that is not known keeps all coordinated that uses it."""
+    assert by_price_of() == [True, True]
+    assert by_price_of(latency_s=10.0) == [False, False]
+    assert by_price_of(token_bytes=10_000) == [False, False]
+    for unknown in ((0.0, 100.0), (100.0, 0.0)):
+        assert by_price_of(unknown) == [False, False]
 
 
 def test_layers_that_stay_where_they_are_cost_nothing() -> None:
     """A group of 3 and 1 layers becomes one of 2 and 2: one layer moves, from stage 0 to stage 1."""
-    held, wanted = (LayerRange(0, 3), LayerRange(3, 4)), even_split(4, 2)
-    facts = ExchangeFacts(held, wanted, (100.0, 50.0), 0.25, Pace(0.1), block_bytes=10, token_bytes=7)
-    work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), facts)
+    held, rates = (LayerRange(0, 3), LayerRange(3, 4)), (100.0, 50.0)
+    offers = [KvOffer(layers, 0, 0, link_bytes_per_s=rate) for layers, rate in zip(held, rates, strict=True)]
+    costs = ExchangeCosts(4, block_bytes=10, token_bytes=7, latency_s=0.25, limit_s=math.inf, cost=None)
+    work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), offers, even_split(4, 2), costs)
     assert work.sends_s.tolist() == [0.1, 0.0]
     assert work.takes_s.tolist() == [0.0, 0.2]
     assert work.asks_s.tolist() == [0.07, 0.14]
@@ -187,16 +193,9 @@ def test_layers_that_stay_where_they_are_cost_nothing() -> None:
     assert (work.num_blocks, work.tails.tolist(), work.ends.tolist()) == (6, [4, 5], [5])
 
 
-@pytest.mark.parametrize("unknown", [0, 1])
-def test_a_link_that_is_not_known_keeps_all_coordinated_that_uses_it(unknown: int) -> None:
-    rates = tuple(0.0 if stage == unknown else 100.0 for stage in range(2))
-    by_price = modes_of(KvExchange.BY_PRICE, facts_of(rates))
-    assert list(by_price([moving([6], 0, 0), moving([6], 6, 1)])) == [False, False]
-
-
 def test_systems_that_do_not_choose_have_one_mode() -> None:
-    facts = facts_of()
-    assert modes_of(KvExchange.LIVE, facts) is all_live
-    assert modes_of(KvExchange.COORDINATED, facts) is none_live
+    costs = ExchangeCosts(4, 10, 1, 0.0, math.inf, None)
+    assert modes_of(KvExchange.LIVE, (), (), costs) is all_live
+    assert modes_of(KvExchange.COORDINATED, (), (), costs) is none_live
     assert {usable(each, SPLIT_KEYS - 1) for each in KvExchange} == {KvExchange.COORDINATED}
     assert all(usable(each, SPLIT_KEYS // 2) is each for each in KvExchange)

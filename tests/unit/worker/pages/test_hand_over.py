@@ -29,7 +29,14 @@ from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlac
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from tests.support.exchanged_kv import Bits, check_bits, kept_three, numbered, pages_of_all, serves, snapshot
+from tests.support.exchanged_kv import (
+    check_group_bits,
+    kept_three,
+    numbered,
+    pages_of_all,
+    serves,
+    snapshot_each,
+)
 from tests.support.live_groups import check, form, live_devices, places, ranges_of
 
 pytestmark = pytest.mark.kernels
@@ -48,13 +55,11 @@ def refuse(*_arguments: object) -> object:
 async def test_what_cannot_be_handed_over_is_copied(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with live_devices(3, hands_over=True) as devices:
         kept = await kept_three(devices)
-        expected: dict[bytes, Bits] = {}
-        for device, own in zip(devices, kept, strict=True):
-            expected |= snapshot([device], own)
+        expected = snapshot_each(devices, kept)
         pages, cards = pages_of_all(devices), iter(["one", "another", "one"])
         with monkeypatch.context() as patch:
             if why == "is off at one":
-                patch.setattr(devices[1]._kv, "_hands_over", False)
+                patch.setattr(devices[1], "_hands_over", False)
             elif why == "no place for a door":
                 patch.setattr(hand_over, "PageDoor", refuse)
             elif why == "no door is reached":
@@ -65,8 +70,7 @@ async def test_what_cannot_be_handed_over_is_copied(why: str, monkeypatch: pytes
                 patch.setattr(hand_over, "card_of", lambda _device: "")
             group = await form(devices, RANGES, kept)
         assert len(group.coming) == len(group.kept) == 24
-        for device in devices:
-            check_bits(device, group.kept, expected)
+        check_group_bits(devices, group, expected)
         assert pages_of_all(devices) == pages
         await group.executor.close()
 
@@ -89,7 +93,7 @@ def test_pages_are_handed_over_if_no_more_is_lost_so(
     asked: list[int] = []
     dialled: list[Sequence[str]] = []
 
-    def by_copies() -> KvTable:
+    def by_copies(_offers: Sequence[KvOffer]) -> KvTable:
         asked.append(1)
         return table_to_form(offers, 4)
 
@@ -119,14 +123,11 @@ async def test_pages_are_handed_over_and_none_is_copied(monkeypatch: pytest.Monk
     async with live_devices(3, hands_over=True, exchange_bytes=0) as devices:
         kept = await kept_three(devices)
         before = [pages_of_all([device]) for device in devices]
-        expected: dict[bytes, Bits] = {}
-        for device, own in zip(devices, kept, strict=True):
-            expected |= snapshot([device], own)
+        expected = snapshot_each(devices, kept)
         group = await form(devices, RANGES, kept)
         assert len(group.kept) == 24
         assert not group.coming
-        for device in devices:
-            check_bits(device, group.kept, expected)
+        check_group_bits(devices, group, expected)
         assert len(seen) == 3
         after = [pages_of_all([device]) for device in devices]
         assert set.union(*after) == set.union(*before)

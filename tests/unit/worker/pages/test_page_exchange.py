@@ -15,13 +15,13 @@ import pytest
 
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.memory.change import MemoryLostError
-from services.worker.memory.page_swap import PageSwap
+from services.worker.memory.page_swap import PagesKeptError, PageSwap
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.ranges import PageHandle
 from services.worker.memory.spans import Spans
 from services.worker.pages import exchange as page_exchange
 from services.worker.pages import wire as page_wire
-from services.worker.pages.exchange import PageExchange, PagesKeptError
+from services.worker.pages.exchange import PageExchange
 from services.worker.pages.flows import PageFlow
 from services.worker.pages.wire import BATCH_PAGES, PageDoor, PageSocket, dial_doors
 from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
