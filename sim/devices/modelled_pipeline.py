@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from services.worker.contract.batch import Batch
@@ -95,10 +95,7 @@ class ModelledStages:
         """End all stages, each in the context of its owner: what its owner does then must outlive the leader."""
         for server, channel, context in zip(self.servers, self.from_leader, self._contexts, strict=True):
             channel.close()
-            if context is None:
-                server.receive(Close())
-            else:
-                context.run(server.receive, Close())
+            (context or copy_context()).run(server.receive, Close())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +16,8 @@ from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.arrivals import Arrivals
-from services.worker.memory.posix import PosixMemory
 from services.worker.roles.torch_device import TorchGroupDevice
+from tests.support import page_cards
 from tests.support.engine_builders import new_sequence
 from tests.support.live_groups import Group, Texts, calm_texts, new_engine, ranges_of, spoil, tokens_of
 from tests.support.runners import KERNELS
@@ -180,15 +179,7 @@ def check_bits(device: TorchGroupDevice, kept: KeptKv, expected: dict[bytes, Bit
 
 def pages_of_all(devices: Sequence[TorchGroupDevice]) -> set[tuple[int, int]]:
     """Return the pages that devices have, by file and offset: each is one device's."""
-    found: list[tuple[int, int]] = []
-    for device in devices:
-        memory = device._model._memory
-        backend = memory._memory
-        assert isinstance(backend, PosixMemory)
-        held = [backend._held(page) for page in memory._page_ids[: memory.layout.facts.num_pages]]
-        found += [(os.fstat(file.descriptor).st_ino, offset) for file, offset in held]
-    assert len(set(found)) == len(found), "a page is used by two"
-    return set(found)
+    return page_cards.pages_of_all([device._model._memory for device in devices])
 
 
 def numbered(count: int, offset: int = 0) -> KeptKv:

@@ -26,6 +26,7 @@ from services.worker.pages.exchange import PageExchange
 from services.worker.pages.wire import PageDoor, PageSocket
 from services.worker.peers.frames import PeerLostError
 from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange
@@ -207,6 +208,16 @@ def refuse_to_talk(*_arguments: object) -> None:
     raise PeerLostError("made up")
 
 
+async def all_told(
+    devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv]
+) -> list[object]:
+    """Return what each stage of a group that forms comes to, or raises."""
+    own = places(devices, ranges)
+    joining = (devices[i].join(own[i], lambda _: None, kept[i]) for i in range(1, len(devices)))
+    leading = devices[0].lead(own[0], lambda _: None, kept[0])
+    return [*await asyncio.gather(leading, *joining, return_exceptions=True)]
+
+
 async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may use pages that it thinks are its own."""
 
@@ -216,13 +227,8 @@ async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) 
 
     async with live_devices(2, hands_over=True) as devices:
         kept = await kept_three(devices)
-        own = places(devices, ranges_of(2, 4))
         monkeypatch.setattr(PageExchange, "carry_out", doubtful)
-        parts: list[object] = [
-            devices[0].lead(own[0], lambda _: None, kept[0]),
-            devices[1].join(own[1], lambda _: None, kept[1]),
-        ]
-        for found in await asyncio.gather(*parts, return_exceptions=True):  # type: ignore[call-overload]
+        for found in await all_told(devices, ranges_of(2, 4), kept):
             assert isinstance(found, GroupFailedError)
             assert "who keeps which pages" in str(found) or "left before" in str(found)
         for device in devices:
@@ -242,12 +248,9 @@ async def test_a_stage_that_cannot_drop_ends_the_group_and_no_page_is_lost(monke
     async with live_devices(3, hands_over=True) as devices:
         kept = await kept_three(devices)
         pages = [pages_of_all([device]) for device in devices]
-        own = places(devices, RANGES)
         with monkeypatch.context() as patch:
             patch.setattr(ElasticMemory, "leave", failing)
-            parts: list[object] = [devices[0].lead(own[0], lambda _: None, kept[0])]
-            parts += [devices[i].join(own[i], lambda _: None, kept[i]) for i in (1, 2)]
-            found = await asyncio.gather(*parts, return_exceptions=True)  # type: ignore[call-overload]
+            found = await all_told(devices, RANGES, kept)
         assert any(isinstance(each, GroupFailedError) for each in found)
         await asyncio.gather(*(device.alone() for device in devices))
         assert [pages_of_all([device]) for device in devices] == pages
