@@ -20,48 +20,44 @@ from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 
 
-def lot_of(lengths: list[int], split: int, stage: int = 0, num_stages: int = 2, **costs: float) -> LotWork:
-    """Return a lot of sequences of so many blocks, that one stage sends to all others."""
-    ends = np.cumsum(lengths) - 1
-    begins = [end + 1 - length % split for length, end in zip(lengths, ends, strict=True)]
+def lot_of(
+    lengths: list[int],
+    stage: int = 0,
+    num_stages: int = 2,
+    *,
+    block_s: float = 1.0,
+    ask_s: float = 0.0,
+    messages_s: float = 0.0,
+) -> LotWork:
+    """Return a lot of sequences of so many blocks, four to a split, that one stage sends to all others."""
+    ends = np.cumsum(lengths, dtype=np.int32) - 1
+    begins = [end + 1 - length % 4 for length, end in zip(lengths, ends, strict=True)]
     tails = [place for begin, end in zip(begins, ends, strict=True) for place in range(begin, end + 1)]
-    sends = np.zeros(num_stages)
-    sends[stage] = costs.get("block_s", 1.0)
-    takes = (1 - np.eye(num_stages)[stage]) * costs.get("block_s", 1.0) / (num_stages - 1)
-    asks = sends * 0 + costs.get("ask_s", 0.0)
-    return LotWork(
-        sum(lengths),
-        np.array(tails, np.int32),
-        ends.astype(np.int32),
-        sends,
-        takes,
-        asks,
-        costs.get("messages_s", 0.0),
+    sends = np.eye(num_stages)[stage] * block_s
+    takes = (1 - np.eye(num_stages)[stage]) * block_s / (num_stages - 1)
+    asks = np.full(num_stages, ask_s)
+    return LotWork(sum(lengths), np.array(tails, np.int32), ends, sends, takes, asks, messages_s)
+
+
+@st.composite
+def drawn_lots(draw: st.DrawFn) -> tuple[LotWork, ...]:
+    """Return lots of up to three stages, each of which sends one."""
+    num = draw(st.integers(1, 3))
+    lengths, block_s = st.lists(st.integers(1, 13), max_size=5), st.sampled_from([0.0, 0.01, 0.1, 1.0])
+    ask_s, messages_s = st.sampled_from([0.0, 0.001, 0.03, 0.5]), st.sampled_from([0.0, 0.01, 0.3])
+    return tuple(
+        lot_of(draw(lengths), i, max(num, 2), block_s=draw(block_s), ask_s=draw(ask_s), messages_s=draw(messages_s))
+        for i in range(num)
     )
 
 
-lots_drawn = st.integers(1, 3).flatmap(
-    lambda num: st.tuples(
-        *(
-            st.builds(
-                lambda lengths, block_s, ask_s, messages_s, stage=stage, num=num: lot_of(
-                    lengths, 4, stage, max(num, 2), block_s=block_s, ask_s=ask_s, messages_s=messages_s
-                ),
-                st.lists(st.integers(1, 13), max_size=5),
-                st.sampled_from([0.0, 0.01, 0.1, 1.0]),
-                st.sampled_from([0.0, 0.001, 0.03, 0.5]),
-                st.sampled_from([0.0, 0.01, 0.3]),
-            )
-            for stage in range(num)
-        )
-    )
-)
+lots_drawn = drawn_lots()
 steps = st.sampled_from([0.01, 0.1, 1.0])
 
 
 def test_prices_by_hand() -> None:
     """Two sequences of 6 blocks, splits of 4: tails come at 2 and 4 s, whole splits at 8 and 12 s."""
-    free = lot_of([6, 6], 4)
+    free = lot_of([6, 6])
     prices = Prices([free], Pace(0.5))
     assert prices.of([False]) == pytest.approx(6 + 12)
     assert prices.of([True]) == pytest.approx(2 + 4)
@@ -79,7 +75,7 @@ def test_prices_by_hand() -> None:
 
 
 def test_what_would_come_too_late_is_computed_again_unless_something_is_live() -> None:
-    lots = [lot_of([6, 6], 4), lot_of([5], 4, stage=1)]
+    lots = [lot_of([6, 6]), lot_of([5], stage=1)]
     plenty, short = (Prices(lots, Pace(0.5, limit_s, again_s=10.0)) for limit_s in (12.0, 9.0))
     assert plenty.of([False, False]) == pytest.approx(5 + 6 + 12)
     assert short.of([False, False]) == pytest.approx(5 + 6 + 9 + 3 * 10)
@@ -89,7 +85,7 @@ def test_what_would_come_too_late_is_computed_again_unless_something_is_live() -
 
 
 def test_a_lot_waits_for_its_turn_on_a_link_that_another_uses() -> None:
-    one, other = lot_of([2], 4, 0, 3, block_s=1.0), lot_of([3], 4, 1, 3, block_s=1.0)
+    one, other = lot_of([2], 0, 3, block_s=1.0), lot_of([3], 1, 3, block_s=1.0)
     # each sends alone; stage 2 takes half of both: 2 blocks of the one and 3 of the other
     assert Prices([one, other], Pace(1.0)).of([False, False]) == pytest.approx(2 + 3)
     slow = replace(other, takes_s=np.array([0.0, 0.0, 2.0]))
@@ -155,7 +151,7 @@ def test_kv_that_takes_longer_by_itself_only_makes_live_better(
 
 
 def moving(lengths: list[int], first: int, source: int) -> MovingKv:
-    work = lot_of(lengths, 4)
+    work = lot_of(lengths)
     names = tuple(i.to_bytes(16, "little") for i in range(first, first + work.num_blocks))
     return MovingKv((source,), KeptKv(names, np.arange(work.num_blocks, dtype=np.int32), work.tails, work.ends))
 

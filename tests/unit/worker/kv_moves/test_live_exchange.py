@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.stats import take_stats
 from services.worker.kv_moves import kv_wire, live_exchange
-from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
 from services.worker.memory.kv_cache import KVCache
@@ -40,6 +38,7 @@ from tests.support.exchanged_kv import (
     snapshot_each,
     spoil_after_changes,
 )
+from tests.support.late_kv import hold_sends
 from tests.support.live_groups import (
     SHAPES,
     Group,
@@ -126,12 +125,7 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
 
 async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody computes what comes; who needs nothing of it is served to the end before the first byte moves."""
-    expected, over, send = await calm(), threading.Event(), KvTraffic._send
-
-    def late(self: KvTraffic, *args: object) -> None:
-        over.wait(30)
-        send(self, *args)  # type: ignore[arg-type]
-
+    expected = await calm()
     async with live_devices(2) as devices:
         first = Server((await devices[0].alone()).executor, [0, 1, 2])
         second = Server((await devices[1].alone()).executor, [4])
@@ -139,7 +133,7 @@ async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.
         await second.serve(5)
         kept = [first.engine.leave_executor(0.0), second.engine.leave_executor(0.0)]
         with monkeypatch.context() as patch:
-            patch.setattr(KvTraffic, "_send", late)
+            over = hold_sends(patch, {0, 1})
             led, _ = await lead_and_join(devices, HALVES, kept)
             arrivals = led.arrivals
             assert arrivals is not None

@@ -34,7 +34,7 @@ from tests.support.exchanged_kv import (
     snapshot_each,
     spoil_after_changes,
 )
-from tests.support.late_kv import LateKv, changed_pages, pages_of
+from tests.support.late_kv import LateKv, changed_pages, exchange_of, hold_sends, pages_of
 from tests.support.live_groups import (
     all_that_comes,
     check,
@@ -268,8 +268,7 @@ async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_
             await late.come()
             assert (led.arrivals is not None) == has_begun
             if led.arrivals is not None:
-                assert devices[0]._exchange_now is not None
-                devices[0]._exchange_now._give_up("it is told to")
+                exchange_of(devices[0])._give_up("it is told to")
                 assert len(await all_that_comes(led.arrivals)) < 24
             server = Server(led.executor, range(6))
             await server.serve(3)
@@ -291,14 +290,12 @@ async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_m
             late = LateKv(patch, 1, "own")
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
-            assert devices[0]._exchange_now is not None
-            devices[0]._exchange_now._give_up("it is told to")
+            exchange_of(devices[0])._give_up("it is told to")
             reside, was_over = member._model.reside, list[bool]()
 
             def note(layers: LayerRange, num_blocks: int, *sources: Sequence[ParameterSource], is_ahead: bool) -> int:
-                assert member._exchange_now is not None
-                assert member._exchange_now._moving is not None
-                was_over.append(member._exchange_now._moving.done())
+                moving = exchange_of(member)._moving
+                was_over.append(moving is not None and moving.done())
                 return reside(layers, num_blocks, *sources, is_ahead=is_ahead)
 
             patch.setattr(member._model, "reside", note)
@@ -313,12 +310,6 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
     fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though those who have its KV neither send it nor go away."""
-    over, send = threading.Event(), KvTraffic._send
-
-    def silent(self: KvTraffic, *args: object) -> None:
-        if self._stage != fails:
-            assert over.wait(60)
-        send(self, *args)  # type: ignore[arg-type]
 
     async def fail(*_: object) -> None:
         await asyncio.sleep(0.05)  # its threads wait by then; that they do is not needed
@@ -335,7 +326,7 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
         kept = [server.engine.leave_executor(0.0) for server in servers]
         own = places(devices, HALVES)
         with monkeypatch.context() as patch:
-            patch.setattr(KvTraffic, "_send", silent)
+            over = hold_sends(patch, {1 - fails})
             if fails:
                 patch.setattr(torch_device, "say_greeting", say_nothing)
             else:
@@ -371,8 +362,7 @@ async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(m
             patch.setattr(LiveExchange, "begin", begin_and_give_up)
             led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
-            assert devices[0]._exchange_now is not None
-            assert devices[0]._exchange_now.failure is not None
+            assert exchange_of(devices[0]).failure is not None
             assert led.arrivals is not None, "nothing would keep the blocks"
             assert len(led.arrivals.coming) == 24
             waiting = asyncio.ensure_future(all_that_comes(led.arrivals))
