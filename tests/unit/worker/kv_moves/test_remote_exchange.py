@@ -23,7 +23,7 @@ from services.worker.engine.stats import take_stats
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.kv_moves import exchange_modes, kv_wire, remote_attention
 from services.worker.kv_moves.exchange_modes import by_price
-from services.worker.kv_moves.kv_table import AreLive, KvLot, KvTable
+from services.worker.kv_moves.kv_table import KvLot, KvTable
 from services.worker.kv_moves.remote_attention import RemoteAttention, RemoteParts, RemoteShape
 from services.worker.kv_moves.remote_wire import StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies
@@ -36,6 +36,7 @@ from shared.layers import LayerRange
 from shared.systems import KvExchange
 from tests.support.attention_cases import attention_spec
 from tests.support.exchanged_kv import HALVES, Server, spoil_after_changes
+from tests.support.late_kv import exchange_of
 from tests.support.live_groups import SHAPES, check, lead_and_join, live_devices, ranges_of
 from tests.support.long_story import LENGTHS, LONG_SHAPES, HeldKv, calm_long_texts, long_server
 from tests.support.runners import KERNELS, MIB
@@ -112,20 +113,6 @@ async def exchange_by_price(
     return len(led.arrivals.spans), {name: list(text) for name, text in first.texts.items()}
 
 
-@pytest.mark.parametrize("live", [0, 1])
-async def test_one_worker_is_asked_while_the_readers_of_another_wait(
-    live: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def one_live(*_: object, **__: object) -> AreLive:
-        return lambda lots: [index == live for index in range(len(lots))]
-
-    monkeypatch.setattr(exchange_modes, "modes_of", one_live)
-    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE) as devices:
-        found, texts = await exchange_by_price(devices)
-    assert found == 1
-    assert texts == await calm_long_texts("long", "float32", "torch")
-
-
 @pytest.mark.parametrize(
     ("link_bytes_per_s", "step_s", "names", "modes"),
     [
@@ -134,6 +121,7 @@ async def test_one_worker_is_asked_while_the_readers_of_another_wait(
         (1e15, 1.0, EIGHT, [False, False]),
         (1e5, 0.001, ([4], [1, 6, 7]), [False, False]),
         (1e5, 0.025, ([4], [1, 6, 7]), [True, False]),
+        (1e5, 0.025, ([1, 6, 7], [4]), [False, True]),
         (1e5, 1.0, ([4], [1, 6, 7]), [True, True]),
     ],
     ids=str,
@@ -148,7 +136,7 @@ async def test_what_links_and_steps_cost_decides_whose_kv_is_attended(
     """With steps of a second: these take a millisecond here, and messages as long.
 
     A long context and short ones could all be attended elsewhere: with quick steps no query is worth its time on the
-    link, with slow ones each is.
+    link, with slow ones each is; between, one worker is asked while the readers of the other one's KV wait.
     """
     said: list[list[bool]] = []
 
@@ -254,8 +242,7 @@ async def test_a_group_that_loses_what_it_attends_has_ended(what: str, monkeypat
     async with long_devices(2) as devices:
         with HeldKv(monkeypatch) as held:
             server = await half_moved(held, devices)
-            exchange = devices[1]._exchange_now
-            assert exchange is not None
+            exchange = exchange_of(devices[1])
             assert exchange.remote is not None
             if what == "the link is cut":
                 exchange.remote.shut()

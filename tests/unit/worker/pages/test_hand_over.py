@@ -138,10 +138,15 @@ async def test_pages_are_handed_over_and_none_is_copied(monkeypatch: pytest.Monk
         await group.executor.close()
 
 
+def refuse_to_talk(*_arguments: object) -> None:
+    raise PeerLostError("made up")
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "export": lambda patch: patch.setattr(PageSwap, "export", refuse),
     "adopt": lambda patch: patch.setattr(PageSwap, "adopt", refuse),
     "apply": lambda patch: patch.setattr(PageSwap, "apply", refuse),
+    "a word": lambda patch: patch.setattr(PageSocket, "say", refuse_to_talk),
     "the door": lambda patch: patch.setattr(PageDoor, "accept", refuse),
 }
 
@@ -161,7 +166,7 @@ async def test_a_fault_costs_the_kv_and_not_the_group(kind: str, monkeypatch: py
         await asyncio.gather(*(device.alone() for device in devices))
         group = await form(devices, RANGES, kept)
         assert len(group.kept) == 24
-        assert bool(group.coming) != (kind == "the door"), "whose memory has failed hands over no more"
+        assert bool(group.coming) != (kind in ("the door", "a word")), "whose memory has failed hands over no more"
         await group.executor.close()
 
 
@@ -188,24 +193,6 @@ async def test_where_pages_cannot_go_on_kv_is_copied_after_the_first_try(monkeyp
     assert ways[0] == "pages"
     assert ways[-1] == "copies"
     assert ways.count("nothing") <= 1
-
-
-async def test_who_is_not_to_blame_hands_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with live_devices(2, hands_over=True) as devices:
-        with monkeypatch.context() as patch:
-            patch.setattr(PageSocket, "say", refuse_to_talk)
-            group = await form(devices, ranges_of(2, 4), await kept_three(devices))
-            assert not group.kept
-            await group.executor.close()
-            await asyncio.gather(*(device.alone() for device in devices))
-        group = await form(devices, ranges_of(2, 4), await kept_three(devices))
-        assert len(group.kept) == 16
-        assert not group.coming
-        await group.executor.close()
-
-
-def refuse_to_talk(*_arguments: object) -> None:
-    raise PeerLostError("made up")
 
 
 async def all_told(
