@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def tokens_of(seed: int, num: int) -> list[int]:
     return [rng.randrange(3, 384) for _ in range(num)]
 
 
-def new_engine(num_lanes: int, num_blocks: int, **changes: int) -> Engine:
+def new_engine(num_lanes: int, num_blocks: int, **changes: Any) -> Engine:
     """Return an engine of the smallest sizes that still have several rows and chunks in a step, but for changes."""
     config = EngineConfig(
         max_sequences=8,

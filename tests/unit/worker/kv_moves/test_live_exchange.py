@@ -29,6 +29,7 @@ from tests.support.exchanged_kv import (
     calm,
     check_bits,
     check_group_bits,
+    kept_three,
     numbered,
     pages_of_all,
     prompt_of,
@@ -365,12 +366,6 @@ async def test_through_random_changes_every_bit_is_where_it_belongs(
 # Limits
 
 
-async def group_with(devices: list[TorchGroupDevice], kept: Sequence[KeptKv]) -> Group:
-    group = await form(devices, HALVES, kept)
-    check(devices)
-    return group
-
-
 @pytest.mark.parametrize("room", [0, 3])
 async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for some blocks of four layers, and a bit; in the group each stage has half of them, so twice as many."""
@@ -387,12 +382,10 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
     model.close()
     exchange_bytes = room * block_bytes + block_bytes // 4
     async with live_devices(2, exchange_bytes=exchange_bytes) as devices:
-        rng = np.random.default_rng(2)
-        for device in devices:
-            scribble(device, rng)
-        kept = [numbered(8), numbered(8, offset=100)]
+        kept = await kept_three(devices)
         expected = snapshot_each(devices, kept)
-        group = await group_with(devices, kept)
+        group = await form(devices, HALVES, kept)
+        check(devices)
         assert group.kept.names == kept[0].names[:room] + kept[1].names[:room]
         check_group_bits(devices, group, expected)
         assert all(num_bytes <= exchange_bytes for num_bytes in taken)
