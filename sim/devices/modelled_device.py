@@ -84,18 +84,7 @@ class ModelledGroupDevice:
         self._params = params
         self._network = network
         self._make_executor = make_executor
-        self._layout = MemoryLayout(
-            MemoryFacts(
-                layer_bytes=facts.layer_bytes,
-                outer_bytes=facts.outer_bytes,
-                first_stage_end=facts.first_stage_end,
-                last_stage_begin=facts.last_stage_begin,
-                block_bytes=facts.block_bytes,
-                page_bytes=facts.page_bytes,
-                num_pages=facts.num_pages,
-                max_blocks=facts.max_blocks,
-            )
-        )
+        self._layout = MemoryLayout(MemoryFacts(**facts.model_dump(exclude={"link_bytes_per_s", "has_host_copy"})))
         self._kv = self._shadow_kv(self.num_blocks(self._all_layers), 1)
         self._ahead: ShadowKv | None = None
         """Beside a stage: memory for KV of all layers of its share."""

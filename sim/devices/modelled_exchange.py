@@ -121,11 +121,6 @@ class Exchange:
             for stage, holder in self._sources(lot):
                 stage.kv.attend_elsewhere(self._before[holder].kv, lot.ids, lot.target_ids)
 
-    @property
-    def took_s(self) -> float:
-        """From the beginning to the last arrival."""
-        return self.steps[-1].at_s if self.steps else 0.0
-
     def arrivals(self, news: AsyncIterator[Arrived], num_blocks_then: int) -> Arrivals | None:
         """Return what comes, for the leader; None: nothing does."""
         num_bytes = self._table.wire_bytes(self._wanted, self._before[0].block_bytes)

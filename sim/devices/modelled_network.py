@@ -21,9 +21,9 @@ from services.worker.roles.device import GroupFailedError, GroupPlace, NextShare
 from shared.ids import WorkerId
 from shared.systems import KvExchange
 from sim.devices.channel import ModelledLink
-from sim.devices.modelled_exchange import NO_LIMIT, Estate, Exchange, Share, carry, hand_out, traffic_of
+from sim.devices.modelled_exchange import NO_LIMIT, Estate, Exchange, Share, Traffic, carry, hand_out, traffic_of
 from sim.devices.modelled_pipeline import ModelledStages, StageOwner
-from sim.devices.modelled_stage import REMOTE_STATES, ModelledStage, RemoteLink
+from sim.devices.modelled_stage import REMOTE_STATES, ModelledStage
 
 _Key = tuple[int, WorkerId]
 """Of a group: its plan and its leader."""
@@ -61,9 +61,10 @@ class _Meeting:
 @dataclass(slots=True)
 class _Departure:
     shares: dict[int, Share] = field(default_factory=dict)
-    kept: Future[list[KeptKv]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    exchange_s: float = 0.0
-    num_bytes: int = 0
+    told: Future[tuple[list[KeptKv], Traffic]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """What each has, and what goes between them; done when all are there."""
 
 
 @dataclass(slots=True)
@@ -139,13 +140,13 @@ class ModelledNetwork:
         arrivals = [meeting.arrived[i] for i in range(len(place.stages))]
         owners = [StageOwner(arrival.on_end, arrival.context) for arrival in arrivals]
         owners[0] = StageOwner(context=arrivals[0].context)  # the leader hears of it by its executor
-        stages = ModelledStages([a.stage for a in arrivals], [self._link] * (len(arrivals) - 1), owners)
+        stages = ModelledStages([a.stage for a in arrivals], self._link, owners)
         befores, link = [arrival.before for arrival in arrivals], self._link
         table = self._table(place, befores, arrivals[0].stage.capacity.block_size)
         exchange = Exchange(table, befores, [a.stage for a in arrivals], link.bytes_per_s)
         if exchange.is_live:
             for arrival in arrivals:
-                arrival.stage.attend_over(RemoteLink(link.latency_s, link.bytes_per_s, link.token_bytes))
+                arrival.stage.attend_over(link)
         began_s = asyncio.get_running_loop().time()
         leader = stages.servers[0]
         news = exchange.news(began_s, self._exchange_limit_s, lambda: self._is_cut(place), leader.die)
@@ -230,22 +231,20 @@ class ModelledNetwork:
         parting = self._partings.setdefault(place.key, _Departure())
         parting.shares[place.index] = share
         await asyncio.sleep(self._link.latency_s)
-        if len(parting.shares) == len(place.stages) and not parting.kept.done() and not self._is_cut(place):
+        if len(parting.shares) == len(place.stages) and not parting.told.done() and not self._is_cut(place):
             del self._partings[place.key]
-            kept, traffic = hand_out([parting.shares[i] for i in range(len(place.stages))])
-            parting.exchange_s = traffic.most_bytes / self._link.bytes_per_s
-            parting.num_bytes = traffic.num_bytes
-            parting.kept.set_result(kept)
+            parting.told.set_result(hand_out([parting.shares[i] for i in range(len(place.stages))]))
         try:
             async with asyncio.timeout(PART_LIMIT_S):
-                kept = await asyncio.shield(parting.kept)
+                kept, traffic = await asyncio.shield(parting.told)
         except TimeoutError:
             self._partings.pop(place.key, None)
             return NOTHING_KEPT, 0
-        await asyncio.sleep(min(parting.exchange_s, self._exchange_limit_s))
-        if parting.exchange_s > self._exchange_limit_s:
+        exchange_s = traffic.most_bytes / self._link.bytes_per_s
+        await asyncio.sleep(min(exchange_s, self._exchange_limit_s))
+        if exchange_s > self._exchange_limit_s:
             return NOTHING_KEPT, 0
-        return kept[place.index], parting.num_bytes
+        return kept[place.index], traffic.num_bytes
 
     def leave(self, key: _Key, index: int) -> None:
         """A stage leaves a pipeline: the others hear that it is gone. Idempotent."""
@@ -255,9 +254,6 @@ class ModelledNetwork:
 
     def close(self, key: _Key) -> None:
         """Forget a pipeline whose leader has closed it."""
-        self._forget(key)
-
-    def _forget(self, key: _Key) -> None:
         found = self._pipelines.pop(key, None)
         if found is not None:
             self.num_remote_steps += sum(device.num_remote_steps for device in found[1].devices)
@@ -272,7 +268,7 @@ class ModelledNetwork:
                 if index == 0:
                     for channel in stages.from_leader:
                         channel.cut(f"{worker_id}, the leader, is gone")
-                    self._forget(key)
+                    self.close(key)
         for meeting in self._meetings.values():
             for index in [i for i, arrival in meeting.arrived.items() if arrival.worker_id == worker_id]:
                 del meeting.arrived[index]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from services.worker.contract.batch import Batch
@@ -40,20 +40,15 @@ class ModelledStages:
 
     Args:
         stages: in order of their layers, all of the model's.
-        links: [num_stages - 1] from each stage to the next. Messages to and from the leader take the largest latency of
-            those between; the leader hands its own stage a batch at once.
+        link: from each stage to the next. Messages to and from the leader take its latency; the leader hands its own
+            stage a batch at once.
         owners: of the stages; none: the leader's process is everybody's.
     """
 
-    def __init__(
-        self, stages: Sequence[ModelledStage], links: Sequence[ModelledLink], owners: Sequence[StageOwner] = ()
-    ) -> None:
+    def __init__(self, stages: Sequence[ModelledStage], link: ModelledLink, owners: Sequence[StageOwner] = ()) -> None:
         owners = owners or [StageOwner()] * len(stages)
         check_tiling([stage.layers for stage in stages], stages[-1].layers.end)
-        if len(links) != len(stages) - 1:
-            raise ValueError(f"{len(stages)} stages are joined by {len(stages) - 1} links, not by {len(links)}")
         self.devices = tuple(stages)
-        latencies = [max((link.latency_s for link in links[:i]), default=0.0) for i in range(len(stages))]
         self.from_leader: list[MemoryChannel] = []
         """By stage; to cut one is to let the stage lose its leader."""
         self.activations: list[MemoryChannel] = []
@@ -64,13 +59,13 @@ class ModelledStages:
         self._on_lost: Callable[[str], None] = lambda _: None
         following: MemoryChannel | None = None
         for i in reversed(range(len(stages))):
-            way = ModelledLink(latencies[i])
+            way = ModelledLink(link.latency_s if i else 0.0)
             to_leader = MemoryChannel(way, lambda m: self._on_message(m), lambda r: self._on_lost(r), owners[0].context)
             server = ModelledStageServer(stages[i], following, to_leader, owners[i].on_end)
             self.servers.insert(0, server)
             self.from_leader.insert(0, MemoryChannel(way, server.receive, server.die, owners[i].context))
             if i:
-                following = MemoryChannel(links[i - 1], server.receive, server.die, owners[i].context)
+                following = MemoryChannel(link, server.receive, server.die, owners[i].context)
                 self.activations.insert(0, following)
 
     @property
@@ -100,10 +95,7 @@ class ModelledStages:
         """End all stages, each in the context of its owner: what its owner does then must outlive the leader."""
         for server, channel, context in zip(self.servers, self.from_leader, self._contexts, strict=True):
             channel.close()
-            if context is None:
-                server.receive(Close())
-            else:
-                context.run(server.receive, Close())
+            (context or copy_context()).run(server.receive, Close())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +148,4 @@ def modelled_stages(params: PipelineParams, failures: Sequence[FailureInjector |
         )
         for i, layers in enumerate(params.ranges)
     ]
-    return ModelledStages(stages, [params.link] * (len(stages) - 1))
+    return ModelledStages(stages, params.link)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from services.worker.contract.batch import Batch, BatchOutput
 from services.worker.contract.executor import BatchFailedError, HostCopy, HostMemory, KvCapacity
@@ -28,24 +27,10 @@ from services.worker.pipeline.stage_messages import (
 )
 from shared.cost import StageCost
 from shared.layers import LayerRange
-from sim.devices.channel import MemoryChannel
+from sim.devices.channel import MemoryChannel, ModelledLink
 
 REMOTE_STATES = 2.0
 """Bytes of the states that come back by those of the queries that go out: float32 by 16 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteLink:
-    """What remote attention goes over."""
-
-    latency_s: float
-    bytes_per_s: float
-    token_bytes: int
-    """Of a token's queries in one layer."""
-
-    def wire_s(self, num_tokens: int) -> float:
-        """Return how long queries and states of some tokens keep the link busy in one layer."""
-        return num_tokens * self.token_bytes * (1 + REMOTE_STATES) / self.bytes_per_s
 
 
 class ModelledStage:
@@ -71,7 +56,7 @@ class ModelledStage:
         self._cost = cost
         self._failure = failure
         self._host = host
-        self._remote: RemoteLink | None = None
+        self._remote: ModelledLink | None = None
         self.num_remote_steps = 0
         """Steps in which keys that lie elsewhere were attended."""
         self.remote_wire_s = 0.0
@@ -92,8 +77,12 @@ class ModelledStage:
         """Memory now."""
         return KvCapacity(self.kv.num_blocks, self.kv.block_size, self._host)
 
-    def attend_over(self, remote: RemoteLink) -> None:
-        """Attend blocks that lie elsewhere over a link, from now on; which ones is said by `kv`."""
+    def attend_over(self, remote: ModelledLink) -> None:
+        """Attend blocks that lie elsewhere over a link, from now on; which ones is said by `kv`.
+
+        Args:
+            remote: a token's queries in one layer are as large as its hidden state.
+        """
         self._remote = remote
 
     def step_s(self, batch: Batch) -> float:
@@ -101,7 +90,7 @@ class ModelledStage:
         computing_s = step_s(self._cost, batch)
         if self._remote is None or not (num_tokens := self.kv.tokens_elsewhere(batch)):
             return computing_s
-        return computing_s + len(self.layers) * (2 * self._remote.latency_s + self._remote.wire_s(num_tokens))
+        return computing_s + len(self.layers) * (2 * self._remote.latency_s + _wire_s(self._remote, num_tokens))
 
     def copy_s(self, copy: HostCopy) -> float:
         """Return how long these layers' share of a copy keeps the link busy."""
@@ -114,7 +103,7 @@ class ModelledStage:
         if self._remote is not None:
             num_tokens = self.kv.tokens_elsewhere(batch)
             self.num_remote_steps += num_tokens > 0
-            self.remote_wire_s += len(self.layers) * self._remote.wire_s(num_tokens)
+            self.remote_wire_s += len(self.layers) * _wire_s(self._remote, num_tokens)
         cause = None if self._failure is None else self._failure(batch)
         if cause is not None:
             self.kv.spoil(batch)
@@ -245,3 +234,8 @@ class ModelledStageServer:
             channel.send(message)
         except PeerLostError as error:
             self.die(str(error))
+
+
+def _wire_s(link: ModelledLink, num_tokens: int) -> float:
+    """Return how long queries and states of some tokens keep the link busy in one layer."""
+    return num_tokens * link.token_bytes * (1 + REMOTE_STATES) / link.bytes_per_s

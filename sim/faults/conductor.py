@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from services.planner.policy.observe import ObserveParams, observe
 from services.planner.policy.plans.capacity import CapacityRule
@@ -126,7 +126,7 @@ class Conductor:
         plan_id, answers = await self._driver.prepare(*steps)
         workers = _in_turn(steps)
         what = _what(steps)
-        self._note("prepare", [answer.state if answer is not None else None for answer in answers.values()])
+        self._note("prepare", answers.values())
         good = all(answer is not None and answer.state is PlanState.PREPARED for answer in answers.values())
         self._say(f"plan     {plan_id} of {', '.join(workers)}: {'prepared' if good else 'not prepared'}")
         if kind is FaultKind.CHANGE_ABANDONED:
@@ -138,15 +138,15 @@ class Conductor:
         elif kind is FaultKind.CHANGE_TWICE:
             workers = [name for name in workers for _ in range(2)]
         ends = await self._end(plan_id, workers, commit=good, one_by_one=what != "change")
-        states = [answer.state if answer is not None else None for answer in ends]
-        self._note("commit" if good else "abort", states)
-        if good and all(state is PlanState.DONE for state in states):
+        self._note("commit" if good else "abort", ends)
+        is_done = all(answer is not None and answer.state is PlanState.DONE for answer in ends)
+        if good and is_done:
             self.answers[f"{what} done"] += 1
         if not good:
             return "aborted"
         if kind is FaultKind.CHANGE_BY_HALF:
             return "by half"
-        return "committed" if all(state is PlanState.DONE for state in states) else "broken"
+        return "committed" if is_done else "broken"
 
     async def _end(
         self, plan_id: int, workers: Sequence[str], *, commit: bool, one_by_one: bool
@@ -168,10 +168,10 @@ class Conductor:
         stale = [self._driver.ask(name, contrary(epoch=epoch - 1, plan_id=plan_id)) for name in workers if epoch > 1]
         again = [self._driver.ask(name, word(epoch=epoch, plan_id=plan_id)) for name in workers]
         answers = await asyncio.gather(*stale, *again)
-        self._note("stale", [answer.state if answer is not None else None for answer in answers[: len(stale)]])
+        self._note("stale", answers[: len(stale)])
 
-    def _note(self, word: str, states: list[PlanState | None]) -> None:
-        self.answers.update(f"{word} {'silent' if state is None else state.value}" for state in states)
+    def _note(self, word: str, answers: Iterable[PlanAnswer | None]) -> None:
+        self.answers.update(f"{word} {'silent' if answer is None else answer.state.value}" for answer in answers)
 
 
 def _residence(own: Sequence[WorkerReport], *, is_ahead: bool) -> LoadBeside | UnloadBeside | None:

@@ -5,9 +5,10 @@ Splits are of two blocks here, since the prompts of these seeds are short.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -23,8 +24,6 @@ from tests.support.seeds import first_of
 
 SEEDS = (*range(56), 137, 152, 159, 163)
 """The last ones lose a group while KV is on its way."""
-_remote_steps: Counter[int] = Counter()
-_reports: dict[int, SeedReport] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -47,60 +46,57 @@ def mixed(*_: object, **__: object) -> AreLive:
     return lambda lots: [index % 2 == 0 for index in range(len(lots))]
 
 
+def run_watched(scenario: Scenario) -> tuple[SeedReport, int]:
+    """Return what came of a scenario, and in how many steps keys were attended that lay elsewhere."""
+    seen: deque[FaultCluster] = deque(maxlen=1)
+    report = run_scenario(scenario, watch=seen.append)
+    return report, seen[0].network.num_remote_steps
+
+
 @pytest.mark.parametrize("first", first_of(range(0, 24, 6), 1))
 def test_lots_of_both_modes_move_in_one_exchange(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_modes, "modes_of", mixed)
-    networks: dict[int, FaultCluster] = {}
-    total: Counter[str] = Counter()
-    num_remote, wrong = 0, []
-    for seed in (*range(first, first + 6), *SEEDS[-4:]):
-        report = run_scenario(live_scenario(seed), watch=lambda cluster: networks.update({0: cluster}))
-        wrong += [f"seed {seed}: {said}" for said in report.violations]
-        total.update(report.coverage)
-        num_remote += networks[0].network.num_remote_steps
-    assert not wrong, "\n".join(wrong)
-    assert num_remote
-    assert total["log kv_arrived"]
+    seeds = (*range(first, first + 6), *SEEDS[-4:])
+    found = [run_watched(live_scenario(seed)) for seed in seeds]
+    check_none_violated(report for report, _ in found)
+    assert any(num_remote for _, num_remote in found)
+    assert any(report.coverage["log kv_arrived"] for report, _ in found)
 
 
 def test_by_price_a_link_that_costs_little_is_asked_over() -> None:
-    networks: dict[int, FaultCluster] = {}
-    num_remote = 0
-    for seed in range(6):
-        scenario = replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE)
-        report = run_scenario(scenario, watch=lambda cluster: networks.update({0: cluster}))
-        assert not report.violations
-        num_remote += networks[0].network.num_remote_steps
-    assert num_remote
+    found = [run_watched(replace(live_scenario(seed), kv_exchange=KvExchange.BY_PRICE)) for seed in range(6)]
+    check_none_violated(report for report, _ in found)
+    assert any(num_remote for _, num_remote in found)
 
 
-def report_of(seed: int) -> SeedReport:
-    if seed not in _reports:
-        networks: dict[int, FaultCluster] = {}
-        _reports[seed] = run_scenario(live_scenario(seed), watch=lambda cluster: networks.update({0: cluster}))
-        _remote_steps[seed] = networks[0].network.num_remote_steps
-    return _reports[seed]
+def check_none_violated(reports: Iterable[SeedReport]) -> None:
+    wrong = [f"seed {report.seed}: {said}" for report in reports for said in report.violations]
+    assert not wrong, "\n".join(wrong)
+
+
+@cache
+def lived(seed: int) -> tuple[SeedReport, int]:
+    """As `run_watched`, of a seed: each is lived once."""
+    return run_watched(live_scenario(seed))
 
 
 @pytest.mark.parametrize("first", first_of(range(0, len(SEEDS), 5), 2))
 def test_the_invariants_hold_while_kv_is_attended_where_it_lies(first: int) -> None:
-    wrong = [f"seed {seed}: {said}" for seed in SEEDS[first : first + 5] for said in report_of(seed).violations]
-    assert not wrong, "\n".join(wrong)
+    check_none_violated(lived(seed)[0] for seed in SEEDS[first : first + 5])
 
 
 @pytest.mark.seeds
 @pytest.mark.timeout(600)  # by itself it runs all seeds
 def test_seeds_attend_elsewhere_and_lose_what_they_attend() -> None:
-    total: Counter[str] = Counter()
-    for seed in SEEDS:
-        total.update(report_of(seed).coverage)
-    assert sum(_remote_steps[seed] > 0 for seed in SEEDS) > len(SEEDS) // 3
+    found = [lived(seed) for seed in SEEDS]
+    total = sum((report.coverage for report, _ in found), Counter[str]())
+    assert sum(num_remote > 0 for _, num_remote in found) > len(SEEDS) // 3
     assert total["log kv_given_up"], "no group ended while KV was on its way"
     assert total["log kv_arrived"] > total["log kv_given_up"]
 
 
 def test_one_seed_gives_one_trace() -> None:
-    assert run_scenario(live_scenario(4)).digest == report_of(4).digest
+    assert run_scenario(live_scenario(4)).digest == lived(4)[0].digest
 
 
 def test_keys_that_are_read_in_the_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +107,6 @@ def test_keys_that_are_read_in_the_wrong_place_would_be_noticed(monkeypatch: pyt
 
 
 def test_without_live_exchange_nobody_attends_elsewhere() -> None:
-    networks: dict[int, FaultCluster] = {}
-    scenario = replace(live_scenario(4), kv_exchange=KvExchange.COORDINATED)
-    run_scenario(scenario, watch=lambda cluster: networks.update({0: cluster}))
-    assert report_of(4).coverage["log kv_arrived"], "this seed exchanges KV"
-    assert not networks[0].network.num_remote_steps
+    _, num_remote = run_watched(replace(live_scenario(4), kv_exchange=KvExchange.COORDINATED))
+    assert lived(4)[0].coverage["log kv_arrived"], "this seed exchanges KV"
+    assert not num_remote

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +15,9 @@ from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.engine import Engine
 from services.worker.engine.invariants import check_engine
 from services.worker.executor.elastic_model import ElasticModel
-from services.worker.memory.posix import PosixMemory
+from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.roles.torch_device import TorchGroupDevice
+from tests.support import page_cards
 from tests.support.engine_builders import new_sequence
 from tests.support.live_groups import Group, Texts, calm_texts, new_engine, ranges_of, spoil, tokens_of
 from tests.support.runners import KERNELS
@@ -45,17 +45,27 @@ def spoil_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
 # Text
 
 
+def prompt_of(name: int) -> list[int]:
+    return tokens_of(min(name, 4), 20 + 9 * name)
+
+
 @dataclass
 class Server:
     """An engine that is stepped by hand, and what it has said.
 
     Args:
         executor: of the first steps.
-        names: of the requests of `texts_of` that it serves.
+        names: of the requests that it serves from the beginning.
+        num_tokens: of each answer.
+        make_engine: makes one of a number of lanes, and of blocks.
+        prompt: of a request.
     """
 
     executor: Executor
-    names: Sequence[int]
+    names: Sequence[int] = ()
+    num_tokens: int = 8
+    make_engine: Callable[[int, int], Engine] = new_engine
+    prompt: Callable[[int], list[int]] = prompt_of
     num_computed: int = 0
     """Tokens in all batches."""
     texts: Texts = field(default_factory=dict)
@@ -63,21 +73,24 @@ class Server:
     """Where the first batch of each began since the executor changed."""
 
     def __post_init__(self) -> None:
-        self.engine = new_engine(1, self.executor.capacity.num_blocks)
+        self.engine = self.make_engine(1, self.executor.capacity.num_blocks)
         self.add(self.names)
 
     def add(self, names: Sequence[int]) -> None:
         """Take requests on, from their prompts."""
         for name in names:
-            new = new_sequence(name, prompt=prompt_of(name), max_tokens=8, seed=name)
+            new = new_sequence(name, prompt=self.prompt(name), max_tokens=self.num_tokens, seed=name)
             if name % 2:
                 update = {"temperature": 0.8, "top_p": 0.9}
                 object.__setattr__(new, "sampling", new.sampling.model_copy(update=update))
             assert isinstance(self.engine.residents.add(new), int)
 
-    async def serve(self, num_steps: int = 10**9) -> None:
-        """Make some steps, or all."""
-        while num_steps and (batch := self.engine.next_batch(0.0)) is not None:
+    async def serve(self, num_steps: int = 10**9) -> int:
+        """Make some steps, or all; return how many there were."""
+        for number in range(num_steps):
+            batch = self.engine.next_batch(0.0)
+            if batch is None:
+                return number
             self.num_computed += int(batch.num_tokens.sum())
             for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
                 self.starts.setdefault(int(self.engine.table.stream[row]) - 1000, start)
@@ -85,14 +98,15 @@ class Server:
             for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
                 if token >= 0:
                     self.texts.setdefault(stream - 1000, []).append(token)
-            num_steps -= 1
             check_engine(self.engine)
+        return num_steps
 
-    def enter(self, executor: Executor, kept: KeptKv, coming: KeptKv = NOTHING_KEPT) -> None:
+    def enter(self, executor: Executor, kept: KeptKv = NOTHING_KEPT, arrivals: Arrivals | None = None) -> None:
         """Go on elsewhere."""
         self.starts.clear()
         self.executor = executor
-        self.engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept, coming)
+        coming, spans = (NOTHING_KEPT, ()) if arrivals is None else (arrivals.coming, arrivals.spans)
+        self.engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept, coming, spans)
 
     def num_cached(self, kept: KeptKv, name: int) -> int:
         """Return how many tokens of a request, as far as it has come, lie in blocks that were kept."""
@@ -108,10 +122,6 @@ class Server:
 async def calm(name: str = "llama", dtype: str = "float32", kernels: str = KERNELS) -> Texts:
     """Return what an undisturbed worker says to each request."""
     return {stream - 1000: text for stream, text in (await calm_texts(name, dtype, kernels)).items()}
-
-
-def prompt_of(name: int) -> list[int]:
-    return tokens_of(min(name, 4), 20 + 9 * name)
 
 
 def rows_of(engine: Engine, names: Sequence[int]) -> list[int]:
@@ -149,6 +159,19 @@ def snapshot(devices: Sequence[TorchGroupDevice], kept: KeptKv) -> dict[bytes, B
     return found
 
 
+def snapshot_each(devices: Sequence[TorchGroupDevice], kept: Sequence[KeptKv]) -> dict[bytes, Bits]:
+    """Return by name what the blocks hold that each of these devices keeps; the first one that has a name counts."""
+    found: dict[bytes, Bits] = {}
+    for device, own in zip(devices, kept, strict=True):
+        found = snapshot([device], own) | found
+    return found
+
+
+def check_group_bits(devices: Sequence[TorchGroupDevice], group: Group, expected: dict[bytes, Bits]) -> None:
+    for device in devices:
+        check_bits(device, group.kept, expected)
+
+
 def check_bits(device: TorchGroupDevice, kept: KeptKv, expected: dict[bytes, Bits]) -> None:
     for name, block in zip(kept.names, kept.ids.tolist(), strict=True):
         assert bits_of(device, block) == {layer: expected[name][layer] for layer in device.layers}
@@ -156,15 +179,7 @@ def check_bits(device: TorchGroupDevice, kept: KeptKv, expected: dict[bytes, Bit
 
 def pages_of_all(devices: Sequence[TorchGroupDevice]) -> set[tuple[int, int]]:
     """Return the pages that devices have, by file and offset: each is one device's."""
-    found: list[tuple[int, int]] = []
-    for device in devices:
-        memory = device._model._memory
-        backend = memory._memory
-        assert isinstance(backend, PosixMemory)
-        held = [backend._held(page) for page in memory._page_ids[: memory.layout.facts.num_pages]]
-        found += [(os.fstat(file.descriptor).st_ino, offset) for file, offset in held]
-    assert len(set(found)) == len(found), "a page is used by two"
-    return set(found)
+    return page_cards.pages_of_all([device._model._memory for device in devices])
 
 
 def numbered(count: int, offset: int = 0) -> KeptKv:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from pprint import pformat
 from typing import Any, Final
 
 from shared.transport.bus import BusError
@@ -22,8 +25,8 @@ CALM_LIMIT_S: Final = 20.0
 WAVE_S: Final = 0.5
 """In which the prompts of a wave are computed."""
 MAX_WAVES: Final = 30
-TAIL: Final = 60
-"""How much of two answers is shown from where on they differ."""
+MAX_LINES: Final = 40
+"""Of what is shown of two answers that differ."""
 _HELD_BY_DISPATCHER: Final = ("num_requests", "num_queued", "num_drops")
 _HELD_BY_WORKER: Final = ("num_used_blocks", "num_running", "num_waiting", "num_preempted")
 
@@ -145,35 +148,17 @@ def assert_same(name: str, found: Mapping[str, Any], expected: Mapping[str, Any]
     """Check that an answer is that of a run without a fault.
 
     Raises:
-        AssertionError: it is not; the message says in what, and from where on.
+        AssertionError: it is not; the message says in what.
     """
-    if found != expected:
-        told = f"; the connection ended by {broken_by}" if broken_by else ""
-        finish = f"it ended {_end_of(found)}, without a fault {_end_of(expected)}{told}"
-        raise AssertionError(
-            "\n".join([f"the answer to {name!r} is another: {finish}", *_differences(found, expected)])
-        )
+    told = f"; the connection ended by {broken_by}" if broken_by else ""
+    finish = f"it ended {_end_of(found)}, without a fault {_end_of(expected)}{told}"
+    lines = difflib.unified_diff(pformat(expected).splitlines(), pformat(found).splitlines(), n=0, lineterm="")
+    shown = "\n".join(islice(lines, MAX_LINES))
+    assert found == expected, f"the answer to {name!r} is another: {finish}\n{shown}"
 
 
 def _end_of(answer: Mapping[str, Any]) -> str:
     return f"{'whole' if answer['is_whole'] else 'early'} with {dict(answer['finish'])}"
-
-
-def _differences(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Return a line for each part that differs; `Ellipsis` stands for none."""
-    if found == expected:
-        return []
-    if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        keys = [*found, *(key for key in expected if key not in found)]
-        parts = [(found.get(key, ...), expected.get(key, ...), f"{path}[{key!r}]") for key in keys]
-        return [line for part in parts for line in _differences(*part)]
-    if type(found) is type(expected) and isinstance(found, str | list):
-        sizes = f"{len(found)} long, without a fault {len(expected)}"
-        alike = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), None)
-        size = min(len(found), len(expected)) if alike is None else alike
-        tails = f"{found[size : size + TAIL]!r} instead of {expected[size : size + TAIL]!r}"
-        return [f"{path}: {sizes}; {size} alike, then {tails}"]
-    return [f"{path}: {found!r} instead of {expected!r}"]
 
 
 @asynccontextmanager

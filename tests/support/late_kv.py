@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
+from services.worker.kv_moves.live_exchange import LiveExchange
 from services.worker.roles.torch_device import TorchGroupDevice
 
 
@@ -83,11 +84,23 @@ class LateKv:
     async def write(self, device: TorchGroupDevice) -> None:
         """Let it be written from now on; return when the stage's exchange is over."""
         self._may_be_written.set()
-        exchange = device._exchange_now
-        assert exchange is not None
+        exchange = exchange_of(device)
         assert exchange._moving is not None
         async with asyncio.timeout(30):
             await asyncio.wait([exchange._moving])
+
+
+def hold_sends(monkeypatch: pytest.MonkeyPatch, stages: Container[int]) -> threading.Event:
+    """Let some stages send no KV until the event is set that is returned."""
+    send, over = KvTraffic._send, threading.Event()
+
+    def held(traffic: KvTraffic, *args: object) -> None:
+        if traffic._stage in stages:
+            assert over.wait(60)
+        send(traffic, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KvTraffic, "_send", held)
+    return over
 
 
 class LateSocket:
@@ -102,6 +115,12 @@ class LateSocket:
         if into and found is None:
             self._late.wait()
         return found
+
+
+def exchange_of(device: TorchGroupDevice) -> LiveExchange:
+    """Return the exchange of the group that stands."""
+    assert device._exchange_now is not None
+    return device._exchange_now
 
 
 def pages_of(device: TorchGroupDevice) -> list[bytes]:

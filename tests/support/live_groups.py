@@ -7,10 +7,11 @@ import gc
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_exchanges import ExchangeParams
 from services.worker.memory.spans import Spans
 from services.worker.peers.connect import Peers
-from services.worker.roles.device import GroupPlace, StagePlace
+from services.worker.roles.device import GroupPlace, Led, StagePlace
 from services.worker.roles.torch_device import TorchGroupDevice
 from services.worker.scheduling.registry import make_scheduler
 from shared.layers import LayerRange
@@ -113,17 +114,25 @@ class Group:
     """What was to arrive."""
 
 
-async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv] = ()) -> Group:
-    """Let devices become a group, which keep some KV each, and wait for that; the leader is told of it first."""
-    own, kept = places(devices, ranges), kept or [NOTHING_KEPT] * len(devices)
+async def lead_and_join(
+    devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv] = ()
+) -> tuple[Led, Group]:
+    """Let devices become a group, which keep some KV each; return what it leads with, and the group without any KV."""
+    own, kept = places(devices, ranges), [*kept, *[NOTHING_KEPT] * (len(devices) - len(kept))]
     ends: dict[int, list[str | None]] = {i: [] for i in range(1, len(devices))}
     leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
     num_blocks = await asyncio.gather(*(devices[i].join(own[i], ends[i].append, kept[i]) for i in ends))
     led = await leading
+    return led, Group(led.executor, num_blocks, ends)
+
+
+async def form(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv] = ()) -> Group:
+    """Let devices become a group, which keep some KV each, and wait for that; the leader is told of it first."""
+    led, group = await lead_and_join(devices, ranges, kept)
     assert led.kept is NOTHING_KEPT or led.arrivals is None, "it is here, or comes while the group serves"
     if led.arrivals is None:
-        return Group(led.executor, num_blocks, ends, led.kept)
-    return Group(led.executor, num_blocks, ends, await all_that_comes(led.arrivals), led.arrivals.coming)
+        return replace(group, kept=led.kept)
+    return replace(group, kept=await all_that_comes(led.arrivals), coming=led.arrivals.coming)
 
 
 async def all_that_comes(arrivals: Arrivals) -> KeptKv:
@@ -149,8 +158,8 @@ def tokens_of(seed: int, num: int) -> list[int]:
     return [rng.randrange(3, 384) for _ in range(num)]
 
 
-def new_engine(num_lanes: int, num_blocks: int) -> Engine:
-    """Return an engine of the smallest sizes that still have several rows and chunks in a step."""
+def new_engine(num_lanes: int, num_blocks: int, **changes: Any) -> Engine:
+    """Return an engine of the smallest sizes that still have several rows and chunks in a step, but for changes."""
     config = EngineConfig(
         max_sequences=8,
         max_batch_tokens=48,
@@ -161,7 +170,7 @@ def new_engine(num_lanes: int, num_blocks: int) -> Engine:
         block_size=16,
         num_lanes=num_lanes,
     )
-    return Engine(config, make_scheduler("chunked"), num_blocks)
+    return Engine(replace(config, **changes), make_scheduler("chunked"), num_blocks)
 
 
 async def texts_of(

@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from services.worker.contract.executor import Executor
-from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
-from services.worker.engine.config import EngineConfig
-from services.worker.engine.engine import Engine
-from services.worker.engine.invariants import check_engine
 from services.worker.executor.thread import ThreadExecutor
-from services.worker.kv_moves.arrivals import Arrivals
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.scheduling.registry import make_scheduler
 from tests.support.checkpoints import CheckpointShape
-from tests.support.engine_builders import new_sequence
-from tests.support.live_groups import Texts, tokens_of
+from tests.support.exchanged_kv import Server
+from tests.support.live_groups import Texts, new_engine, tokens_of
 from tests.support.runners import MIB, open_runner
 
 LONG_SHAPES = {
@@ -40,88 +34,31 @@ LENGTHS = (40, 300, 530, 700, 1100, 530, 257, 511)
 MAX_LEN = 1400
 
 
+long_engine = partial(new_engine, max_sequences=16, max_batch_tokens=96, max_batch_rows=8, max_model_len=MAX_LEN)
+
+
 def long_prompt(name: int) -> list[int]:
     tokens = tokens_of(name, LENGTHS[name])
     return [*tokens_of(2, LENGTHS[2])[:400], *tokens[400:]] if name == 5 else tokens
 
 
-def long_engine(num_lanes: int, num_blocks: int) -> Engine:
-    config = EngineConfig(
-        max_sequences=16,
-        max_batch_tokens=96,
-        max_batch_rows=8,
-        max_model_len=MAX_LEN,
-        vocab_size=384,
-        eos_token_ids=(),
-        block_size=16,
-        num_lanes=num_lanes,
-    )
-    return Engine(config, make_scheduler("chunked"), num_blocks)
+def long_server(executor: Executor, names: Sequence[int] = ()) -> Server:
+    """Return a server of such requests, with longer answers."""
+    return Server(executor, names, 60, long_engine, long_prompt)
 
 
-@dataclass
-class LongServer:
-    """An engine that is stepped by hand, and what it has said.
-
-    Args:
-        executor: of the first steps.
-        num_tokens: of each answer.
-    """
-
-    executor: Executor
-    num_tokens: int = 60
-    texts: Texts = field(default_factory=dict)
-    starts: dict[int, int] = field(default_factory=dict)
-    """Where the first batch of each began since the executor changed."""
-
-    def __post_init__(self) -> None:
-        self.engine = long_engine(1, self.executor.capacity.num_blocks)
-
-    def add(self, names: Sequence[int]) -> None:
-        """Take requests on, from their prompts."""
-        for name in names:
-            new = new_sequence(name, prompt=long_prompt(name), max_tokens=self.num_tokens, seed=name)
-            if name % 2:
-                update = {"temperature": 0.8, "top_p": 0.9}
-                object.__setattr__(new, "sampling", new.sampling.model_copy(update=update))
-            self.texts[name] = []
-            assert isinstance(self.engine.residents.add(new), int)
-
-    async def serve(self, num_steps: int = 10**9) -> int:
-        """Make some steps, or all; return how many there were."""
-        for number in range(num_steps):
-            batch = self.engine.next_batch(0.0)
-            if batch is None:
-                return number
-            for row, start in zip(batch.rows.tolist(), batch.start.tolist(), strict=True):
-                self.starts.setdefault(int(self.engine.table.stream[row]) - 1000, start)
-            events = self.engine.absorb(batch, await self.executor.submit(batch), 0.0)
-            for stream, token in zip(events.stream.tolist(), events.tokens.tolist(), strict=True):
-                if token >= 0:
-                    self.texts[stream - 1000].append(token)
-            check_engine(self.engine)
-        return num_steps
-
-    def enter(self, executor: Executor, kept: KeptKv = NOTHING_KEPT, arrivals: Arrivals | None = None) -> None:
-        """Go on elsewhere."""
-        self.starts.clear()
-        self.executor = executor
-        coming, spans = (NOTHING_KEPT, ()) if arrivals is None else (arrivals.coming, arrivals.spans)
-        self.engine.enter_executor(executor.capacity.num_blocks, executor.depth, kept, coming, spans)
+_CALM: dict[tuple[str, str, str], Texts] = {}
 
 
-_CALM: dict[tuple[str, str, str, int], Texts] = {}
-
-
-async def calm_long_texts(shape: str, dtype: str, kernels: str, num_tokens: int = 60) -> Texts:
+async def calm_long_texts(shape: str, dtype: str, kernels: str) -> Texts:
     """Return what a worker says that was never disturbed, one request at a time."""
-    key = (shape, dtype, kernels, num_tokens)
+    key = (shape, dtype, kernels)
     if key not in _CALM:
         runner = open_runner(
             LONG_SHAPES[shape], deterministic=True, dtype=dtype, kernels=kernels, memory_bytes=24 * MIB
         )
         executor = ThreadExecutor(runner, asyncio.get_running_loop())
-        server = LongServer(executor, num_tokens)
+        server = long_server(executor)
         for name in range(len(LENGTHS)):
             server.add([name])
             await server.serve()

@@ -157,6 +157,19 @@ class Card:
             memory.close()
 
 
+def card_by_pages(
+    num: int, seed: int = 0, page: int = 4096, make: Callable[[int, int], VirtualMemory] | None = None
+) -> tuple[Card, KvTable]:
+    """Return a card of so many workers whose KV goes by pages, of two of them at least; `page`, `make` as in `Card`."""
+    for number in range(1000 * seed, 1000 * seed + 1000):
+        card = Card(number, page, make)
+        table = card.table()
+        if table is not None and card.num == num and len(table.lots) > 1:
+            return card, table
+        card.close()
+    raise AssertionError("there is none")
+
+
 def facts_with_room(rng: np.random.Generator, page: int) -> tuple[MemoryFacts, KvShape]:
     """Return sizes of a model and addresses for the blocks of a group."""
     facts, kv = random_facts(rng, page)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +19,6 @@ from services.worker.memory.layout import Kind, MemoryFacts
 from services.worker.memory.posix import PosixMemory
 from services.worker.roles.role import Changing, Leading, group_of
 from shared.layers import check_tiling
-from shared.messages.report import ElasticFacts
 from sim.devices.modelled_device import ModelledGroupDevice
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
@@ -30,14 +28,13 @@ from tests.support.elastic_cases import CPU
 _FLOATS = 4
 
 
-def open_twin(facts: ElasticFacts) -> ElasticMemory:
+def open_twin(facts: MemoryFacts) -> ElasticMemory:
     """Return a memory of these sizes that holds the whole model, with as many blocks as fit.
 
     Its blocks are of one token; for pages only their size counts.
     """
-    sizes = facts.model_dump(exclude={"link_bytes_per_s", "has_host_copy"})
     kv = KvShape(1, 1, facts.block_bytes // _FLOATS, torch.float32)
-    memory = ElasticMemory(MemoryFacts(**sizes), kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
+    memory = ElasticMemory(facts, kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
     memory.open_kv(0, 0)
     memory.grow()
     return memory
@@ -50,7 +47,7 @@ class PageTwin:
         self.device = device
         self.layers = self.resident = device.layers
         self._whole = device.layers
-        self.memory = open_twin(device.facts)
+        self.memory = open_twin(device._layout.facts)
         self._num_whole_blocks = self.memory.num_blocks
         self.check_blocks()
 
@@ -104,14 +101,6 @@ class PageTwin:
         assert believed == self.memory.num_blocks, f"{self.layers}: {believed} blocks are believed in"
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A worker's device, and its twin."""
-
-    device: ModelledGroupDevice
-    twin: PageTwin
-
-
 class PageWatch:
     """Looks at a whole simulated cluster; see `run_scenario`."""
 
@@ -119,7 +108,7 @@ class PageWatch:
         self.done: Counter[str] = Counter()
         """What workers' memories went through."""
         self.num_looks = 0
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, PageTwin] = {}
 
     def __call__(self, cluster: FaultCluster) -> None:
         """Check every law at this instant."""
@@ -172,18 +161,18 @@ class PageWatch:
         if seen is None or seen.device is not device:  # another process of this name, which begins whole
             self.done["processes"] += 1
             if seen is not None:
-                seen.twin.memory.close()
-            seen = self._seen[node.name] = _Seen(device, PageTwin(device))
-        self.done[seen.twin.follow()] += 1
-        seen.twin.check_blocks()
+                seen.memory.close()
+            seen = self._seen[node.name] = PageTwin(device)
+        self.done[seen.follow()] += 1
+        seen.check_blocks()
         blocks = service.engine.blocks
         assert blocks.num_used + blocks.num_free == blocks.num_usable, f"{node.name} has lost blocks"
         agent = service.agent
         assert agent is not None
         if agent.role.num_stages == 1 and agent._turn is None and device._place is None:
-            assert service.engine.capacity_blocks == seen.twin.memory.num_blocks, f"{node.name} serves with other room"
+            assert service.engine.capacity_blocks == seen.memory.num_blocks, f"{node.name} serves with other room"
 
     def close(self) -> None:
         """Give the twins' memory back."""
         for seen in self._seen.values():
-            seen.twin.memory.close()
+            seen.memory.close()

@@ -36,7 +36,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.worker.scheduling.view import F64, I32
-from shared.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,6 @@ class Pace:
     """What has not come by then is computed again, unless something is live."""
     again_s: float = 0.0
     """Per block that is."""
-
-
-def again_s(cost: CostModel | None, block_size: int, num_stages: int) -> float:
-    """Return `Pace.again_s` of blocks of so many tokens: 0 where the cost of a step is unknown."""
-    return 0.0 if cost is None else cost.token_s * block_size / num_stages
 
 
 def choose_live(lots: Sequence[LotWork], pace: Pace) -> tuple[bool, ...]:

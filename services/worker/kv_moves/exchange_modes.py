@@ -14,31 +14,12 @@ from functools import partial
 import numpy as np
 
 from services.worker.contract.remote import SPLIT_KEYS
-from services.worker.kv_moves.exchange_mode import LotWork, Pace, again_s, choose_live
+from services.worker.kv_moves.exchange_mode import LotWork, Pace, choose_live
 from services.worker.kv_moves.kv_table import AreLive, KvOffer, KvTable, MovingKv, none_live, table_to_form
 from services.worker.kv_moves.link_layers import link_layers
 from shared.cost import CostModel
 from shared.layers import LayerRange
 from shared.systems import KvExchange
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeFacts:
-    """What the price of an exchange depends on, beside what moves."""
-
-    held: tuple[LayerRange, ...]
-    """By stage: layers before the change."""
-    wanted: tuple[LayerRange, ...]
-    """By stage: layers after it."""
-    link_bytes_per_s: tuple[float, ...]
-    """By stage, each way; 0: unknown."""
-    latency_s: float
-    """Of a message between two stages."""
-    pace: Pace
-    block_bytes: int
-    """Of a block's keys and values in one layer."""
-    token_bytes: int
-    """Of a token's queries and the states that come back, in one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +56,7 @@ def form_table(
         wanted: by stage: layers after the change.
         costs: of each of them.
     """
-    facts = ExchangeFacts(
-        held=tuple(offer.layers for offer in offers),
-        wanted=tuple(wanted),
-        link_bytes_per_s=tuple(offer.link_bytes_per_s for offer in offers),
-        latency_s=costs.latency_s,
-        pace=Pace(
-            max(offer.step_s for offer in offers), costs.limit_s, again_s(costs.cost, costs.block_size, len(offers))
-        ),
-        block_bytes=costs.block_bytes,
-        token_bytes=costs.token_bytes,
-    )
-    return table_to_form(offers, wanted[-1].end, modes_of(exchange, facts))
+    return table_to_form(offers, wanted[-1].end, modes_of(exchange, offers, wanted, costs))
 
 
 def all_live(lots: Sequence[MovingKv]) -> Sequence[bool]:
@@ -94,32 +64,37 @@ def all_live(lots: Sequence[MovingKv]) -> Sequence[bool]:
     return [True] * len(lots)
 
 
-def modes_of(exchange: KvExchange, facts: ExchangeFacts) -> AreLive:
-    """Return what chooses how lots move in a group of which these are the facts."""
+def modes_of(
+    exchange: KvExchange, offers: Sequence[KvOffer], wanted: Sequence[LayerRange], costs: ExchangeCosts
+) -> AreLive:
+    """Return what chooses how lots move in a group that forms; as in `form_table`."""
     if exchange is KvExchange.COORDINATED:
         return none_live
-    return all_live if exchange is KvExchange.LIVE else partial(by_price, facts)
+    return all_live if exchange is KvExchange.LIVE else partial(by_price, offers, wanted, costs)
 
 
-def by_price(facts: ExchangeFacts, lots: Sequence[MovingKv]) -> Sequence[bool]:
+def by_price(
+    offers: Sequence[KvOffer], wanted: Sequence[LayerRange], costs: ExchangeCosts, lots: Sequence[MovingKv]
+) -> Sequence[bool]:
     """Let those sequences go on for whom that is cheaper; see `kv_moves/exchange_mode.py`."""
-    return choose_live([work_of(lot, facts) for lot in lots], facts.pace)
+    again_s = 0.0 if costs.cost is None else costs.cost.token_s * costs.block_size / len(offers)
+    pace = Pace(max(offer.step_s for offer in offers), costs.limit_s, again_s)
+    return choose_live([work_of(lot, offers, wanted, costs) for lot in lots], pace)
 
 
-def work_of(lot: MovingKv, facts: ExchangeFacts) -> LotWork:
+def work_of(lot: MovingKv, offers: Sequence[KvOffer], wanted: Sequence[LayerRange], costs: ExchangeCosts) -> LotWork:
     """Return what a lot costs on each stage's link: layers that stay where they are cost nothing."""
-    num_stages = len(facts.wanted)
-    layers = link_layers(facts.held, facts.wanted, lot.sources, range(num_stages))
-    sends, takes = layers.sends, layers.takes
-    rates = np.array(facts.link_bytes_per_s)
-    layer_s = np.divide(1.0, rates, out=np.zeros(num_stages), where=rates > 0)
+    layers = link_layers([offer.layers for offer in offers], wanted, lot.sources, range(len(offers)))
+    used = layers.sends + layers.takes
+    rates = np.array([offer.link_bytes_per_s for offer in offers])
+    layer_s = np.divide(1.0, rates, out=np.zeros(len(offers)), where=rates > 0)
     return LotWork(
         len(lot.kept),
         lot.kept.tails,
         lot.kept.ends,
-        sends * facts.block_bytes * layer_s,
-        takes * facts.block_bytes * layer_s,
-        (sends + takes) * facts.token_bytes * layer_s,
-        2 * facts.latency_s * layers.total,
-        bool((rates[(sends + takes) > 0] > 0).all()),
+        layers.sends * costs.block_bytes * layer_s,
+        layers.takes * costs.block_bytes * layer_s,
+        used * costs.token_bytes * layer_s,
+        2 * costs.latency_s * layers.total,
+        bool((rates[used > 0] > 0).all()),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,25 +101,31 @@ class Gathering:
             raise GroupFailedError(f"{self.place.stages[index].worker_id} is gone: {error}") from error
 
     def pairs(
-        self, purpose: Purpose, seats: Seats | None, welcome: PeerWelcome, found: dict[int, socket.socket]
-    ) -> dict[str, Coroutine[Any, Any, None]]:
-        """Return what connects a stage with each other one, by a name: whoever is before in the pipeline dials."""
+        self, purpose: Purpose, found: dict[int, socket.socket], dialled: tuple[Seats, PeerWelcome] | None = None
+    ) -> dict[str, Awaitable[None]]:
+        """Return what connects a stage with each other one, by a name: whoever is before in the pipeline dials.
+
+        Args:
+            purpose: of the connections.
+            found: gets them, by stage.
+            dialled: where the stages before dial a stage that does not lead, and what it says to them.
+        """
 
         async def call(index: int) -> None:
             found[index] = (await self.dial(index, purpose))[0]
 
-        async def be_called(seats: Seats, index: int) -> None:
+        async def be_called(seats: Seats, welcome: PeerWelcome, index: int) -> None:
             sock = await seats.of(purpose, index)
             await self.welcome(sock, welcome, index)
             found[index] = sock
 
-        parts = {}
+        parts: dict[str, Awaitable[None]] = {}
         for index, stage in enumerate(self.place.stages):
             name = f"{stage.worker_id} for {'attention' if purpose is Purpose.ATTENTION else 'KV'}"
             if index > self.place.index:
                 parts[name] = call(index)
-            elif seats is not None and index < self.place.index:
-                parts[name] = be_called(seats, index)
+            elif dialled is not None and index < self.place.index:
+                parts[name] = be_called(*dialled, index)
         return parts
 
 
@@ -134,23 +140,20 @@ async def gather_as_leader(at: Gathering, *, attending: bool = False) -> LeaderL
         GroupFailedError: somebody is missing, or wants another group.
     """
     stages = at.place.stages
-    calls = {str(stages[i].worker_id): at.dial(i, Purpose.LEADER) for i in range(1, len(stages))}
-    calls[f"{stages[1].worker_id} as the next stage"] = at.dial(1, Purpose.PREVIOUS)
-    for i in range(1, len(stages)):
-        calls[f"{stages[i].worker_id} for KV"] = at.dial(i, Purpose.KV)
-    for i in range(1, len(stages)) if attending else ():
-        calls[f"{stages[i].worker_id} for attention"] = at.dial(i, Purpose.ATTENTION)
     num_members = len(stages) - 1
-    found = await together(calls, at.limit_s)
-    members, behind, rest = found[:num_members], found[num_members], found[num_members + 1 :]
-    kv, attention = rest[:num_members], rest[num_members:]
-    return LeaderLinks(
-        tuple(sock for sock, _ in members),
-        behind[0],
-        {i: sock for i, (sock, _) in enumerate(kv, 1)},
-        {i: sock for i, (sock, _) in enumerate(attention, 1)},
-        tuple(welcome for _, welcome in members),
-    )
+    kv: dict[int, socket.socket] = {}
+    attention: dict[int, socket.socket] = {}
+    calls: dict[str, Awaitable[Any]] = {
+        str(stages[i].worker_id): at.dial(i, Purpose.LEADER) for i in range(1, len(stages))
+    }
+    calls[f"{stages[1].worker_id} as the next stage"] = at.dial(1, Purpose.PREVIOUS)
+    calls |= at.pairs(Purpose.KV, kv)
+    if attending:
+        calls |= at.pairs(Purpose.ATTENTION, attention)
+    members = await together(calls, at.limit_s)
+    behind, _ = members[num_members]
+    socks, welcomes = zip(*members[:num_members], strict=True)
+    return LeaderLinks(socks, behind, kv, attention, welcomes)
 
 
 async def gather_as_member(at: Gathering, welcome: PeerWelcome, *, attending: bool = False) -> MemberLinks:
@@ -164,34 +167,28 @@ async def gather_as_member(at: Gathering, welcome: PeerWelcome, *, attending: bo
     Raises:
         GroupFailedError: somebody is missing, or wants another group.
     """
-    place = at.place
-    behind: list[socket.socket] = []
+    place, next_index = at.place, at.place.index + 1
     kv: dict[int, socket.socket] = {}
     attention: dict[int, socket.socket] = {}
-
-    async def be_dialled_by_previous(seats: Seats) -> None:
-        await at.welcome(await seats.previous, welcome, place.index - 1)
-
-    async def be_dialled_by_leader(seats: Seats) -> None:
-        await seats.leader
-
-    async def dial_next() -> None:
-        behind.append((await at.dial(place.index + 1, Purpose.PREVIOUS))[0])
-
     with at.expecting(Seats(place, attending=attending)) as seats:
-        parts: dict[str, Coroutine[Any, Any, None]] = {
-            f"the leader, {place.stages[0].worker_id}": be_dialled_by_leader(seats),
-            f"{place.stages[place.index - 1].worker_id} as the stage before": be_dialled_by_previous(seats),
+
+        async def be_dialled_by_previous() -> None:
+            await at.welcome(await seats.previous, welcome, place.index - 1)
+
+        parts: dict[str, Awaitable[Any]] = {
+            f"the leader, {place.stages[0].worker_id}": seats.leader,
+            f"{place.stages[place.index - 1].worker_id} as the stage before": be_dialled_by_previous(),
         }
-        if place.index + 1 < len(place.stages):
-            parts[f"{place.stages[place.index + 1].worker_id} as the next stage"] = dial_next()
-        parts |= at.pairs(Purpose.KV, seats, welcome, kv)
+        has_next = next_index < len(place.stages)
+        if has_next:
+            parts[f"{place.stages[next_index].worker_id} as the next stage"] = at.dial(next_index, Purpose.PREVIOUS)
+        parts |= at.pairs(Purpose.KV, kv, (seats, welcome))
         if attending:
-            parts |= at.pairs(Purpose.ATTENTION, seats, welcome, attention)
-        await together(parts, at.limit_s)
-        leader = seats.leader.result()
-        await at.welcome(leader, welcome, 0)
-    return MemberLinks(leader, seats.previous.result(), behind[0] if behind else None, kv, attention)
+            parts |= at.pairs(Purpose.ATTENTION, attention, (seats, welcome))
+        found = await together(parts, at.limit_s)
+        await at.welcome(seats.leader.result(), welcome, 0)
+    behind = found[2][0] if has_next else None
+    return MemberLinks(seats.leader.result(), seats.previous.result(), behind, kv, attention)
 
 
 async def gather_for_kv(at: Gathering, purpose: Purpose, welcome: PeerWelcome) -> dict[int, socket.socket]:
@@ -207,10 +204,10 @@ async def gather_for_kv(at: Gathering, purpose: Purpose, welcome: PeerWelcome) -
     """
     found: dict[int, socket.socket] = {}
     if not at.place.index:  # nobody dials the leader
-        await together(at.pairs(purpose, None, welcome, found), at.limit_s)
+        await together(at.pairs(purpose, found), at.limit_s)
         return found
     with at.expecting(Seats(at.place, purpose=purpose)) as seats:
-        await together(at.pairs(purpose, seats, welcome, found), at.limit_s)
+        await together(at.pairs(purpose, found, (seats, welcome)), at.limit_s)
     return found
 
 
@@ -232,8 +229,8 @@ async def all_ready(place: GroupPlace, links: LeaderLinks, limit_s: float) -> No
     await together(waiting, limit_s)
 
 
-async def together(parts: Mapping[str, Coroutine[Any, Any, T]], limit_s: float) -> list[T]:
-    """Run coroutines side by side and return their results, in order. When it returns or raises, none of them runs.
+async def together(parts: Mapping[str, Awaitable[T]], limit_s: float) -> list[T]:
+    """Await things side by side and return their results, in order. When it returns or raises, none of them runs.
 
     Args:
         parts: by the name of whom each waits for.

@@ -1,6 +1,6 @@
 """What one device brings to exchanges of KV, and how they are made: when a group forms, while it stands, when it parts.
 
-a group forms       offer_to_form ─► to_form, with decide: in its pages, or by copies, live or coordinated
+a group forms       offer_to_form ─► to_form, with decide: by copies, live or coordinated
 it stands, parts    offer_to_part ─► to_part
 """
 
@@ -17,9 +17,8 @@ from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.exchange_modes import ExchangeCosts, form_table, usable
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvOffer, KvTable
 from services.worker.kv_moves.kv_wire import KvSocket
-from services.worker.kv_moves.live_exchange import LiveExchange, RemoteParts
-from services.worker.kv_moves.remote_attention import RemoteShape
-from services.worker.pages.hand_over import HandOver
+from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.kv_moves.remote_attention import RemoteParts, RemoteShape
 from services.worker.peers.frames import FrameSocket
 from services.worker.peers.link_turns import LinkTurns
 from services.worker.roles.device import GroupPlace
@@ -67,7 +66,6 @@ class KvExchanges:
         self._turns = turns
         self._params = params
         self._cost = cost
-        self._hands_over = params.hands_over
         self._mode = usable(params.mode, self._block_size)
 
     @property
@@ -142,19 +140,9 @@ class KvExchanges:
             is_lasting=is_lasting,
         )
 
-    def hand_over(self, place: GroupPlace) -> HandOver:
-        """Return this stage's part in handing pages over to the others of a group that forms; `end` it."""
-        return HandOver(place, self._model, self.limit_s, is_on=self._hands_over)
-
-    def end(self, pages: HandOver) -> None:
-        """Close what `hand_over` gave; if this device's memory has refused, none is handed over any more."""
-        pages.close()
-        self._hands_over = self._hands_over and pages.is_possible
-
-    def decide(self, place: GroupPlace, pages: HandOver, offers: Sequence[KvOffer]) -> KvTable:
-        """Return what moves when a group forms, of which this stage is the leader. Blocks."""
-        wanted = [stage.layers for stage in place.stages]
-        return pages.decide(offers, lambda: form_table(self._mode, offers, wanted, self._costs))
+    def decide(self, place: GroupPlace, offers: Sequence[KvOffer]) -> KvTable:
+        """Return what moves, by copies, when a group forms of which this stage is the leader."""
+        return form_table(self._mode, offers, [stage.layers for stage in place.stages], self._costs)
 
     @property
     def _held(self) -> LayerRange:

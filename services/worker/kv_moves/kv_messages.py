@@ -5,7 +5,7 @@ Names and ids are packed, 16 and 4 bytes each, little-endian.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import Field
@@ -21,6 +21,9 @@ from shared.wire import decode, encode
 
 NAME_BYTES: Final = 16
 _ID: Final = np.dtype("<i4")
+_OF_OFFER: Final = ("room", "num_blocks", "group", "link_bytes_per_s", "step_s", "ahead_blocks", "card", "door")
+_OF_LOT: Final = ("sources", "targets", "first", "is_live")
+"""Said as they are."""
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Layers = tuple[Count, Count]
@@ -84,18 +87,11 @@ def pack_offer(offer: KvOffer) -> bytes:
     tails, ends = (marked[marked < len(names)] for marked in (offer.kept.tails, offer.kept.ends))
     message = KvOffered(
         layers=(offer.layers.first, offer.layers.end),
-        room=offer.room,
-        num_blocks=offer.num_blocks,
-        group=offer.group,
         names=b"".join(names),
-        ids=ids.astype(_ID).tobytes(),
-        tails=tails.astype(_ID).tobytes(),
-        ends=ends.astype(_ID).tobytes(),
-        link_bytes_per_s=offer.link_bytes_per_s,
-        step_s=offer.step_s,
-        ahead_blocks=offer.ahead_blocks,
-        card=offer.card,
-        door=offer.door,
+        ids=_pack(ids),
+        tails=_pack(tails),
+        ends=_pack(ends),
+        **_same(offer, _OF_OFFER),
     )
     return encode(message)
 
@@ -109,40 +105,22 @@ def unpack_offer(data: bytes) -> KvOffer:
     said = decode(data, KvOffered)
     names, ids = _unpack_blocks(said.names, said.ids)
     kept = KeptKv(names, ids, _unpack_places(said.tails, len(names)), _unpack_places(said.ends, len(names)))
-    return KvOffer(
-        _layers(said.layers),
-        said.room,
-        said.num_blocks,
-        said.group,
-        kept,
-        said.link_bytes_per_s,
-        said.step_s,
-        said.ahead_blocks,
-        said.card,
-        said.door,
-    )
+    return KvOffer(_layers(said.layers), kept=kept, **_same(said, _OF_OFFER))
 
 
 def pack_table(table: KvTable) -> bytes:
     """Return a table as bytes."""
     lots = tuple(
         KvLotPart(
-            sources=lot.sources,
-            targets=lot.targets,
-            ids=lot.ids.astype(_ID).tobytes(),
-            first=lot.first,
+            ids=_pack(lot.ids),
             names=b"".join(lot.names),
-            is_live=lot.is_live,
-            places=None if lot.places is None else lot.places.astype(_ID).tobytes(),
+            places=None if lot.places is None else _pack(lot.places),
+            **_same(lot, _OF_LOT),
         )
         for lot in table.lots
     )
     there = tuple(
-        KvBlocksPart(
-            names=b"".join(found.names),
-            ids=found.ids.astype(_ID).tobytes(),
-            places=found.places.astype(_ID).tobytes(),
-        )
+        KvBlocksPart(names=b"".join(found.names), ids=_pack(found.ids), places=_pack(found.places))
         for found in table.there
     )
     held = tuple((layers.first, layers.end) for layers in table.held)
@@ -160,12 +138,20 @@ def unpack_table(data: bytes) -> KvTable:
     for lot in said.lots:
         names, ids = _unpack_blocks(lot.names, lot.ids)
         places = None if lot.places is None else _unpack_blocks(lot.names, lot.places)[1]
-        lots.append(KvLot(lot.sources, lot.targets, ids, lot.first, names, lot.is_live, places))
+        lots.append(KvLot(ids=ids, names=names, places=places, **_same(lot, _OF_LOT)))
     there = tuple(
         PlacedKv(*_unpack_blocks(found.names, found.ids), _unpack_blocks(found.names, found.places)[1])
         for found in said.there
     )
     return KvTable(tuple(_layers(layers) for layers in said.held), tuple(lots), there, said.by_pages)
+
+
+def _same(found: KvOffer | KvOffered | KvLot | KvLotPart, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in names}
+
+
+def _pack(ids: I32) -> bytes:
+    return ids.astype(_ID).tobytes()
 
 
 def _layers(said: tuple[int, int]) -> LayerRange:

@@ -6,7 +6,6 @@ sources ──pieces──► Landed (of a stage) ──KvProgress──► Comp
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.kv_moves.kv_wire import KvProgress
@@ -78,26 +77,20 @@ class Complete:
         Raises:
             WireError: it cannot be.
         """
-        lot, count = progress.lot, progress.count
-        if lot >= len(self._table.lots) or not self._is_possible(lot, stage, count):
+        lot, count, lots = progress.lot, progress.count, self._table.lots
+        before = self._counts.of(lot, stage) if lot < len(lots) else None
+        if before is None or not before < count <= len(lots[lot].ids):
             raise WireError(f"stage {stage} has {count} blocks of lot {lot}, which cannot be")
         grown = self._counts.note(lot, stage, count)
         return None if grown is None else (lot, *grown)
 
     def is_due(self, stage: int) -> bool:
         """Something has not come to a stage yet."""
-        return any(count < size for count, size in self._of(stage))
+        counts = [self._counts.of(lot, stage) for lot in range(len(self._table.lots))]
+        return any(
+            count is not None and count < len(lot.ids) for count, lot in zip(counts, self._table.lots, strict=True)
+        )
 
     def is_whole(self, lot: int) -> bool:
         """All stages that it was for have all of a lot."""
         return self._counts.lowest(lot) == len(self._table.lots[lot].ids)
-
-    def _of(self, stage: int) -> Iterator[tuple[int, int]]:
-        for index, lot in enumerate(self._table.lots):
-            count = self._counts.of(index, stage)
-            if count is not None:
-                yield count, len(lot.ids)
-
-    def _is_possible(self, lot: int, stage: int, count: int) -> bool:
-        before = self._counts.of(lot, stage)
-        return before is not None and before < count <= len(self._table.lots[lot].ids)

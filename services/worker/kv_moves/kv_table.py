@@ -217,10 +217,11 @@ def table_to_copy(offers: Sequence[KvOffer], shares: Sequence[PlacedKv]) -> KvTa
     _check_shares(offers, shares)
     if not all(offer.ahead_blocks for offer in offers):
         return KvTable(held)
+    every = range(len(offers))
     return KvTable(
         held,
         tuple(
-            KvLot(_others(stage, len(offers)), (stage,), share.ids, 0, share.names, places=share.places)
+            KvLot((*every[:stage], *every[stage + 1 :]), (stage,), share.ids, 0, share.names, places=share.places)
             for stage, share in enumerate(shares)
             if len(share)
         ),
@@ -249,7 +250,11 @@ def table_to_part(offers: Sequence[KvOffer], shares: Sequence[KeptKv], there: Se
     free = [np.arange(offer.num_blocks, dtype=np.int32) for offer in offers]
     if there and all(offer.ahead_blocks for offer in offers):
         found = _found(shares, there)
-        rest = [_without(share, here) for share, here in zip(shares, found, strict=True)]
+        known = [frozenset(here.names) for here in found]
+        rest = [
+            share.only([i for i, name in enumerate(share.names) if name not in names])
+            for share, names in zip(shares, known, strict=True)
+        ]
         free = [np.setdiff1d(ids, here.places) for ids, here in zip(free, found, strict=True)]
     wanted = [min(len(share), len(ids)) for share, ids in zip(rest, free, strict=True)]
     room = min(MAX_EXCHANGED - sum(map(len, found)), *(offer.room for offer in offers))
@@ -268,10 +273,6 @@ def _check_shares(offers: Sequence[KvOffer], shares: Sequence[KeptKv] | Sequence
         raise ValueError(f"{len(shares)} shares for {len(offers)} stages")
 
 
-def _others(stage: int, num_stages: int) -> tuple[int, ...]:
-    return tuple(i for i in range(num_stages) if i != stage)
-
-
 def _found(shares: Sequence[KeptKv], there: Sequence[PlacedKv]) -> tuple[PlacedKv, ...]:
     """Return what of each share has been copied before, and lies in the group where it did."""
     found, most = [], MAX_EXCHANGED
@@ -281,12 +282,6 @@ def _found(shares: Sequence[KeptKv], there: Sequence[PlacedKv]) -> tuple[PlacedK
         found.append(copied.only(chosen))
         most -= len(chosen)
     return tuple(found)
-
-
-def _without(share: KeptKv, others: PlacedKv) -> KeptKv:
-    names = frozenset(others.names)
-    places = [i for i, name in enumerate(share.names) if name not in names]
-    return KeptKv(tuple(share.names[i] for i in places), share.ids[places])
 
 
 def check_table(table: KvTable, stage: int, offer: KvOffer, num_blocks: int, wanted: Sequence[LayerRange]) -> None:

@@ -29,7 +29,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
@@ -39,27 +38,16 @@ from services.worker.kv_moves.kv_progress import Complete
 from services.worker.kv_moves.kv_table import KvOffer, KvTable, check_table
 from services.worker.kv_moves.kv_traffic import Ears, KvTraffic
 from services.worker.kv_moves.kv_wire import KvProgress, KvSocket
-from services.worker.kv_moves.remote_attention import AttentionOver, KeptKeys, RemoteAttention, RemoteShape
+from services.worker.kv_moves.remote_attention import RemoteAttention, RemoteParts
 from services.worker.memory.block_copies import NUM_SIDES, BlockCopies, copy_blocks, move_blocks, settle
 from services.worker.memory.kv_cache import KVCache
-from services.worker.pages.exchange import PagesKeptError
-from services.worker.peers.frames import FrameKind, FrameSocket
+from services.worker.memory.page_swap import PagesKeptError
+from services.worker.peers.frames import FrameKind
 from services.worker.peers.threads import in_thread
 from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.process.log import get_logger
 from shared.wire import MAX_MESSAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteParts:
-    """What live lots need."""
-
-    socks: Mapping[int, FrameSocket]
-    """By stage, to all others; owned by the exchange."""
-    shape: RemoteShape
-    attention_over: AttentionOver
-
 
 Decide = Callable[[Sequence[KvOffer]], KvTable]
 _log = get_logger()
@@ -95,7 +83,8 @@ class LiveExchange:
         self._wanted = tuple(wanted)
         self._block_bytes = block_bytes
         self._limit_s = limit_s
-        self._table: KvTable | None = None
+        self._table = KvTable(())
+        """Nothing, before it is agreed upon, and if it is not."""
         self._copies: dict[int, BlockCopies] = {}
         """By lot."""
         self._has_moved = False
@@ -122,7 +111,7 @@ class LiveExchange:
     @property
     def kept(self) -> KeptKv:
         """What the blocks here hold once all has moved; nothing before, or if it does not."""
-        return self._table.kept_at(self._stage) if self._table is not None and self._has_moved else NOTHING_KEPT
+        return self._table.kept_at(self._stage) if self._has_moved else NOTHING_KEPT
 
     @property
     def handed_over(self) -> KeptKv:
@@ -132,32 +121,30 @@ class LiveExchange:
     @property
     def by_pages(self) -> bool:
         """It was agreed that KV moves in its pages (`hand_over.py`): `carry_out`, and nothing else."""
-        return self._table is not None and self._table.by_pages
+        return self._table.by_pages
 
     @property
     def num_blocks(self) -> int:
         """Blocks that move, once that is agreed upon."""
-        return 0 if self._table is None else sum(len(lot.ids) for lot in self._table.lots)
+        return sum(len(lot.ids) for lot in self._table.lots)
 
     @property
     def num_moved_bytes(self) -> int:
         """That went between all stages, once all has; 0 before, or if it did not."""
-        if self._table is None or not self._has_moved:
-            return 0
-        return self._table.wire_bytes(self._wanted, NUM_SIDES * self._block_bytes)
+        return self._wire_bytes if self._has_moved else 0
 
     @property
     def is_live(self) -> bool:
         """A lot is attended where it lies."""
-        return self._table is not None and any(lot.is_live for lot in self._table.lots)
+        return any(lot.is_live for lot in self._table.lots)
 
     @property
     def lacks_live(self) -> bool:
         """Of the leader: not all has come everywhere that sequences may go on without."""
-        table, complete = self._table, self._complete
-        if table is None or complete is None:
+        complete = self._complete
+        if complete is None:
             return self.is_live
-        return any(lot.is_live and not complete.is_whole(index) for index, lot in enumerate(table.lots))
+        return any(lot.is_live and not complete.is_whole(index) for index, lot in enumerate(self._table.lots))
 
     async def agree(self, offer: KvOffer, num_blocks: int, decide: Decide) -> None:
         """Learn what moves.
@@ -184,7 +171,6 @@ class LiveExchange:
         Raises:
             Exception: what else it raises.
         """
-        assert self._table is not None, "nothing was agreed upon"
         began_s = time.monotonic()
         try:
             num_pages = hand_over(self._table)
@@ -210,7 +196,7 @@ class LiveExchange:
         Args:
             cache: of the layers and blocks before the change.
         """
-        if self._table is None or self.failure is not None:
+        if self.failure is not None:
             return
         try:
             for index, lot in enumerate(self._table.lots):
@@ -238,7 +224,9 @@ class LiveExchange:
             cache: of the layers and blocks after the change; it must not change until `stop` has returned.
         """
         self._begin_remote()
-        tell = self._tell_loop() if self._stage == 0 else self._sockets[0].send_progress
+        tell = self._sockets[0].send_progress if self._stage else partial(self._note, 0)
+        if self._stage == 0:
+            self._complete = Complete(self._table)
         self._cache = cache
         self._moving = self._loop.create_task(self._move(cache, tell), name="kv-exchange")
         self._moving.add_done_callback(lambda _: self._end())
@@ -260,10 +248,9 @@ class LiveExchange:
         Args:
             num_blocks: that there is memory for.
         """
-        if self._table is None or self.by_pages or (self._is_over and self.failure is not None):
+        if self.by_pages or (self._is_over and self.failure is not None):
             return None
-        num_bytes = self._table.wire_bytes(self._wanted, NUM_SIDES * self._block_bytes)
-        return Arrivals.of(self._table, num_bytes, self._news(num_blocks), num_blocks, num_blocks)
+        return Arrivals.of(self._table, self._wire_bytes, self._news(num_blocks), num_blocks, num_blocks)
 
     def end_writes(self) -> None:
         """Let nothing be written here any more: the leader has given blocks that lack KV to others.
@@ -302,18 +289,11 @@ class LiveExchange:
 
     def _begin_remote(self) -> None:
         """Attend for the others, and let them attend for this stage, if a lot is live."""
-        table, parts = self._table, self._remote_parts
-        if table is None or not self.is_live or self.failure is not None:
-            return
-        assert parts is not None, "a lot is live without connections for it"
-        kept = {
-            index: KeptKeys(self._copies[index], len(lot.ids), parts.shape, parts.attention_over)
-            for index, lot in enumerate(table.lots)
-            if lot.is_live and index in self._copies
-        }
-        own = self._wanted[self._stage]
-        self.remote = RemoteAttention(self._stage, table, own, kept, parts.socks, parts.shape)
-        self.remote.begin()
+        if self.is_live and self.failure is None:
+            assert self._remote_parts is not None, "a lot is live without connections for it"
+            own = self._wanted[self._stage]
+            self.remote = RemoteAttention(self._stage, self._table, own, self._copies, self._remote_parts)
+            self.remote.begin()
 
     async def _attempt(self, work: Callable[[], None]) -> None:
         """Do a part of the exchange in a thread, unless an earlier one has failed."""
@@ -362,22 +342,19 @@ class LiveExchange:
         while (found := await self._arrived.get()) is not None:
             yield Arrived(found[0], num_blocks, found[1])
 
-    def _tell_loop(self) -> Callable[[KvProgress], None]:
-        """Return what takes the leader's own progress, and note that of the others from now on."""
-        assert self._table is not None or self.failure is not None, "nothing was agreed upon"
-        self._complete = Complete(self._table or KvTable(()))
-        return partial(self._note, 0)
+    @property
+    def _wire_bytes(self) -> int:
+        return self._table.wire_bytes(self._wanted, NUM_SIDES * self._block_bytes)
 
     def _note(self, stage: int, progress: KvProgress) -> None:
         """A stage says what is complete there. In any thread of the leader."""
-        table, complete = self._table, self._complete
-        assert table is not None, "nothing was agreed upon"
-        assert complete is not None, "this stage does not lead"
-        found = complete.note(stage, progress)
+        if self._complete is None:
+            raise WireError(f"stage {stage} tells stage {self._stage}, which does not lead, how far it is")
+        found = self._complete.note(stage, progress)
         if found is not None:
             index, first, end = found
-            lot = table.lots[index]
-            num_layers = table.link_layers(lot, self._wanted).total
+            lot = self._table.lots[index]
+            num_layers = self._table.link_layers(lot, self._wanted).total
             news = lot.part(first, end), (end - first) * num_layers * NUM_SIDES * self._block_bytes
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to hear of it
                 self._loop.call_soon_threadsafe(self._arrived.put_nowait, news)
@@ -385,7 +362,7 @@ class LiveExchange:
     async def _move(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
         began_s = time.monotonic()
         await self._attempt(partial(self._move_all, cache, tell))
-        if self.failure is None and self._table is not None and (self._table.lots or self._table.there):
+        if self.failure is None and (self._table.lots or self._table.there):
             _log.info(
                 "kv_copied_ahead" if self._is_lasting else "kv_exchanged",
                 stage=self._stage,
@@ -400,9 +377,6 @@ class LiveExchange:
             self.close()
 
     def _move_all(self, cache: KVCache, tell: Callable[[KvProgress], None] | None) -> None:
-        table = self._table
-        assert table is not None, "nothing was agreed upon"
-
         def landed(progress: KvProgress) -> None:
             if self.remote is not None:
                 self._last_landed_s = time.monotonic()
@@ -410,16 +384,12 @@ class LiveExchange:
             if tell is not None:
                 tell(progress)
 
-        self._traffic.run(table, self._copies, cache, Ears(None if tell is None else landed, self._hear, self._is_due))
+        ears = Ears(None if tell is None else landed, self._note, self._is_due)
+        self._traffic.run(self._table, self._copies, cache, ears)
         self._has_moved = True
 
     def _is_due(self, peer: int) -> bool:
         return self._complete is not None and self._complete.is_due(peer)
-
-    def _hear(self, peer: int, progress: KvProgress) -> None:
-        if self._complete is None:
-            raise WireError(f"stage {peer} tells stage {self._stage}, which does not lead, how far it is")
-        self._note(peer, progress)
 
 
 def _message(sock: KvSocket, kind: FrameKind) -> bytes:

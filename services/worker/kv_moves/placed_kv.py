@@ -12,14 +12,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from services.worker.contract.arrays import I32
+from services.worker.contract.arrays import EMPTY_I32, I32
 from services.worker.contract.kept_kv import KeptKv
-
-
-def _no_ids() -> I32:
-    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +22,9 @@ class PlacedKv:
 
     names: tuple[bytes, ...] = ()
     """[n] What they hold."""
-    ids: I32 = field(default_factory=_no_ids)
+    ids: I32 = field(default_factory=lambda: EMPTY_I32)
     """[n] In the group."""
-    places: I32 = field(default_factory=_no_ids)
+    places: I32 = field(default_factory=lambda: EMPTY_I32)
     """[n] Ids at the worker when it is alone, all different."""
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ changes hands lies; arrived KV is attended locally.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -58,22 +59,31 @@ class RemoteShape:
     """Of queries."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteParts:
+    """What live lots need."""
+
+    socks: Mapping[int, FrameSocket]
+    """By stage, to all others; owned by who attends over them."""
+    shape: RemoteShape
+    attention_over: AttentionOver
+
+
 class KeptKeys:
     """The KV of one lot as it was before the change, at one of its sources.
 
     Args:
         copies: of the lot's blocks, in its order.
         num_blocks: of the lot.
-        shape: of the model.
-        attention_over: see there.
+        parts: of its exchange.
     """
 
-    def __init__(self, copies: BlockCopies, num_blocks: int, shape: RemoteShape, attention_over: AttentionOver) -> None:
+    def __init__(self, copies: BlockCopies, num_blocks: int, parts: RemoteParts) -> None:
         self.num_blocks = num_blocks
         self.layers = copies.layers
         """That it has."""
-        self._block_size = shape.block_size
-        self._attention = attention_over(copies.as_cache(shape.num_layers))
+        self._block_size = parts.shape.block_size
+        self._attention = parts.attention_over(copies.as_cache(parts.shape.num_layers))
 
     def plan(self, rows: StepRows) -> Fold:
         """Prepare what some rows need of it, in all layers."""
@@ -120,25 +130,22 @@ class RemoteAttention:
         stage: this one.
         table: what moves.
         own: layers of this stage.
-        kept: by lot: what this stage kept aside of it.
-        socks: connections by stage, to all others; owned.
-        shape: of the model.
+        copies: by lot: what this stage kept aside of it.
+        parts: what else it takes; the connections are owned.
     """
 
     def __init__(
-        self,
-        stage: int,
-        table: KvTable,
-        own: LayerRange,
-        kept: Mapping[int, KeptKeys],
-        socks: Mapping[int, FrameSocket],
-        shape: RemoteShape,
+        self, stage: int, table: KvTable, own: LayerRange, copies: Mapping[int, BlockCopies], parts: RemoteParts
     ) -> None:
         self._stage = stage
         self._table = table
-        self._kept = dict(kept)
-        self._shape = shape
-        self._peers = {index: _Peer(index, sock) for index, sock in socks.items()}
+        self._kept = {
+            index: KeptKeys(copies[index], len(lot.ids), parts)
+            for index, lot in enumerate(table.lots)
+            if lot.is_live and index in copies
+        }
+        self._shape = parts.shape
+        self._peers = {index: _Peer(index, sock) for index, sock in parts.socks.items()}
         ends = [lot.first + len(lot.ids) for lot in table.lots]
         self._lot_first: I64 = np.array([lot.first for lot in table.lots], dtype=np.int64)
         self._is_missing: Bool = np.zeros(max(ends, default=0) + 1, dtype=np.bool_)
@@ -176,10 +183,8 @@ class RemoteAttention:
         self._is_finished = True
         self._parts, self._states = (), None  # what they were prepared over can go
         for peer in self._peers.values():
-            try:
+            with contextlib.suppress(PeerLostError):  # it has gone, and knows what it needs of that
                 peer.sock.send(FrameKind.REMOTE_DONE)
-            except PeerLostError:  # it has gone, and knows what it needs of that
-                continue
         self._work.put(None)
 
     def shut(self) -> None:
@@ -347,7 +352,8 @@ class RemoteAttention:
         except PeerLostError:  # the reader hears of it
             return
         except Exception as error:  # whatever torch or the wire comes up with: the other stage has to know
-            _say_failed(peer.sock, frame, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(PeerLostError):  # likewise
+                peer.sock.send(FrameKind.REMOTE_FAILED, f"{type(error).__name__}: {error}".encode(), words=frame.words)
 
     def _attend(self, peer: _Peer, frame: Frame) -> None:
         lot, layer = frame.words
@@ -377,13 +383,6 @@ class RemoteAttention:
             return queries, new_states(num_tokens, shape.num_heads, shape.head_dim)
         states = torch.frombuffer(body[num_queries:], dtype=torch.float32)
         return queries, states.view(num_tokens, shape.num_heads, shape.head_dim + STATE_EXTRA)
-
-
-def _say_failed(sock: FrameSocket, frame: Frame, reason: str) -> None:
-    try:
-        sock.send(FrameKind.REMOTE_FAILED, reason.encode(), words=frame.words)
-    except PeerLostError:  # the reader hears of it
-        return
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

@@ -25,6 +25,19 @@ from services.worker.memory.pool import LedgerError, Place, Prepared
 from services.worker.memory.ranges import PageHandle, PageId, VirtualMemory, VirtualRange
 
 
+class PagesKeptError(Exception):
+    """Pages were not handed over: each memory has its own.
+
+    Args:
+        reason: for people.
+        is_own: the reason lies in this worker's memory, so that another try would fail as well.
+    """
+
+    def __init__(self, reason: str, *, is_own: bool = False) -> None:
+        super().__init__(reason)
+        self.is_own = is_own
+
+
 class PageSwap:
     """One memory's part. `ElasticMemory.swap` opens one; nothing else changes that memory until it is over.
 

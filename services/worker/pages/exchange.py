@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Final
 
 from services.worker.memory.change import MemoryLostError
-from services.worker.memory.page_swap import PageSwap
+from services.worker.memory.page_swap import PagesKeptError, PageSwap
 from services.worker.memory.pool import Place
 from services.worker.memory.ranges import PageHandle
 from services.worker.pages.flows import PageFlow
@@ -36,19 +36,6 @@ from shared.errors import WireError
 
 DECISION_S: Final = 5.0
 """How much longer a stage waits for what the leader decides than the leader may take."""
-
-
-class PagesKeptError(Exception):
-    """Pages were not handed over: each stage has its own.
-
-    Args:
-        reason: for people.
-        is_own: the reason lies in this stage's memory, so that another try would fail as well.
-    """
-
-    def __init__(self, reason: str, *, is_own: bool = False) -> None:
-        super().__init__(reason)
-        self.is_own = is_own
 
 
 class PageExchange:

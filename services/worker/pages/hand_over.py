@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from services.worker.executor.elastic_model import ElasticModel
 from services.worker.kv_moves.kv_table import KvOffer, KvTable
 from services.worker.memory.card import card_of
-from services.worker.memory.page_swap import PageSwap
+from services.worker.memory.page_swap import PagesKeptError, PageSwap
 from services.worker.memory.spans import Spans
-from services.worker.pages.exchange import PageExchange, PagesKeptError
+from services.worker.pages.exchange import PageExchange
 from services.worker.pages.flows import blocks_of, page_flows, shift_of, table_by_pages
 from services.worker.pages.wire import PageDoor, PageSocket, dial_doors
 from services.worker.roles.device import GroupPlace
@@ -60,7 +60,7 @@ class HandOver:
         """As in `KvOffer`."""
         return "" if self._door is None else self._door.path
 
-    def decide(self, offers: Sequence[KvOffer], by_copies: Callable[[], KvTable]) -> KvTable:
+    def decide(self, offers: Sequence[KvOffer], by_copies: Callable[[Sequence[KvOffer]], KvTable]) -> KvTable:
         """Return what moves: by pages, with connections to all who are to hand some over, if no more is lost so.
 
         Of the leader. Blocks.
@@ -71,15 +71,15 @@ class HandOver:
         """
         table = table_by_pages(offers, self._model.layout)
         if table is None:
-            return by_copies()
+            return by_copies(offers)
         names = {name for offer in offers for name in offer.kept.names}
-        if len(table.kept_at(0)) < len(names) and len((copied := by_copies()).kept_at(0)) > len(table.kept_at(0)):
+        if len(table.kept_at(0)) < len(names) and len((copied := by_copies(offers)).kept_at(0)) > len(table.kept_at(0)):
             return copied
         try:
             self._socks = dial_doors([offer.door for offer in offers[1:]], DIAL_S)
         except OSError as error:
             _log.warning("pages_not_handed_over", stage=self._place.index, reason=str(error))
-            return by_copies()
+            return by_copies(offers)
         return table
 
     def carry_out(self, table: KvTable) -> int:

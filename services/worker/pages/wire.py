@@ -176,20 +176,13 @@ def dial_doors(paths: Sequence[str], limit_s: float) -> list[PageSocket]:
         OSError: a door cannot be reached from here, or is another user's.
     """
     found: list[PageSocket] = []
-    try:
+    with contextlib.ExitStack() as opened:
         for path in paths:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                sock.settimeout(limit_s)
-                sock.connect(path)
-            except BaseException:
-                sock.close()
-                raise
+            sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            sock.settimeout(limit_s)
+            sock.connect(path)
             found.append(_of_this_user(sock))
-    except BaseException:
-        for known in found:
-            known.close()
-        raise
+        opened.pop_all()
     return found
 
 

@@ -40,6 +40,7 @@ from services.worker.kv_moves.kv_exchanges import ExchangeParams, KvExchanges
 from services.worker.kv_moves.kv_table import KvOffer, table_to_part
 from services.worker.kv_moves.kv_wire import KvSocket
 from services.worker.kv_moves.live_exchange import LiveExchange
+from services.worker.pages.hand_over import HandOver
 from services.worker.peers.connect import Peers, say_greeting
 from services.worker.peers.frames import PeerLostError
 from services.worker.peers.greeting import PeerReady, PeerWelcome, Purpose
@@ -95,6 +96,8 @@ class TorchGroupDevice:
         self._part_limit_s = part_limit_s
         self._peers_first = peers_first
         params = exchange or ExchangeParams()
+        self._hands_over = params.hands_over
+        """Where that can be: while this device's memory has not refused."""
         self._turns = LinkTurns()
         self._kv = KvExchanges(model, self._turns, params, cost or CostEstimate())
         self._sources = ParameterPeers(model, peers, self._turns, part_limit_s)
@@ -364,7 +367,7 @@ class TorchGroupDevice:
 
     async def _become(self, place: GroupPlace, exchange: LiveExchange, offer: KvOffer) -> RunnerStage:
         """Drop all but the own layers, begin to exchange KV, and return them as a stage."""
-        pages = self._kv.hand_over(place)
+        pages = HandOver(place, self._model, self._kv.limit_s, is_on=self._hands_over)
 
         def change() -> None:
             if exchange.by_pages:
@@ -382,7 +385,8 @@ class TorchGroupDevice:
 
         try:
             said = replace(offer, card=pages.card, door=pages.door)
-            await exchange.agree(said, self._model.cache.num_blocks, partial(self._kv.decide, place, pages))
+            decide = partial(pages.decide, by_copies=partial(self._kv.decide, place))
+            await exchange.agree(said, self._model.cache.num_blocks, decide)
             await in_thread(change, "layer dropping")
             stage = await in_thread(open_stage, "model opening")
         except BaseException as error:
@@ -392,7 +396,8 @@ class TorchGroupDevice:
             # whatever the memory or torch raises: `alone` says whether it can be mended
             raise GroupFailedError(f"layers {place.own.layers}: {type(error).__name__}: {error}") from error
         finally:
-            self._kv.end(pages)
+            pages.close()
+            self._hands_over = self._hands_over and pages.is_possible
             self._note_layers()
         if exchange.by_pages:
             return stage

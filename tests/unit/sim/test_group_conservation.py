@@ -18,7 +18,7 @@ import pytest
 from services.dispatcher.session import history
 from services.worker.engine.stats import take_stats
 from shared.layers import LayerRange
-from shared.messages.plan import CommitPlan, FormGroup, PlanState
+from shared.messages.plan import CommitPlan, FormGroup, PlanAnswer, PlanState
 from shared.messages.report import WorkerReport
 from shared.types import FinishReason
 from sim.plan_driver import group_of
@@ -149,9 +149,7 @@ class Life:
     # What may happen
 
     async def drop(self) -> None:
-        group = await self.some_new_group()
-        if group is not None:
-            await self.carry_out(group)
+        await self.carry_out(await self.some_new_group())
 
     async def regroup(self) -> None:
         """A group that stands drops more, with a worker that is whole."""
@@ -194,14 +192,12 @@ class Life:
             await self.cluster.settle()
         return self.grouped()
 
-    async def some_new_group(self) -> FormGroup | None:
+    async def some_new_group(self) -> FormGroup:
         """Return a group that can be formed; where there is none, one that stands is dissolved before."""
-        group = self.new_group()
-        if group is None and self.grouped():
+        while (group := self.new_group()) is None:
             await self.restore()
             await self.cluster.settle()
             self.note_layers()
-            group = self.new_group()
         return group
 
     async def load(self) -> None:
@@ -240,16 +236,9 @@ class Life:
         """The system refuses to map a page while memory is made for parameters, or given back."""
         members, resident = await self.some_group(), LayerRange(*WHOLE)
         name = members[int(self.rng.integers(len(members)))].worker_id
-        faulty = self.cluster.workers[name].faulty
-        faulty.fail_after(int(self.rng.integers(0, 8)))
+        self.cluster.workers[name].faulty.fail_after(int(self.rng.integers(0, 8)))
         room = min(claimed(each, LayerRange(*each.layers), resident) for each in members)
-        answers = await self.driver.load([each.worker_id for each in members], room)
-        if faulty.has_failed:
-            said = answers[name]
-            assert said is not None
-            assert said.state is PlanState.FAILED
-            self.done["fault beside"] += 1
-        faulty.calls_left = None
+        self.note_fault("fault beside", name, await self.driver.load([each.worker_id for each in members], room))
 
     async def restore_one(self) -> None:
         """The others hear that their group is over."""
@@ -262,8 +251,6 @@ class Life:
     async def abandon(self, *, is_said: bool = True) -> None:
         """All are prepared, and hear that nothing comes of it."""
         group = await self.some_new_group()
-        if group is None:
-            return
         self.driver.limit_s = 5.0 if is_said else 0.05
         plan_id, answers = await self.driver.prepare(group)
         self.driver.limit_s = 5.0
@@ -275,8 +262,6 @@ class Life:
     async def half(self) -> None:
         """Only some hear that it is to be done: their group does not come about."""
         group = await self.some_new_group()
-        if group is None:
-            return
         self.driver.limit_s = 2.0  # whoever is told must not have given up by then
         plan_id, answers = await self.driver.prepare(group)
         self.driver.limit_s = 5.0
@@ -322,17 +307,16 @@ class Life:
     async def fault(self) -> None:
         """The system refuses to map a page, somewhere in a change."""
         group = await self.some_new_group()
-        if group is None:
-            return
         name = group.stages[int(self.rng.integers(len(group.stages)))].worker_id
+        self.cluster.workers[name].faulty.fail_after(int(self.rng.integers(0, 8)))
+        self.note_fault("fault", name, await self.driver.carry_out(group))
+
+    def note_fault(self, kind: str, name: str, answers: dict[str, PlanAnswer | None]) -> None:
+        """Check that a worker whose memory has failed says so, and let it fail no more."""
         faulty = self.cluster.workers[name].faulty
-        faulty.fail_after(int(self.rng.integers(0, 8)))
-        answers = await self.driver.carry_out(group)
         if faulty.has_failed:
-            said = answers[name]
-            assert said is not None
-            assert said.state is PlanState.FAILED
-            self.done["fault"] += 1
+            assert states({name: answers[name]}) == ["failed"]
+            self.done[kind] += 1
         faulty.calls_left = None
 
     async def end(self) -> None:
@@ -345,21 +329,13 @@ class Life:
         ended = await asyncio.gather(*(task for _, task in self.asked), return_exceptions=True)
         await self.cluster.check()
         assert all(worker.layers == LayerRange(*WHOLE) for worker in self.cluster.workers.values())
-        calm: list[tuple[SimAnswer, asyncio.Task[SimAnswer]]] = []
-        for (request, _), answer in zip(self.asked, ended, strict=True):
-            if isinstance(answer, asyncio.CancelledError):
-                continue
-            assert isinstance(answer, SimAnswer), answer
-            assert (answer.failure, answer.finish) == (None, FinishReason.LENGTH)
-            calm.append(
-                (
-                    answer,
-                    asyncio.ensure_future(self.cluster.ask(replace(request, request_id=f"{request.request_id}-again"))),
-                )
-            )
-        for answer, again in calm:
-            assert answer.tokens == (await again).tokens, answer.request.request_id
-            self.done["texts"] += 1
+        assert all(isinstance(answer, SimAnswer | asyncio.CancelledError) for answer in ended), ended
+        told = [answer for answer in ended if isinstance(answer, SimAnswer)]
+        assert {(answer.failure, answer.finish) for answer in told} <= {(None, FinishReason.LENGTH)}
+        requests = [replace(answer.request, request_id=f"{answer.request.request_id}-again") for answer in told]
+        again = await asyncio.gather(*map(self.cluster.ask, requests))
+        assert [answer.tokens for answer in told] == [answer.tokens for answer in again]
+        self.done["texts"] += len(told)
         for name, worker in self.cluster.workers.items():
             assert not take_stats(worker.service.engine).num_used_blocks, f"{name} still holds blocks"
 

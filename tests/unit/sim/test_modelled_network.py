@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.kv_moves.arrivals import Arrived
-from services.worker.kv_moves.kv_table import KvOffer, table_to_form
+from services.worker.kv_moves.kv_table import AreLive, KvOffer, none_live, table_to_form
 from services.worker.modelled.executor import ModelledExecutor
 from services.worker.modelled.shadow_kv import TokenDraw
 from services.worker.roles.device import GroupFailedError, GroupPlace, Parting, StagePlace
@@ -30,6 +31,7 @@ from tests.support.group_room import NUM_LAYERS, elastic_facts
 
 LATENCY_S = 0.1
 BLOCK_BYTES = 10
+WHOLE, HALVES = LayerRange(0, NUM_LAYERS), even_split(NUM_LAYERS, 2)
 NAMES = tuple(WorkerId(f"w{i}") for i in range(3))
 PROCESS: ContextVar[int] = ContextVar("process", default=-1)
 """Of which device; -1: of the test."""
@@ -75,7 +77,8 @@ class Party:
     async def check_heard(self, gone: int, why: str, num_ways: int = 1) -> None:
         """Check that the leader and the stage behind hear why, so many ways later, and the rest when the leader closes.
 
-        If the leader is the one that is gone, all hear of it.
+        If the leader is the one that is gone, all hear of it. Each is told in his own process: what he does then must
+        go on if the leader's ends a moment later.
         """
         begun_s = asyncio.get_running_loop().time()
         await asyncio.sleep(3 * LATENCY_S)
@@ -91,6 +94,7 @@ class Party:
         await asyncio.sleep(2 * LATENCY_S)
         assert {0, 1, 2} - {gone} <= self.heard.keys()
         assert gone == 0 or gone not in self.heard, "who goes need not be told"
+        assert all(index == told_in for index, told_in in self.heard_in.items())
 
 
 def at_party(test: Callable[[Party], Awaitable[None]]) -> None:
@@ -100,40 +104,19 @@ def at_party(test: Callable[[Party], Awaitable[None]]) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_the_others_hear_that_a_worker_is_lost(index: int) -> None:
-    async def main(party: Party) -> None:
-        await party.gather()
-        party.network.lose(NAMES[index])
-        await party.check_heard(index, NAMES[index])
-
-    at_party(main)
-
-
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_everybody_is_told_in_his_own_process(is_lost: bool) -> None:
-    """What a worker does when it hears of the end must go on if the leader's process ends a moment later."""
-
+@pytest.mark.parametrize("index", range(3))
+def test_the_others_hear_that_a_worker_is_lost_or_has_left(index: int, is_lost: bool) -> None:
     async def main(party: Party) -> None:
         await party.gather()
         if is_lost:
-            party.network.lose(NAMES[0])
-        else:
-            await party.devices[0].pipelines[0].close()
-        await asyncio.sleep(3 * LATENCY_S)
-        assert {1: 1, 2: 2}.items() <= party.heard_in.items()
-
-    at_party(main)
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_the_others_hear_that_a_stage_has_left(index: int) -> None:
-    async def main(party: Party) -> None:
-        await party.gather()
+            party.network.lose(NAMES[index])
+            await party.check_heard(index, NAMES[index])
+            return
         leaving = asyncio.ensure_future(party.devices[index].alone())
         await party.check_heard(index, "a stage has left the group", num_ways=2)
         await leaving
-        assert party.devices[index].layers == LayerRange(0, NUM_LAYERS)
+        assert party.devices[index].layers == WHOLE
 
     at_party(main)
 
@@ -202,23 +185,77 @@ def names_of(rng: np.random.Generator, count: int) -> list[bytes]:
     return [bytes([number]) for number in rng.choice(40, count, replace=False).tolist()]
 
 
-def estate(offer: KvOffer, memory: Any) -> Estate:
-    return Estate(offer, memory, BLOCK_BYTES)
+def holder(layers: LayerRange, held: dict[int, bytes], num_blocks: int, group: str = "", stage: int = 0) -> Estate:
+    """Return what a worker brings that holds blocks of these names; of a group the leader says so."""
+    memory: Any = Memory(held, layers)
+    kept = NOTHING_KEPT if stage else KeptKv(tuple(held.values()), np.array(list(held), dtype=np.int32))
+    return Estate(KvOffer(layers, NO_LIMIT, num_blocks, group, kept), memory, BLOCK_BYTES)
 
 
 def estates(rng: np.random.Generator, num_blocks: int) -> list[Estate]:
     """A worker that was alone, the two stages of a group, and another one that was alone; names in common."""
-    halves, whole = even_split(NUM_LAYERS, 2), LayerRange(0, NUM_LAYERS)
     found: list[Estate] = []
-    for leader, ranges in (("a", [whole]), ("b", halves), ("d", [whole])):
+    for leader, ranges in (("a", [WHOLE]), ("b", HALVES), ("d", [WHOLE])):
         names = names_of(rng, int(rng.integers(0, 12)))
-        ids = rng.permutation(50)[: len(names)].astype(np.int32)
+        held = dict(zip(rng.permutation(50).tolist(), names, strict=False))
         for index, layers in enumerate(ranges):
-            memory: Any = Memory(dict(zip(ids.tolist(), names, strict=True)), layers)
-            kept = NOTHING_KEPT if index else KeptKv(tuple(names), ids)
             group = leader if len(ranges) > 1 else ""
-            found.append(estate(KvOffer(layers, NO_LIMIT, num_blocks + len(found), group, kept), memory))
+            found.append(holder(layers, held, num_blocks + len(found), group, index))
     return found
+
+
+def two_workers(sizes: tuple[int, int], num_blocks: int) -> list[Estate]:
+    """Two that were alone; of each block the name begins with its owner's letter."""
+    pairs = zip("ab", sizes, strict=True)
+    return [holder(WHOLE, {i: f"{owner}{i}".encode() for i in range(size)}, num_blocks) for owner, size in pairs]
+
+
+@dataclass
+class Moving:
+    """An exchange of a group of as many equal stages.
+
+    Args:
+        before: what each brings.
+        num_blocks: that each stage has memory for.
+        rate: at which links carry blocks of all layers, per second.
+        are_live: chooses how lots move.
+    """
+
+    before: Sequence[Estate]
+    num_blocks: Sequence[int]
+    rate: float
+    are_live: AreLive = none_live
+
+    def __post_init__(self) -> None:
+        pairs = zip(even_split(NUM_LAYERS, len(self.before)), self.num_blocks, strict=True)
+        self.stages: list[Any] = [
+            SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=count), remote_wire_s=0.0)
+            for layers, count in pairs
+        ]
+        self.table = table_to_form([each.offer for each in self.before], NUM_LAYERS, self.are_live)
+        self.bytes_per_s = self.rate * BLOCK_BYTES * NUM_LAYERS
+        self.exchange = Exchange(self.table, self.before, self.stages, self.bytes_per_s)
+        self.lost: list[str] = []
+
+    @property
+    def took_s(self) -> float:
+        return self.exchange.steps[-1].at_s
+
+    def arrived(self, limit_s: float = 1e9, cut_s: float = 1e9) -> list[tuple[float, Arrived]]:
+        """Return what arrives, and when, until a limit or a cut of the links."""
+        found = []
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            news = self.exchange.news(began_s, limit_s, lambda: loop.time() - began_s >= cut_s, self.lost.append)
+            async for each in news:
+                found.append((loop.time() - began_s, each))
+                for stage in self.stages:
+                    stage.kv.check(each.blocks, stage.layers)
+
+        run(main())
+        return found
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -226,34 +263,19 @@ def test_after_an_exchange_every_named_block_has_the_layers_of_its_stage(seed: i
     rng = np.random.default_rng(seed)
     num_blocks = int(rng.integers(1, 40))
     before = estates(rng, num_blocks)
-    stages: list[Any] = [
-        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=num_blocks + i))
-        for i, layers in enumerate(even_split(NUM_LAYERS, len(before)))
-    ]
-    rate = float(rng.choice([np.inf, 1000.0, 30.0])) * BLOCK_BYTES * NUM_LAYERS
-    table = table_to_form([each.offer for each in before], NUM_LAYERS)
-    exchange = Exchange(table, before, stages, rate)
+    rate = float(rng.choice([np.inf, 1000.0, 30.0]))
+    moving = Moving(before, range(num_blocks, num_blocks + len(before)), rate)
     wanted = dict.fromkeys(name for each in before for name in each.offer.kept.names)
-    coming = table.kept_at(0)
+    coming = moving.table.kept_at(0)
     assert coming.names == tuple(wanted)[:num_blocks], "the first worker's come first, each once"
     assert coming.ids.tolist() == list(range(len(coming)))
-    arrived: list[tuple[float, Arrived]] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        async for each in exchange.news(began_s, 1e9, lambda: False):
-            arrived.append((loop.time() - began_s, each))
-            for stage in stages:
-                stage.kv.check(each.blocks, stage.layers)
-
-    run(main())
+    arrived = moving.arrived()
     came = dict(pair for _, each in arrived for pair in zip(each.blocks.names, each.blocks.ids.tolist(), strict=True))
     assert came == dict(zip(coming.names, coming.ids.tolist(), strict=True))
     assert sum(len(each.blocks) for _, each in arrived) == len(coming), "each once"
     sizes = [
         (index, before.index(source), BLOCK_BYTES * len(part))
-        for index, stage in enumerate(stages)
+        for index, stage in enumerate(moving.stages)
         for pieces in stage.kv.content.values()
         for _, held, memory in pieces
         for source in before
@@ -263,8 +285,9 @@ def test_after_an_exchange_every_named_block_has_the_layers_of_its_stage(seed: i
         sum(size for *ends, size in sizes if ends[way] == index) for way in (0, 1) for index in range(len(before))
     )
     if arrived:
-        assert most_bytes / rate - 1e-9 <= arrived[-1][0] <= sum(size for *_, size in sizes) / rate + 1e-9
-    room = [exchange.num_blocks, *(each.num_blocks for _, each in arrived)]
+        most_s = sum(size for *_, size in sizes) / moving.bytes_per_s
+        assert most_bytes / moving.bytes_per_s - 1e-9 <= arrived[-1][0] <= most_s + 1e-9
+    room = [moving.exchange.num_blocks, *(each.num_blocks for _, each in arrived)]
     assert max(room) <= num_blocks
     assert room[-1] == num_blocks or not arrived
     assert min(room) == room[0] >= len(coming)
@@ -273,18 +296,7 @@ def test_after_an_exchange_every_named_block_has_the_layers_of_its_stage(seed: i
 @pytest.mark.parametrize("rate", [50.0, 1000.0])
 def test_what_has_not_left_takes_the_room_of_blocks(rate: float) -> None:
     """Two full workers: of the room that the drop makes, what both still have for each other is not there yet."""
-    halves, whole = even_split(NUM_LAYERS, 2), LayerRange(0, NUM_LAYERS)
-    before = []
-    for owner in "ab":
-        names = [f"{owner}{i}".encode() for i in range(40)]
-        memory: Any = Memory(dict(enumerate(names)), whole)
-        kept = KeptKv(tuple(names), np.arange(40, dtype=np.int32))
-        before.append(estate(KvOffer(whole, NO_LIMIT, 110, kept=kept), memory))
-    stages: list[Any] = [
-        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=110)) for layers in halves
-    ]
-    table = table_to_form([each.offer for each in before], NUM_LAYERS)
-    exchange = Exchange(table, before, stages, rate * BLOCK_BYTES * NUM_LAYERS)
+    exchange = Moving(two_workers((40, 40), 110), (110, 110), rate).exchange
     assert exchange.num_blocks == 80, "as many as wait for KV; there is memory for 70"
     left = [40, 40]
     for step in exchange.steps:
@@ -293,58 +305,26 @@ def test_what_has_not_left_takes_the_room_of_blocks(rate: float) -> None:
     assert left == [0, 0]
 
 
-async def _all_of(exchange: Exchange, limit_s: float, cut_s: float) -> int:
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    news = exchange.news(began_s, limit_s, lambda: loop.time() - began_s >= cut_s)
-    return sum([len(each.blocks) async for each in news])
-
-
 def test_what_comes_too_late_or_over_a_cut_link_does_not_come() -> None:
-    rng = np.random.default_rng(3)
-    before = estates(rng, 99)
-    stages: list[Any] = [
-        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=99))
-        for layers in even_split(NUM_LAYERS, len(before))
-    ]
-    table = table_to_form([each.offer for each in before], NUM_LAYERS)
-    exchange = Exchange(table, before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS)
-    half_s, num_coming = exchange.took_s / 2, len(table.kept_at(0))
-    assert run(_all_of(exchange, 1e9, 1e9)) == num_coming
-    assert 0 < run(_all_of(exchange, half_s, 1e9)) < num_coming
-    assert 0 < run(_all_of(exchange, 1e9, half_s)) < num_coming
+    for limit_ratio, cut_ratio in ((9.0, 9.0), (0.5, 9.0), (9.0, 0.5)):
+        moving = Moving(estates(np.random.default_rng(3), 99), [99] * 4, 30.0)
+        arrived = moving.arrived(limit_ratio * moving.took_s, cut_ratio * moving.took_s)
+        count, num_coming = sum(len(each.blocks) for _, each in arrived), len(moving.table.kept_at(0))
+        assert count == num_coming if limit_ratio == cut_ratio else 0 < count < num_coming
 
 
 @pytest.mark.parametrize("cut_ratio", [0.1, 0.5, 0.9])
 def test_a_cut_ends_the_group_only_while_a_live_lot_is_on_its_way(cut_ratio: float) -> None:
     """The first lot is short and live, the second long and coordinated."""
-    whole, halves = LayerRange(0, NUM_LAYERS), even_split(NUM_LAYERS, 2)
-    before = []
-    for owner, size in (("a", 10), ("b", 40)):
-        names = [f"{owner}{i}".encode() for i in range(size)]
-        memory: Any = Memory(dict(enumerate(names)), whole)
-        kept = KeptKv(tuple(names), np.arange(size, dtype=np.int32))
-        before.append(estate(KvOffer(whole, NO_LIMIT, 99, kept=kept), memory))
-    stages: list[Any] = [
-        SimpleNamespace(kv=Memory(), layers=layers, capacity=SimpleNamespace(num_blocks=99), remote_wire_s=0.0)
-        for layers in halves
-    ]
-    table = table_to_form([each.offer for each in before], NUM_LAYERS, lambda _: [True, False])
-    exchange = Exchange(table, before, stages, 30.0 * BLOCK_BYTES * NUM_LAYERS)
+    before = two_workers((10, 40), 99)
+    moving = Moving(before, (99, 99), 30.0, lambda _: [True, False])
     ten = list(range(10))
-    assert all(stage.kv.elsewhere == [(before[0].kv, ten, ten)] for stage in stages), "of the live lot alone"
-    live_s = max(step.at_s for step in exchange.steps if step.piece.lot.is_live)
-    assert live_s < exchange.took_s / 2
-    cut_s, lost = cut_ratio * exchange.took_s, list[str]()
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        async for _ in exchange.news(began_s, 1e9, lambda: loop.time() - began_s >= cut_s, lost.append):
-            pass
-
-    run(main())
-    assert bool(lost) == (cut_s < live_s)
+    assert all(stage.kv.elsewhere == [(before[0].kv, ten, ten)] for stage in moving.stages), "of the live lot alone"
+    live_s = max(step.at_s for step in moving.exchange.steps if step.piece.lot.is_live)
+    assert live_s < moving.took_s / 2
+    cut_s = cut_ratio * moving.took_s
+    moving.arrived(cut_s=cut_s)
+    assert bool(moving.lost) == (cut_s < live_s)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -366,4 +346,4 @@ def test_when_a_group_dissolves_each_gets_all_layers_of_its_share(seed: int) -> 
     for member, share, room, got in zip(members, shares, rooms, kept, strict=True):
         assert got.names == share.names[:room]
         memory: Any = member.whole
-        memory.check(got, LayerRange(0, NUM_LAYERS))
+        memory.check(got, WHOLE)

@@ -64,10 +64,6 @@ def _send_twice(call: Call) -> None:
     call.answers[0].num_counted = 21
 
 
-def _miscount(call: Call) -> None:
-    call.answers[0].num_counted = 19
-
-
 def _end_early(call: Call) -> None:
     del call.answers[0].tokens[15:]
     call.answers[0].num_counted = 15
@@ -80,36 +76,23 @@ def _pause(call: Call) -> None:
     call.ended_s += 9.0
 
 
-def _misjudge(call: Call) -> None:
-    call.answers[0].qoe = 0.9
-
-
-def _judge_nobody(call: Call) -> None:
-    call.answers[0].qoe = None
-
-
 def _overrun(call: Call) -> None:
     call.ask = replace(call.ask, request=replace(call.ask.request, limit_s=0.05))
-
-
-def _time_out(call: Call) -> None:
-    call.answers[0].failure = FailureCode.TIMED_OUT
-
-
-def _fail(call: Call) -> None:
-    call.answers[0].failure = FailureCode.INTERNAL
-
-
-def _never_end(call: Call) -> None:
-    call.outcome = Outcome.OPEN
 
 
 def _refuse(call: Call) -> None:
     call.outcome, call.code = Outcome.REFUSED, FailureCode.NO_CAPACITY
 
 
-def _cut(call: Call) -> None:
-    call.outcome = Outcome.CUT
+def on_call(name: str, value: object) -> Callable[[Call], None]:
+    return lambda call: setattr(call, name, value)
+
+
+def on_answer(name: str, value: object) -> Callable[[Call], None]:
+    return lambda call: setattr(call.answers[0], name, value)
+
+
+_cut = on_call("outcome", Outcome.CUT)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +100,15 @@ def _cut(call: Call) -> None:
     [
         (_change_token, "I2"),
         (_send_twice, "I2"),
-        (_miscount, "I3"),
+        (on_answer("num_counted", 19), "I3"),
         (_end_early, "I2"),
         (_pause, "I7"),
-        (_misjudge, "I3"),
-        (_judge_nobody, "I3"),
+        (on_answer("qoe", 0.9), "I3"),
+        (on_answer("qoe", None), "I3"),
         (_overrun, "I1"),
-        (_time_out, "I1"),
-        (_fail, "I1"),
-        (_never_end, "I1"),
+        (on_answer("failure", FailureCode.TIMED_OUT), "I1"),
+        (on_answer("failure", FailureCode.INTERNAL), "I1"),
+        (on_call("outcome", Outcome.OPEN), "I1"),
         (_refuse, "I1"),
         (_cut, "I1"),
     ],

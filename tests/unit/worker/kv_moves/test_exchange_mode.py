@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -13,54 +14,50 @@ from hypothesis import strategies as st
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.contract.remote import SPLIT_KEYS
 from services.worker.kv_moves.exchange_mode import LotWork, Pace, Prices, choose_live
-from services.worker.kv_moves.exchange_modes import ExchangeFacts, all_live, modes_of, usable, work_of
-from services.worker.kv_moves.kv_table import MovingKv, none_live
+from services.worker.kv_moves.exchange_modes import ExchangeCosts, all_live, modes_of, usable, work_of
+from services.worker.kv_moves.kv_table import KvOffer, MovingKv, none_live
 from shared.layers import LayerRange, even_split
 from shared.systems import KvExchange
 
 
-def lot_of(lengths: list[int], split: int, stage: int = 0, num_stages: int = 2, **costs: float) -> LotWork:
-    """Return a lot of sequences of so many blocks, that one stage sends to all others."""
-    ends = np.cumsum(lengths) - 1
-    begins = [end + 1 - length % split for length, end in zip(lengths, ends, strict=True)]
+def lot_of(
+    lengths: list[int],
+    stage: int = 0,
+    num_stages: int = 2,
+    *,
+    block_s: float = 1.0,
+    ask_s: float = 0.0,
+    messages_s: float = 0.0,
+) -> LotWork:
+    """Return a lot of sequences of so many blocks, four to a split, that one stage sends to all others."""
+    ends = np.cumsum(lengths, dtype=np.int32) - 1
+    begins = [end + 1 - length % 4 for length, end in zip(lengths, ends, strict=True)]
     tails = [place for begin, end in zip(begins, ends, strict=True) for place in range(begin, end + 1)]
-    sends = np.zeros(num_stages)
-    sends[stage] = costs.get("block_s", 1.0)
-    takes = (1 - np.eye(num_stages)[stage]) * costs.get("block_s", 1.0) / (num_stages - 1)
-    asks = sends * 0 + costs.get("ask_s", 0.0)
-    return LotWork(
-        sum(lengths),
-        np.array(tails, np.int32),
-        ends.astype(np.int32),
-        sends,
-        takes,
-        asks,
-        costs.get("messages_s", 0.0),
+    sends = np.eye(num_stages)[stage] * block_s
+    takes = (1 - np.eye(num_stages)[stage]) * block_s / (num_stages - 1)
+    asks = np.full(num_stages, ask_s)
+    return LotWork(sum(lengths), np.array(tails, np.int32), ends, sends, takes, asks, messages_s)
+
+
+@st.composite
+def drawn_lots(draw: st.DrawFn) -> tuple[LotWork, ...]:
+    """Return lots of up to three stages, each of which sends one."""
+    num = draw(st.integers(1, 3))
+    lengths, block_s = st.lists(st.integers(1, 13), max_size=5), st.sampled_from([0.0, 0.01, 0.1, 1.0])
+    ask_s, messages_s = st.sampled_from([0.0, 0.001, 0.03, 0.5]), st.sampled_from([0.0, 0.01, 0.3])
+    return tuple(
+        lot_of(draw(lengths), i, max(num, 2), block_s=draw(block_s), ask_s=draw(ask_s), messages_s=draw(messages_s))
+        for i in range(num)
     )
 
 
-lots_drawn = st.integers(1, 3).flatmap(
-    lambda num: st.tuples(
-        *(
-            st.builds(
-                lambda lengths, block_s, ask_s, messages_s, stage=stage, num=num: lot_of(
-                    lengths, 4, stage, max(num, 2), block_s=block_s, ask_s=ask_s, messages_s=messages_s
-                ),
-                st.lists(st.integers(1, 13), max_size=5),
-                st.sampled_from([0.0, 0.01, 0.1, 1.0]),
-                st.sampled_from([0.0, 0.001, 0.03, 0.5]),
-                st.sampled_from([0.0, 0.01, 0.3]),
-            )
-            for stage in range(num)
-        )
-    )
-)
+lots_drawn = drawn_lots()
 steps = st.sampled_from([0.01, 0.1, 1.0])
 
 
 def test_prices_by_hand() -> None:
     """Two sequences of 6 blocks, splits of 4: tails come at 2 and 4 s, whole splits at 8 and 12 s."""
-    free = lot_of([6, 6], 4)
+    free = lot_of([6, 6])
     prices = Prices([free], Pace(0.5))
     assert prices.of([False]) == pytest.approx(6 + 12)
     assert prices.of([True]) == pytest.approx(2 + 4)
@@ -78,7 +75,7 @@ def test_prices_by_hand() -> None:
 
 
 def test_what_would_come_too_late_is_computed_again_unless_something_is_live() -> None:
-    lots = [lot_of([6, 6], 4), lot_of([5], 4, stage=1)]
+    lots = [lot_of([6, 6]), lot_of([5], stage=1)]
     plenty, short = (Prices(lots, Pace(0.5, limit_s, again_s=10.0)) for limit_s in (12.0, 9.0))
     assert plenty.of([False, False]) == pytest.approx(5 + 6 + 12)
     assert short.of([False, False]) == pytest.approx(5 + 6 + 9 + 3 * 10)
@@ -88,7 +85,7 @@ def test_what_would_come_too_late_is_computed_again_unless_something_is_live() -
 
 
 def test_a_lot_waits_for_its_turn_on_a_link_that_another_uses() -> None:
-    one, other = lot_of([2], 4, 0, 3, block_s=1.0), lot_of([3], 4, 1, 3, block_s=1.0)
+    one, other = lot_of([2], 0, 3, block_s=1.0), lot_of([3], 1, 3, block_s=1.0)
     # each sends alone; stage 2 takes half of both: 2 blocks of the one and 3 of the other
     assert Prices([one, other], Pace(1.0)).of([False, False]) == pytest.approx(2 + 3)
     slow = replace(other, takes_s=np.array([0.0, 0.0, 2.0]))
@@ -154,31 +151,36 @@ def test_kv_that_takes_longer_by_itself_only_makes_live_better(
 
 
 def moving(lengths: list[int], first: int, source: int) -> MovingKv:
-    work = lot_of(lengths, 4)
+    work = lot_of(lengths)
     names = tuple(i.to_bytes(16, "little") for i in range(first, first + work.num_blocks))
     return MovingKv((source,), KeptKv(names, np.arange(work.num_blocks, dtype=np.int32), work.tails, work.ends))
 
 
-def facts_of(link_bytes_per_s: tuple[float, ...] = (100.0, 100.0)) -> ExchangeFacts:
-    whole = even_split(4, 1)[0]
-    return ExchangeFacts((whole, whole), even_split(4, 2), link_bytes_per_s, 0.0, Pace(0.1), 10, 1)
+def by_price_of(
+    rates: tuple[float, float] = (100.0, 100.0), *, latency_s: float = 0.0, token_bytes: int = 1
+) -> list[bool]:
+    """Return how a lot of each of two workers moves, whose links have these rates."""
+    offers = [KvOffer(LayerRange(0, 4), 0, 0, link_bytes_per_s=rate, step_s=0.1) for rate in rates]
+    costs = ExchangeCosts(4, 10, token_bytes, latency_s, math.inf, None)
+    choose = modes_of(KvExchange.BY_PRICE, offers, even_split(4, 2), costs)
+    return list(choose([moving([6], 0, 0), moving([6], 6, 1)]))
 
 
 def test_facts_of_links_become_prices() -> None:
-    lots = [moving([6], 0, 0), moving([6], 6, 1)]
-    by_price = modes_of(KvExchange.BY_PRICE, facts_of())
-    assert list(by_price(lots)) == [True, True]
-    slow_messages = modes_of(KvExchange.BY_PRICE, replace(facts_of(), latency_s=10.0))
-    assert list(slow_messages(lots)) == [False, False]
-    dear_tokens = modes_of(KvExchange.BY_PRICE, replace(facts_of(), token_bytes=10_000))
-    assert list(dear_tokens(lots)) == [False, False]
+    """A link that is not known keeps all coordinated that uses it."""
+    assert by_price_of() == [True, True]
+    assert by_price_of(latency_s=10.0) == [False, False]
+    assert by_price_of(token_bytes=10_000) == [False, False]
+    for unknown in ((0.0, 100.0), (100.0, 0.0)):
+        assert by_price_of(unknown) == [False, False]
 
 
 def test_layers_that_stay_where_they_are_cost_nothing() -> None:
     """A group of 3 and 1 layers becomes one of 2 and 2: one layer moves, from stage 0 to stage 1."""
-    held, wanted = (LayerRange(0, 3), LayerRange(3, 4)), even_split(4, 2)
-    facts = ExchangeFacts(held, wanted, (100.0, 50.0), 0.25, Pace(0.1), block_bytes=10, token_bytes=7)
-    work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), facts)
+    held, rates = (LayerRange(0, 3), LayerRange(3, 4)), (100.0, 50.0)
+    offers = [KvOffer(layers, 0, 0, link_bytes_per_s=rate) for layers, rate in zip(held, rates, strict=True)]
+    costs = ExchangeCosts(4, block_bytes=10, token_bytes=7, latency_s=0.25, limit_s=math.inf, cost=None)
+    work = work_of(replace(moving([6], 0, 0), sources=(0, 1)), offers, even_split(4, 2), costs)
     assert work.sends_s.tolist() == [0.1, 0.0]
     assert work.takes_s.tolist() == [0.0, 0.2]
     assert work.asks_s.tolist() == [0.07, 0.14]
@@ -187,16 +189,9 @@ def test_layers_that_stay_where_they_are_cost_nothing() -> None:
     assert (work.num_blocks, work.tails.tolist(), work.ends.tolist()) == (6, [4, 5], [5])
 
 
-@pytest.mark.parametrize("unknown", [0, 1])
-def test_a_link_that_is_not_known_keeps_all_coordinated_that_uses_it(unknown: int) -> None:
-    rates = tuple(0.0 if stage == unknown else 100.0 for stage in range(2))
-    by_price = modes_of(KvExchange.BY_PRICE, facts_of(rates))
-    assert list(by_price([moving([6], 0, 0), moving([6], 6, 1)])) == [False, False]
-
-
 def test_systems_that_do_not_choose_have_one_mode() -> None:
-    facts = facts_of()
-    assert modes_of(KvExchange.LIVE, facts) is all_live
-    assert modes_of(KvExchange.COORDINATED, facts) is none_live
+    costs = ExchangeCosts(4, 10, 1, 0.0, math.inf, None)
+    assert modes_of(KvExchange.LIVE, (), (), costs) is all_live
+    assert modes_of(KvExchange.COORDINATED, (), (), costs) is none_live
     assert {usable(each, SPLIT_KEYS - 1) for each in KvExchange} == {KvExchange.COORDINATED}
     assert all(usable(each, SPLIT_KEYS // 2) is each for each in KvExchange)

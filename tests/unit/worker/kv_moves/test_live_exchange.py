@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from services.worker.contract.arrays import I32
 from services.worker.contract.kept_kv import NOTHING_KEPT, KeptKv
 from services.worker.engine.stats import take_stats
 from services.worker.kv_moves import kv_wire, live_exchange
-from services.worker.kv_moves.kv_traffic import KvTraffic
 from services.worker.kv_moves.placed_kv import PlacedKv
 from services.worker.memory.block_copies import BlockCopies, copy_blocks
 from services.worker.memory.kv_cache import KVCache
@@ -30,22 +28,26 @@ from tests.support.exchanged_kv import (
     Server,
     calm,
     check_bits,
+    check_group_bits,
+    kept_three,
     numbered,
     pages_of_all,
     prompt_of,
     rows_of,
     scribble,
     snapshot,
+    snapshot_each,
     spoil_after_changes,
 )
+from tests.support.late_kv import hold_sends
 from tests.support.live_groups import (
     SHAPES,
     Group,
     check,
     form,
+    lead_and_join,
     live_devices,
     open_elastic_model,
-    places,
     ranges_of,
 )
 from tests.support.runners import KERNELS
@@ -124,28 +126,20 @@ async def test_sequences_go_on_in_a_group_and_apart_again_without_computing_anyt
 
 async def test_a_group_serves_others_while_kv_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody computes what comes; who needs nothing of it is served to the end before the first byte moves."""
-    expected, over, send = await calm(), threading.Event(), KvTraffic._send
-
-    def late(self: KvTraffic, *args: object) -> None:
-        over.wait(30)
-        send(self, *args)  # type: ignore[arg-type]
-
+    expected = await calm()
     async with live_devices(2) as devices:
         first = Server((await devices[0].alone()).executor, [0, 1, 2])
         second = Server((await devices[1].alone()).executor, [4])
         await first.serve(4)
         await second.serve(5)
         kept = [first.engine.leave_executor(0.0), second.engine.leave_executor(0.0)]
-        own = places(devices, HALVES)
         with monkeypatch.context() as patch:
-            patch.setattr(KvTraffic, "_send", late)
-            leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
-            await devices[1].join(own[1], lambda _: None, kept[1])
-            led = await leading
+            over = hold_sends(patch, {0, 1})
+            led, _ = await lead_and_join(devices, HALVES, kept)
             arrivals = led.arrivals
             assert arrivals is not None
             assert set(arrivals.coming.names) == set(kept[0].names) | set(kept[1].names)
-            first.enter(led.executor, NOTHING_KEPT, arrivals.coming)
+            first.enter(led.executor, arrivals=arrivals)
             engine, num_free = first.engine, first.engine.blocks.num_free
             assert num_free == arrivals.num_blocks - len(arrivals.coming)
             first.add([3, 4, 5])
@@ -255,8 +249,7 @@ class Life:
             assert set(group.kept.names) == set(names)
             assert len(set(group.kept.ids.tolist())) == len(names)
             self.done["by pages"] += 1
-        for device in chosen:
-            check_bits(device, group.kept, expected)
+        check_group_bits(chosen, group, expected)
         self.groups.append((chosen, group))
         self.done["form"] += 1
 
@@ -373,44 +366,6 @@ async def test_through_random_changes_every_bit_is_where_it_belongs(
 # Limits
 
 
-async def group_with(devices: list[TorchGroupDevice], kept: Sequence[KeptKv]) -> Group:
-    group = await form(devices, HALVES, kept)
-    check(devices)
-    return group
-
-
-async def test_a_name_that_two_have_goes_once_and_the_first_one_counts() -> None:
-    rng = np.random.default_rng(0)
-    async with live_devices(2) as devices:
-        for device in devices:
-            scribble(device, rng)
-        one = KeptKv((b"a" * 16, b"b" * 16), np.array([7, 3], np.int32))
-        two = KeptKv((b"b" * 16, b"c" * 16), np.array([9, 1], np.int32))
-        expected = snapshot(devices[1:], two) | snapshot(devices[:1], one)
-        group = await group_with(devices, [one, two])
-        assert group.kept.names == (b"a" * 16, b"b" * 16, b"c" * 16)
-        for device in devices:
-            check_bits(device, group.kept, expected)
-        await group.executor.close()
-
-
-async def test_what_the_group_has_no_blocks_for_is_cut_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with live_devices(2) as devices:
-        have = devices[0]._model.info.capacity.num_blocks
-        monkeypatch.setattr(devices[1]._model, "blocks_with", lambda _layers: have + 10)
-        kept = [numbered(have), numbered(30, offset=10**6)]
-        rng = np.random.default_rng(1)
-        for device in devices:
-            scribble(device, rng)
-        expected = snapshot(devices[:1], kept[0]) | snapshot(devices[1:], kept[1])
-        group = await group_with(devices, kept)
-        assert group.executor.capacity.num_blocks == have + 10
-        assert group.kept.names == kept[0].names + kept[1].names[:10]
-        for device in devices:
-            check_bits(device, group.kept, expected)
-        await group.executor.close()
-
-
 @pytest.mark.parametrize("room", [0, 3])
 async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for some blocks of four layers, and a bit; in the group each stage has half of them, so twice as many."""
@@ -427,15 +382,12 @@ async def test_kv_is_kept_aside_in_no_more_memory_than_allowed(room: int, monkey
     model.close()
     exchange_bytes = room * block_bytes + block_bytes // 4
     async with live_devices(2, exchange_bytes=exchange_bytes) as devices:
-        rng = np.random.default_rng(2)
-        for device in devices:
-            scribble(device, rng)
-        kept = [numbered(8), numbered(8, offset=100)]
-        expected = snapshot(devices[:1], kept[0]) | snapshot(devices[1:], kept[1])
-        group = await group_with(devices, kept)
+        kept = await kept_three(devices)
+        expected = snapshot_each(devices, kept)
+        group = await form(devices, HALVES, kept)
+        check(devices)
         assert group.kept.names == kept[0].names[:room] + kept[1].names[:room]
-        for device in devices:
-            check_bits(device, group.kept, expected)
+        check_group_bits(devices, group, expected)
         assert all(num_bytes <= exchange_bytes for num_bytes in taken)
         assert len(taken) == 2 * bool(room)
         await group.executor.close()

@@ -22,25 +22,24 @@ from services.worker.memory.kv_cache import KVCache
 from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
 from services.worker.peers.greeting import Purpose
 from services.worker.roles import torch_device
-from services.worker.roles.device import GroupFailedError, Led, Parting
-from services.worker.roles.torch_device import TorchGroupDevice
+from services.worker.roles.device import GroupFailedError, Parting
 from shared.layers import LayerRange
 from tests.support.exchanged_kv import (
     HALVES,
-    Bits,
     Server,
     calm,
-    check_bits,
+    check_group_bits,
     kept_three,
     serves,
-    snapshot,
+    snapshot_each,
     spoil_after_changes,
 )
-from tests.support.late_kv import LateKv, changed_pages, pages_of
+from tests.support.late_kv import LateKv, changed_pages, exchange_of, hold_sends, pages_of
 from tests.support.live_groups import (
     all_that_comes,
     check,
     form,
+    lead_and_join,
     live_devices,
     places,
     ranges_of,
@@ -72,6 +71,10 @@ def count_sends(monkeypatch: pytest.MonkeyPatch, at: int, act: object) -> list[i
     return sent
 
 
+def no_memory(*_: object) -> BlockCopies:
+    raise MemoryError("no memory")
+
+
 def damaged(kind: str) -> object:
     def send(self: KvSocket, data: memoryview) -> None:
         number, size, checksum = self._num_sent, len(data), zlib.crc32(data)
@@ -92,24 +95,23 @@ def damaged(kind: str) -> object:
 
 
 async def test_damage_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one chunk, early or late, of any part of it; and of what the leader says to all."""
+    """Of one chunk, early or late, of any part of it; of what the leader says to all; and no memory for copies."""
     async with live_devices(3) as devices:
-        for kind, at in [*product(["bytes", "length", "number", "header"], [0, 9]), ("table", 0)]:
+        for kind, at in [*product(["bytes", "length", "number", "header"], [0, 9]), ("table", 0), ("memory", 0)]:
             kept = await kept_three(devices)
-            expected: dict[bytes, Bits] = {}
-            for device, own in zip(devices, kept, strict=True):
-                expected |= snapshot([device], own)
+            expected = snapshot_each(devices, kept)
             with monkeypatch.context() as patch:
                 sent = count_sends(patch, at, damaged(kind))
                 if kind == "table":
                     patch.setattr(live_exchange, "pack_table", lambda _table: bytes(99))
+                elif kind == "memory":
+                    patch.setattr(live_exchange, "copy_blocks", no_memory)
                 group = await form(devices, ranges_of(1, 2, 4), kept)
-            assert sent[0] > at or kind == "table"
+            assert sent[0] > at or kind in ("table", "memory")
             assert len(group.kept) < 24
             assert len(group.coming) in (0, 24), "it may have failed before the group stood"
-            for device in devices:
-                check_bits(device, group.kept, expected)
-            if at:
+            check_group_bits(devices, group, expected)
+            if at or kind == "memory":
                 await serves(group)
             await group.executor.close()
             await asyncio.gather(*(device.alone() for device in devices))
@@ -141,18 +143,6 @@ async def test_kv_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.Monk
             count_sends(patch, 5, lambda _sock, _data: over.wait(30))
             group = await form(devices, ranges_of(1, 2, 4), kept)
         assert over.is_set()
-        await serves(group)
-
-
-async def test_memory_that_cannot_be_had_costs_the_kv_and_not_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_cache: KVCache, _ids: object) -> BlockCopies:
-        raise MemoryError("no memory")
-
-    async with live_devices(3) as devices:
-        kept = await kept_three(devices)
-        with monkeypatch.context() as patch:
-            patch.setattr(live_exchange, "copy_blocks", fail)
-            group = await form(devices, ranges_of(1, 2, 4), kept)
         await serves(group)
 
 
@@ -249,26 +239,7 @@ async def test_a_wrong_number_of_shares_is_refused_before_anything_changes() -> 
         await serves(group)
 
 
-async def test_a_member_of_a_group_that_is_not_whole_brings_nothing() -> None:
-    """Its other half is elsewhere."""
-    async with live_devices(3) as devices:
-        kept = await kept_three(devices)
-        old = await form(devices[:2], HALVES)
-        await old.executor.close()
-        group = await form([devices[0], devices[2]], HALVES, [kept[0], kept[2]])
-        assert group.kept.names == kept[2].names
-        await group.executor.close()
-
-
 # What comes late
-
-
-async def lead_and_join(devices: Sequence[TorchGroupDevice], kept: Sequence[KeptKv]) -> Led:
-    """Let three become a group, and return what it leads with while KV is on its way."""
-    own = places(devices, ranges_of(1, 2, 4))
-    leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
-    await asyncio.gather(*(devices[i].join(own[i], lambda _: None, kept[i]) for i in (1, 2)))
-    return await leading
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -293,12 +264,11 @@ async def test_kv_that_comes_late_is_not_written_over_what_sequences_have_there_
             late = LateKv(patch, stage, way)
             if not has_begun:
                 patch.setattr(LiveExchange, "_decide", decide_and_fail)
-            led = await lead_and_join(devices, kept)
+            led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
             assert (led.arrivals is not None) == has_begun
             if led.arrivals is not None:
-                assert devices[0]._exchange_now is not None
-                devices[0]._exchange_now._give_up("it is told to")
+                exchange_of(devices[0])._give_up("it is told to")
                 assert len(await all_that_comes(led.arrivals)) < 24
             server = Server(led.executor, range(6))
             await server.serve(3)
@@ -318,16 +288,14 @@ async def test_memory_changes_beside_a_stage_when_nothing_is_written_there_any_m
         kept, member = await kept_three(devices), devices[1]
         with monkeypatch.context() as patch:
             late = LateKv(patch, 1, "own")
-            led = await lead_and_join(devices, kept)
+            led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
-            assert devices[0]._exchange_now is not None
-            devices[0]._exchange_now._give_up("it is told to")
+            exchange_of(devices[0])._give_up("it is told to")
             reside, was_over = member._model.reside, list[bool]()
 
             def note(layers: LayerRange, num_blocks: int, *sources: Sequence[ParameterSource], is_ahead: bool) -> int:
-                assert member._exchange_now is not None
-                assert member._exchange_now._moving is not None
-                was_over.append(member._exchange_now._moving.done())
+                moving = exchange_of(member)._moving
+                was_over.append(moving is not None and moving.done())
                 return reside(layers, num_blocks, *sources, is_ahead=is_ahead)
 
             patch.setattr(member._model, "reside", note)
@@ -342,12 +310,6 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
     fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though those who have its KV neither send it nor go away."""
-    over, send = threading.Event(), KvTraffic._send
-
-    def silent(self: KvTraffic, *args: object) -> None:
-        if self._stage != fails:
-            assert over.wait(60)
-        send(self, *args)  # type: ignore[arg-type]
 
     async def fail(*_: object) -> None:
         await asyncio.sleep(0.05)  # its threads wait by then; that they do is not needed
@@ -364,7 +326,7 @@ async def test_a_stage_that_fails_while_it_waits_for_kv_can_be_whole_again_at_on
         kept = [server.engine.leave_executor(0.0) for server in servers]
         own = places(devices, HALVES)
         with monkeypatch.context() as patch:
-            patch.setattr(KvTraffic, "_send", silent)
+            over = hold_sends(patch, {1 - fails})
             if fails:
                 patch.setattr(torch_device, "say_greeting", say_nothing)
             else:
@@ -398,16 +360,15 @@ async def test_the_leader_keeps_blocks_until_nothing_is_written_there_any_more(m
         with monkeypatch.context() as patch:
             late = LateKv(patch, 0, "own")
             patch.setattr(LiveExchange, "begin", begin_and_give_up)
-            led = await lead_and_join(devices, kept)
+            led, _ = await lead_and_join(devices, ranges_of(1, 2, 4), kept)
             await late.come()
-            assert devices[0]._exchange_now is not None
-            assert devices[0]._exchange_now.failure is not None
+            assert exchange_of(devices[0]).failure is not None
             assert led.arrivals is not None, "nothing would keep the blocks"
             assert len(led.arrivals.coming) == 24
             waiting = asyncio.ensure_future(all_that_comes(led.arrivals))
             server = Server(led.executor, ())
             server.engine.leave_executor(0.0)
-            server.enter(led.executor, NOTHING_KEPT, led.arrivals.coming)
+            server.enter(led.executor, arrivals=led.arrivals)
             server.add(range(3))
             await server.serve()
             assert not waiting.done()

@@ -19,13 +19,12 @@ from services.worker.attention.base import KeyRanges, RaggedRows
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.remote import new_states
 from services.worker.contract.executor import BatchFailedError
-from services.worker.contract.kept_kv import NOTHING_KEPT
 from services.worker.engine.stats import take_stats
 from services.worker.executor.recent_steps import RecentSteps
 from services.worker.kv_moves import exchange_modes, kv_wire, remote_attention
-from services.worker.kv_moves.exchange_modes import ExchangeFacts, by_price
-from services.worker.kv_moves.kv_table import AreLive, KvLot, KvTable, MovingKv
-from services.worker.kv_moves.remote_attention import KeptKeys, RemoteAttention, RemoteShape
+from services.worker.kv_moves.exchange_modes import by_price
+from services.worker.kv_moves.kv_table import KvLot, KvTable
+from services.worker.kv_moves.remote_attention import RemoteAttention, RemoteParts, RemoteShape
 from services.worker.kv_moves.remote_wire import StepRows, pack_rows, unpack_rows
 from services.worker.memory.block_copies import BlockCopies
 from services.worker.peers.frames import FrameSocket
@@ -36,9 +35,10 @@ from shared.errors import WireError
 from shared.layers import LayerRange
 from shared.systems import KvExchange
 from tests.support.attention_cases import attention_spec
-from tests.support.exchanged_kv import HALVES, spoil_after_changes
-from tests.support.live_groups import SHAPES, check, live_devices, places, ranges_of
-from tests.support.long_story import LENGTHS, LONG_SHAPES, HeldKv, LongServer, calm_long_texts
+from tests.support.exchanged_kv import HALVES, Server, spoil_after_changes
+from tests.support.late_kv import exchange_of
+from tests.support.live_groups import SHAPES, check, lead_and_join, live_devices, ranges_of
+from tests.support.long_story import LENGTHS, LONG_SHAPES, HeldKv, calm_long_texts, long_server
 from tests.support.runners import KERNELS, MIB
 
 pytestmark = pytest.mark.kernels
@@ -48,6 +48,10 @@ CASES = [
     ("long, window", "float32", KERNELS),
     *([("long", "float32", "torch")] if KERNELS != "torch" else []),
 ]
+
+
+EIGHT = ((0, 1, 2, 3), (4, 5, 6, 7))
+"""Requests that each of two servers has before."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,17 +70,13 @@ def long_devices(
     return live_devices(num, name, kv_exchange=kv_exchange, **more)
 
 
-async def lead(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], servers: Sequence[LongServer]) -> Led:
+async def lead(devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], servers: Sequence[Server]) -> Led:
     """Let devices become a group that begins to exchange what these servers have computed."""
-    own = places(devices, ranges)
-    kept = [server.engine.leave_executor(0.0) for server in servers]
-    kept += [NOTHING_KEPT] * (len(devices) - len(kept))
-    leading = asyncio.ensure_future(devices[0].lead(own[0], lambda _: None, kept[0]))
-    await asyncio.gather(*(devices[i].join(own[i], lambda _: None, kept[i]) for i in range(1, len(devices))))
-    return await leading
+    led, _ = await lead_and_join(devices, ranges, [server.engine.leave_executor(0.0) for server in servers])
+    return led
 
 
-async def take_in(server: LongServer, led: Led) -> None:
+async def take_in(server: Server, led: Led) -> None:
     """Tell a server what arrives, until no more does."""
     assert led.arrivals is not None
     async for arrived in led.arrivals.news:
@@ -85,7 +85,7 @@ async def take_in(server: LongServer, led: Led) -> None:
 
 
 async def exchange_by_price(
-    devices: Sequence[TorchGroupDevice], names: Sequence[Sequence[int]] = ((0, 1, 2, 3), (4, 5, 6, 7))
+    devices: Sequence[TorchGroupDevice], names: Sequence[Sequence[int]] = EIGHT
 ) -> tuple[int, dict[Any, list[int]]]:
     """Return how many lots are live in an exchange of two servers that is begun, served and ended; and the texts.
 
@@ -93,9 +93,10 @@ async def exchange_by_price(
         devices: two.
         names: of the requests that each serves before.
     """
-    servers = [LongServer((await device.alone()).executor) for device in devices]
-    for server, asked in zip(servers, names, strict=True):
-        server.add(asked)
+    servers = [
+        long_server((await device.alone()).executor, asked) for device, asked in zip(devices, names, strict=True)
+    ]
+    for server in servers:
         await server.serve(12)
     first = servers[0]
     led = await lead(devices, HALVES, servers)
@@ -112,53 +113,45 @@ async def exchange_by_price(
     return len(led.arrivals.spans), {name: list(text) for name, text in first.texts.items()}
 
 
-@pytest.mark.parametrize(("link_bytes_per_s", "num_live"), [(0.0, 0), (1e5, 2), (1e15, 0)])
-async def test_what_is_known_of_the_links_decides_whose_kv_is_attended(
-    link_bytes_per_s: float, num_live: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With steps of a second: these take a millisecond here, and messages as long."""
-    monkeypatch.setattr(RecentSteps, "long_s", 1.0)
-    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE, link_bytes_per_s=link_bytes_per_s) as devices:
-        found, texts = await exchange_by_price(devices)
-    assert found == num_live
-    assert texts == await calm_long_texts("long", "float32", "torch")
-
-
-@pytest.mark.parametrize("live", [0, 1])
-async def test_one_worker_is_asked_while_the_readers_of_another_wait(
-    live: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def one_live(*_: object, **__: object) -> AreLive:
-        return lambda lots: [index == live for index in range(len(lots))]
-
-    monkeypatch.setattr(exchange_modes, "modes_of", one_live)
-    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE) as devices:
-        found, texts = await exchange_by_price(devices)
-    assert found == 1
-    assert texts == await calm_long_texts("long", "float32", "torch")
-
-
 @pytest.mark.parametrize(
-    ("step_s", "modes"), [(0.001, [False, False]), (0.025, [True, False]), (1.0, [True, True])], ids=str
+    ("link_bytes_per_s", "step_s", "names", "modes"),
+    [
+        (0.0, 1.0, EIGHT, [False, False]),
+        (1e5, 1.0, EIGHT, [True, True]),
+        (1e15, 1.0, EIGHT, [False, False]),
+        (1e5, 0.001, ([4], [1, 6, 7]), [False, False]),
+        (1e5, 0.025, ([4], [1, 6, 7]), [True, False]),
+        (1e5, 0.025, ([1, 6, 7], [4]), [False, True]),
+        (1e5, 1.0, ([4], [1, 6, 7]), [True, True]),
+    ],
+    ids=str,
 )
-async def test_by_price_a_long_context_is_attended_elsewhere_and_short_ones_wait(
-    step_s: float, modes: list[bool], monkeypatch: pytest.MonkeyPatch
+async def test_what_links_and_steps_cost_decides_whose_kv_is_attended(
+    link_bytes_per_s: float,
+    step_s: float,
+    names: Sequence[Sequence[int]],
+    modes: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lots that could all be live: with quick steps no query is worth its time on the link, with slow ones each is."""
+    """With steps of a second: these take a millisecond here, and messages as long.
+
+    A long context and short ones could all be attended elsewhere: with quick steps no query is worth its time on the
+    link, with slow ones each is; between, one worker is asked while the readers of the other one's KV wait.
+    """
     said: list[list[bool]] = []
 
-    def noted(facts: ExchangeFacts, lots: Sequence[MovingKv]) -> Sequence[bool]:
-        said.append(list(by_price(facts, lots)))
+    def noted(*about: Any) -> Sequence[bool]:
+        said.append(list(by_price(*about)))
         return said[-1]
 
     monkeypatch.setattr(exchange_modes, "by_price", noted)
     monkeypatch.setattr(RecentSteps, "long_s", step_s)
-    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE, link_bytes_per_s=1e5) as devices:
-        num_live, texts = await exchange_by_price(devices, ([4], [1, 6, 7]))
+    async with long_devices(2, kv_exchange=KvExchange.BY_PRICE, link_bytes_per_s=link_bytes_per_s) as devices:
+        num_live, texts = await exchange_by_price(devices, names)
     assert said == [modes]
     assert num_live == sum(modes)
     calm = await calm_long_texts("long", "float32", "torch")
-    assert texts == {name: calm[name] for name in (1, 4, 6, 7)}
+    assert texts == {name: calm[name] for name in (*names[0], *names[1])}
 
 
 def remotes(devices: Sequence[TorchGroupDevice]) -> list[RemoteAttention]:
@@ -175,9 +168,8 @@ async def test_sequences_go_on_before_their_kv_has_moved(
     expected = await calm_long_texts(name, dtype, kernels)
     async with long_devices(len(ranges), name, dtype=dtype, kernels=kernels) as devices:
         with HeldKv(monkeypatch) as held:
-            servers = [LongServer((await device.alone()).executor) for device in devices[:2]]
-            servers[0].add([0, 1, 2, 3])
-            servers[1].add([4, 5, 6, 7])
+            pairs = zip(devices, EIGHT, strict=False)
+            servers = [long_server((await device.alone()).executor, asked) for device, asked in pairs]
             for server in servers:
                 await server.serve(12)
             first = servers[0]
@@ -211,10 +203,9 @@ async def test_sequences_go_on_before_their_kv_has_moved(
     assert len(expected) == len(LENGTHS)
 
 
-async def half_moved(held: HeldKv, devices: Sequence[TorchGroupDevice]) -> LongServer:
+async def half_moved(held: HeldKv, devices: Sequence[TorchGroupDevice]) -> Server:
     """Return a server whose sequences go on in a group while most of their KV is held back."""
-    first = LongServer((await devices[0].alone()).executor)
-    first.add([1, 3, 4])
+    first = long_server((await devices[0].alone()).executor, [1, 3, 4])
     await first.serve(24)
     led = await lead(devices, HALVES, [first])
     first.enter(led.executor, arrivals=led.arrivals)
@@ -227,13 +218,13 @@ async def half_moved(held: HeldKv, devices: Sequence[TorchGroupDevice]) -> LongS
     return first
 
 
-async def goes_on_alone(server: LongServer, devices: Sequence[TorchGroupDevice], held: HeldKv) -> None:
+async def goes_on_alone(server: Server, devices: Sequence[TorchGroupDevice], held: HeldKv) -> None:
     """Check that the group is lost, and that its sequences say the same elsewhere."""
     with pytest.raises(BatchFailedError) as lost:
         await server.serve()
     assert lost.value.is_lost
     held.let()
-    server.engine = (again := LongServer(server.executor)).engine
+    server.engine = (again := long_server(server.executor)).engine
     alone = await asyncio.gather(*(device.alone() for device in devices))
     again.engine.leave_executor(0.0)
     again.enter(alone[0].executor)
@@ -251,8 +242,7 @@ async def test_a_group_that_loses_what_it_attends_has_ended(what: str, monkeypat
     async with long_devices(2) as devices:
         with HeldKv(monkeypatch) as held:
             server = await half_moved(held, devices)
-            exchange = devices[1]._exchange_now
-            assert exchange is not None
+            exchange = exchange_of(devices[1])
             assert exchange.remote is not None
             if what == "the link is cut":
                 exchange.remote.shut()
@@ -328,9 +318,9 @@ async def test_stages_that_ask_each_other_at_once_wait_for_nothing_but_answers()
     table = KvTable((LayerRange(0, 2), LayerRange(0, 2)), lots)
     stages = []
     for i, sock in enumerate(ends):
-        kept = KeptKeys(BlockCopies(0, kv[:, :, 32 * i : 32 * i + 32]), 32, shape, partial(FixedSplitAttention, spec))
         sockets = {1 - i: FrameSocket(sock, is_checked=True, urgent=LinkTurns())}
-        stages.append(RemoteAttention(i, table, halves[i], {i: kept}, sockets, shape))
+        parts = RemoteParts(sockets, shape, partial(FixedSplitAttention, spec))
+        stages.append(RemoteAttention(i, table, halves[i], {i: BlockCopies(0, kv[:, :, 32 * i : 32 * i + 32])}, parts))
     count = 600
     rows = RaggedRows(np.array([count], np.int32), np.array([512], np.int32), np.zeros((1, 70), np.int32))
 

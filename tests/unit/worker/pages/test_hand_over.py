@@ -26,10 +26,18 @@ from services.worker.pages.exchange import PageExchange
 from services.worker.pages.wire import PageDoor, PageSocket
 from services.worker.peers.frames import PeerLostError
 from services.worker.roles.device import GroupFailedError, GroupPlace, StagePlace
+from services.worker.roles.torch_device import TorchGroupDevice
 from shared.errors import StartupError
 from shared.ids import WorkerId
 from shared.layers import LayerRange
-from tests.support.exchanged_kv import Bits, check_bits, kept_three, numbered, pages_of_all, serves, snapshot
+from tests.support.exchanged_kv import (
+    check_group_bits,
+    kept_three,
+    numbered,
+    pages_of_all,
+    serves,
+    snapshot_each,
+)
 from tests.support.live_groups import check, form, live_devices, places, ranges_of
 
 pytestmark = pytest.mark.kernels
@@ -48,13 +56,11 @@ def refuse(*_arguments: object) -> object:
 async def test_what_cannot_be_handed_over_is_copied(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with live_devices(3, hands_over=True) as devices:
         kept = await kept_three(devices)
-        expected: dict[bytes, Bits] = {}
-        for device, own in zip(devices, kept, strict=True):
-            expected |= snapshot([device], own)
+        expected = snapshot_each(devices, kept)
         pages, cards = pages_of_all(devices), iter(["one", "another", "one"])
         with monkeypatch.context() as patch:
             if why == "is off at one":
-                patch.setattr(devices[1]._kv, "_hands_over", False)
+                patch.setattr(devices[1], "_hands_over", False)
             elif why == "no place for a door":
                 patch.setattr(hand_over, "PageDoor", refuse)
             elif why == "no door is reached":
@@ -65,8 +71,7 @@ async def test_what_cannot_be_handed_over_is_copied(why: str, monkeypatch: pytes
                 patch.setattr(hand_over, "card_of", lambda _device: "")
             group = await form(devices, RANGES, kept)
         assert len(group.coming) == len(group.kept) == 24
-        for device in devices:
-            check_bits(device, group.kept, expected)
+        check_group_bits(devices, group, expected)
         assert pages_of_all(devices) == pages
         await group.executor.close()
 
@@ -89,7 +94,7 @@ def test_pages_are_handed_over_if_no_more_is_lost_so(
     asked: list[int] = []
     dialled: list[Sequence[str]] = []
 
-    def by_copies() -> KvTable:
+    def by_copies(_offers: Sequence[KvOffer]) -> KvTable:
         asked.append(1)
         return table_to_form(offers, 4)
 
@@ -119,14 +124,11 @@ async def test_pages_are_handed_over_and_none_is_copied(monkeypatch: pytest.Monk
     async with live_devices(3, hands_over=True, exchange_bytes=0) as devices:
         kept = await kept_three(devices)
         before = [pages_of_all([device]) for device in devices]
-        expected: dict[bytes, Bits] = {}
-        for device, own in zip(devices, kept, strict=True):
-            expected |= snapshot([device], own)
+        expected = snapshot_each(devices, kept)
         group = await form(devices, RANGES, kept)
         assert len(group.kept) == 24
         assert not group.coming
-        for device in devices:
-            check_bits(device, group.kept, expected)
+        check_group_bits(devices, group, expected)
         assert len(seen) == 3
         after = [pages_of_all([device]) for device in devices]
         assert set.union(*after) == set.union(*before)
@@ -136,10 +138,15 @@ async def test_pages_are_handed_over_and_none_is_copied(monkeypatch: pytest.Monk
         await group.executor.close()
 
 
+def refuse_to_talk(*_arguments: object) -> None:
+    raise PeerLostError("made up")
+
+
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "export": lambda patch: patch.setattr(PageSwap, "export", refuse),
     "adopt": lambda patch: patch.setattr(PageSwap, "adopt", refuse),
     "apply": lambda patch: patch.setattr(PageSwap, "apply", refuse),
+    "a word": lambda patch: patch.setattr(PageSocket, "say", refuse_to_talk),
     "the door": lambda patch: patch.setattr(PageDoor, "accept", refuse),
 }
 
@@ -159,7 +166,7 @@ async def test_a_fault_costs_the_kv_and_not_the_group(kind: str, monkeypatch: py
         await asyncio.gather(*(device.alone() for device in devices))
         group = await form(devices, RANGES, kept)
         assert len(group.kept) == 24
-        assert bool(group.coming) != (kind == "the door"), "whose memory has failed hands over no more"
+        assert bool(group.coming) != (kind in ("the door", "a word")), "whose memory has failed hands over no more"
         await group.executor.close()
 
 
@@ -188,22 +195,14 @@ async def test_where_pages_cannot_go_on_kv_is_copied_after_the_first_try(monkeyp
     assert ways.count("nothing") <= 1
 
 
-async def test_who_is_not_to_blame_hands_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with live_devices(2, hands_over=True) as devices:
-        with monkeypatch.context() as patch:
-            patch.setattr(PageSocket, "say", refuse_to_talk)
-            group = await form(devices, ranges_of(2, 4), await kept_three(devices))
-            assert not group.kept
-            await group.executor.close()
-            await asyncio.gather(*(device.alone() for device in devices))
-        group = await form(devices, ranges_of(2, 4), await kept_three(devices))
-        assert len(group.kept) == 16
-        assert not group.coming
-        await group.executor.close()
-
-
-def refuse_to_talk(*_arguments: object) -> None:
-    raise PeerLostError("made up")
+async def all_told(
+    devices: Sequence[TorchGroupDevice], ranges: Sequence[LayerRange], kept: Sequence[KeptKv]
+) -> list[object]:
+    """Return what each stage of a group that forms comes to, or raises."""
+    own = places(devices, ranges)
+    joining = (devices[i].join(own[i], lambda _: None, kept[i]) for i in range(1, len(devices)))
+    leading = devices[0].lead(own[0], lambda _: None, kept[0])
+    return [*await asyncio.gather(leading, *joining, return_exceptions=True)]
 
 
 async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,13 +214,8 @@ async def test_memory_in_doubt_ends_the_worker(monkeypatch: pytest.MonkeyPatch) 
 
     async with live_devices(2, hands_over=True) as devices:
         kept = await kept_three(devices)
-        own = places(devices, ranges_of(2, 4))
         monkeypatch.setattr(PageExchange, "carry_out", doubtful)
-        parts: list[object] = [
-            devices[0].lead(own[0], lambda _: None, kept[0]),
-            devices[1].join(own[1], lambda _: None, kept[1]),
-        ]
-        for found in await asyncio.gather(*parts, return_exceptions=True):  # type: ignore[call-overload]
+        for found in await all_told(devices, ranges_of(2, 4), kept):
             assert isinstance(found, GroupFailedError)
             assert "who keeps which pages" in str(found) or "left before" in str(found)
         for device in devices:
@@ -241,12 +235,9 @@ async def test_a_stage_that_cannot_drop_ends_the_group_and_no_page_is_lost(monke
     async with live_devices(3, hands_over=True) as devices:
         kept = await kept_three(devices)
         pages = [pages_of_all([device]) for device in devices]
-        own = places(devices, RANGES)
         with monkeypatch.context() as patch:
             patch.setattr(ElasticMemory, "leave", failing)
-            parts: list[object] = [devices[0].lead(own[0], lambda _: None, kept[0])]
-            parts += [devices[i].join(own[i], lambda _: None, kept[i]) for i in (1, 2)]
-            found = await asyncio.gather(*parts, return_exceptions=True)  # type: ignore[call-overload]
+            found = await all_told(devices, RANGES, kept)
         assert any(isinstance(each, GroupFailedError) for each in found)
         await asyncio.gather(*(device.alone() for device in devices))
         assert [pages_of_all([device]) for device in devices] == pages

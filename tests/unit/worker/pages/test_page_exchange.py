@@ -15,20 +15,20 @@ import pytest
 
 from services.worker.kv_moves.kv_table import KvTable
 from services.worker.memory.change import MemoryLostError
-from services.worker.memory.page_swap import PageSwap
+from services.worker.memory.page_swap import PagesKeptError, PageSwap
 from services.worker.memory.posix import PosixMemory
 from services.worker.memory.ranges import PageHandle
 from services.worker.memory.spans import Spans
 from services.worker.pages import exchange as page_exchange
 from services.worker.pages import wire as page_wire
-from services.worker.pages.exchange import PageExchange, PagesKeptError
+from services.worker.pages.exchange import PageExchange
 from services.worker.pages.flows import PageFlow
 from services.worker.pages.wire import BATCH_PAGES, PageDoor, PageSocket, dial_doors
 from services.worker.peers.frames import FrameKind, PeerLostError, pack_head
 from shared.errors import WireError
 from tests.support.elastic_cases import snapshot
 from tests.support.leaks import whats_open
-from tests.support.page_cards import Card, pages_of_all
+from tests.support.page_cards import Card, card_by_pages, pages_of_all
 
 COMMITTED, KEPT, LOST, DIED = "committed", "kept", "lost", "died"
 
@@ -80,13 +80,8 @@ class Run:
 
 def card_of_size(seed: int, num: int) -> Run:
     """Return a card of so many workers whose KV goes by pages, and who have dropped what the others compute."""
-    for number in range(1000 * seed, 1000 * seed + 1000):
-        card = Card(number)
-        table = card.table()
-        if table is not None and card.num == num and len(table.lots) > 1:
-            return Run(card, table, *card.leave(table))
-        card.close()
-    raise AssertionError("there is none")
+    card, table = card_by_pages(num, seed)
+    return Run(card, table, *card.leave(table))
 
 
 def connected(num: int, cut: Cut | None = None) -> list[dict[int, PageSocket]]:
@@ -196,6 +191,11 @@ def test_memory_that_cannot_be_put_back_is_lost_and_nobody_elses(stage: int) -> 
     carry_out(run)
     assert run.ends == {stage: LOST, 1 - stage: KEPT}
     assert snapshot(run.card.memories[1 - stage]) == state
+    run.card.memories[1 - stage].check_invariants()
+    lost = run.card.memories[stage]
+    for use in (lost.fill, lambda: lost.swap(run.taken[stage], lambda _swap: None)):
+        with pytest.raises(AssertionError, match="must start anew"):
+            use()
     run.card.close()
 
 
@@ -336,8 +336,6 @@ def test_a_decision_that_does_not_come_counts_as_lost_memory(monkeypatch: pytest
     carry_out(run, limit_s=2.0)
     assert run.ends == {0: COMMITTED, 1: LOST}
     assert "does not say" in run.reasons[1]
-    with pytest.raises(AssertionError, match="must start anew"):
-        run.card.memories[1].fill()
     run.card.close()
 
 
@@ -345,16 +343,15 @@ def test_a_decision_that_does_not_come_counts_as_lost_memory(monkeypatch: pytest
 
 
 @contextmanager
-def two() -> Iterator[tuple[PageSocket, socket.socket]]:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock = PageSocket(ends[0])
-    sock.deadline_s = time.monotonic() + 60
-    ends[1].settimeout(5)
+def two() -> Iterator[tuple[PageSocket, PageSocket]]:
+    ends = [PageSocket(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
+    for sock in ends:
+        sock.deadline_s = time.monotonic() + 60
     try:
-        yield sock, ends[1]
+        yield ends[0], ends[1]
     finally:
-        sock.close()
-        ends[1].close()
+        for sock in ends:
+            sock.close()
 
 
 def packet(num_pages: int, num_bytes: int = 16) -> bytes:
@@ -381,7 +378,7 @@ def test_what_is_no_packet_with_pages_is_refused_and_nothing_stays_open(
 ) -> None:
     with two() as (sock, other), open(os.devnull) as file:  # noqa: PTH123  a descriptor is what counts
         if data:
-            socket.send_fds(other, [data], [file.fileno()] * num_descriptors)
+            socket.send_fds(other._sock, [data], [file.fileno()] * num_descriptors)
         else:
             other.close()
         with pytest.raises(why), sock.taking(2):
@@ -389,9 +386,7 @@ def test_what_is_no_packet_with_pages_is_refused_and_nothing_stays_open(
 
 
 def test_pages_are_answered_when_they_were_taken_and_not_before() -> None:
-    with two() as (sock, other), open(os.devnull) as file:  # noqa: PTH123  a descriptor is what counts
-        peer = PageSocket(other)
-        peer.deadline_s = time.monotonic() + 60
+    with two() as (sock, peer), open(os.devnull) as file:  # noqa: PTH123  a descriptor is what counts
         handles = [PageHandle(file.fileno(), 4096 * i) for i in range(3)]
         giving = threading.Thread(target=sock.give, args=(handles,))
         giving.start()
@@ -414,9 +409,7 @@ def test_pages_are_answered_when_they_were_taken_and_not_before() -> None:
 
 def test_the_last_word_is_heard_of_who_leaves_something_unread() -> None:
     """The system tells of the latter first."""
-    with two() as (sock, other):
-        peer = PageSocket(other)
-        peer.deadline_s = time.monotonic() + 60
+    with two() as (sock, peer):
         sock.say(FrameKind.PAGES_MAPPED)
         peer.say(FrameKind.PAGES_UNDO)
         peer.close()

@@ -10,7 +10,6 @@ import pytest
 
 from services.worker.contract.kept_kv import KeptKv
 from services.worker.kv_moves.kv_table import MAX_EXCHANGED, KvLot, KvOffer, KvTable, table_to_form
-from services.worker.memory.change import MemoryLostError
 from services.worker.memory.cuda import CudaMemory
 from services.worker.memory.layout import MemoryFacts, MemoryLayout
 from services.worker.memory.page_swap import PageSwap
@@ -21,7 +20,7 @@ from services.worker.pages.flows import page_flows, shift_of, table_by_pages
 from shared.layers import LayerRange
 from tests.support.elastic_cases import CPU, MadeUpError, snapshot
 from tests.support.fake_cuda_driver import GRANULARITY, FakeDriver
-from tests.support.page_cards import Card, apply_and_commit, pages_of_all
+from tests.support.page_cards import Card, apply_and_commit, card_by_pages, pages_of_all
 
 BackendMaker = Callable[[int, int], VirtualMemory]
 
@@ -65,16 +64,12 @@ def live(card: Card) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_every_block_is_where_it_belongs_and_every_page_somebodys(seed: int) -> None:
-    card = Card(seed)
-    live(card)
-    card.close()
-
-
-@pytest.mark.parametrize("seed", range(1000, 1012))
-def test_the_same_behind_the_calls_of_a_gpus_driver(seed: int) -> None:
-    card = Card(seed, GRANULARITY, one_gpu())
+@pytest.mark.parametrize(
+    ("seed", "on_gpu"), [*((seed, False) for seed in range(60)), *((seed, True) for seed in range(1000, 1012))]
+)
+def test_every_block_is_where_it_belongs_and_every_page_somebodys(seed: int, *, on_gpu: bool) -> None:
+    """In main memory, and behind the calls of a GPU's driver."""
+    card = Card(seed, GRANULARITY, one_gpu()) if on_gpu else Card(seed)
     live(card)
     card.close()
 
@@ -96,17 +91,6 @@ def test_random_groups_go_by_pages_and_meet_faults_often_enough() -> None:
     assert num_blanks > 10
 
 
-def first_by_pages(make: BackendMaker | None = None) -> tuple[Card, KvTable]:
-    """Return a card of two whose KV goes by pages, both ways."""
-    for seed in range(200):
-        card = Card(seed, 4096 if make is None else GRANULARITY, make)
-        table = card.table()
-        if card.num == 2 and table is not None and len(table.lots) == 2:
-            return card, table
-        card.close()
-    raise AssertionError("there is none")
-
-
 def apply_commit_and_undo(swaps: Sequence[PageSwap]) -> None:
     """The latter does nothing any more."""
     apply_and_commit(swaps)
@@ -116,7 +100,7 @@ def apply_commit_and_undo(swaps: Sequence[PageSwap]) -> None:
 
 def test_pages_that_were_swapped_go_on_to_others_and_come_home() -> None:
     """Group after group of the same workers: later on, pages go that have another home, some of them to it."""
-    card, table = first_by_pages()
+    card, table = card_by_pages(2)
     homes = [pages_of_all([memory]) for memory in card.memories]
     num_away = []
     for _ in range(4):
@@ -135,7 +119,7 @@ def test_pages_that_were_swapped_go_on_to_others_and_come_home() -> None:
 
 
 def test_a_swap_that_is_not_whole_is_not_applied() -> None:
-    card, table = first_by_pages()
+    card, table = card_by_pages(2)
     flows, taken = card.leave(table)
     flow = next(flow for flow in flows if flow.runs)
     states = [snapshot(memory) for memory in card.memories]
@@ -168,28 +152,9 @@ def test_a_swap_that_is_not_whole_is_not_applied() -> None:
     card.close()
 
 
-def test_memory_that_cannot_be_put_back_is_lost() -> None:
-    card, table = first_by_pages()
-    flows, taken = card.leave(table)
-    memory, faulty = card.memories[0], card.faulty[0]
-
-    def fail(swaps: Sequence[PageSwap]) -> None:
-        faulty.calls_left, faulty.num_faults = 1, 2
-        swaps[0].apply()
-
-    with pytest.raises(MemoryLostError):
-        card.swap(flows, taken, fail)
-    with pytest.raises(AssertionError, match="must start anew"):
-        memory.fill()
-    with pytest.raises(AssertionError, match="must start anew"):
-        memory.swap(taken[0], lambda _swap: None)
-    card.memories[1].check_invariants()
-    card.close()
-
-
 def test_a_page_that_was_handed_over_is_gone_for_good() -> None:
     """And its memory stays for as long as somebody has it."""
-    card, table = first_by_pages(one_gpu())
+    card, table = card_by_pages(2, page=GRANULARITY, make=one_gpu())
     flows, taken = card.leave(table)
     before = list(card.memories[0]._page_ids)
     card.swap(flows, taken, apply_and_commit)

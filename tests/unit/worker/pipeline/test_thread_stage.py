@@ -194,9 +194,7 @@ async def test_closing_an_idle_pipeline_ends_every_stage_in_order() -> None:
 async def test_every_stage_ends_late_writes_before_the_steps_that_are_submitted_afterwards(kind: str) -> None:
     loop, stages = asyncio.get_running_loop(), [NotingDevice(stage) for stage in devices(3)]
     wired = wire_up(stages, loop) if kind == "threads" else None
-    executor = (
-        PipelineExecutor(ModelledStages(stages, [ModelledLink()] * 2), loop.time) if wired is None else wired.executor
-    )
+    executor = PipelineExecutor(ModelledStages(stages, ModelledLink()), loop.time) if wired is None else wired.executor
     row = np.array([1], dtype=np.int32)
     admits = (RowInit(1, SamplingParams(max_tokens=2)),)
     batches = [
