@@ -95,7 +95,7 @@ def test_a_page_can_be_handed_to_another_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_whatever_happens(seed: int) -> None:
-    story = Story(seed, PAGE, open_memory, CUDA)
+    story = Story(seed, PAGE, open_memory)
     for _ in range(12):
         story.step()
     story.memory.close()
@@ -104,7 +104,7 @@ def test_nothing_is_lost_whatever_happens(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_memories_of_one_card_swap_pages_and_none_is_lost(seed: int) -> None:
     free = torch.cuda.mem_get_info(CUDA)[0]
-    card = Card(seed, PAGE, lambda _number, num_pages: open_memory(num_pages), CUDA)
+    card = Card(seed, PAGE, lambda _number, num_pages: open_memory(num_pages))
     table = card.table()
     if table is not None:
         flows, taken = card.leave(table)

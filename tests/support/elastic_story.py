@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from services.worker.memory.holdings import NotEnoughPagesError
 from services.worker.memory.layout import Holding, ceil_div
 from services.worker.memory.ranges import VirtualMemory
 from services.worker.memory.spans import Spans
-from tests.support.elastic_cases import CPU, Contents, MadeUpError, open_elastic, random_facts, snapshot
+from tests.support.elastic_cases import Contents, MadeUpError, open_elastic, random_facts, snapshot
 
 
 class Story:
@@ -23,19 +22,12 @@ class Story:
         seed: of all that happens.
         page: bytes of a page.
         make: opens a backend with so many pages; None: main memory.
-        device: of the backend.
     """
 
-    def __init__(
-        self,
-        seed: int,
-        page: int = 4096,
-        make: Callable[[int], VirtualMemory] | None = None,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, seed: int, page: int = 4096, make: Callable[[int], VirtualMemory] | None = None) -> None:
         self.rng = np.random.default_rng(seed)
         facts, kv = random_facts(self.rng, page)
-        self.memory, self.faulty = open_elastic(facts, kv, make and make(facts.num_pages), device)
+        self.memory, self.faulty = open_elastic(facts, kv, make and make(facts.num_pages))
         self.faulty.on_call = lambda: self.memory._pool.check_invariants()
         room = max(self.memory.layout.pool_pages(self.memory.holding), 0) * page // kv.block_bytes
         first = int(self.rng.integers(0, min(room, facts.max_blocks) + 1))
@@ -48,7 +40,7 @@ class Story:
         """Act; every now and then with a fault first, after which nothing may have changed."""
         if self.rng.random() < 0.5:
             before = snapshot(self.memory)
-            self.faulty.calls_left, self.faulty.num_faults = int(self.rng.integers(0, 12)), 1
+            self.faulty.fail_after(int(self.rng.integers(0, 12)))
             try:
                 return act()
             except MadeUpError:

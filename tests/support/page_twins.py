@@ -25,7 +25,6 @@ from sim.devices.modelled_device import ModelledGroupDevice
 from sim.faults.cluster import FaultCluster
 from sim.faults.nodes import WorkerNode
 from sim.worker import SimWorker
-from tests.support.elastic_cases import CPU
 
 _FLOATS = 4
 
@@ -37,7 +36,7 @@ def open_twin(facts: ElasticFacts) -> ElasticMemory:
     """
     sizes = facts.model_dump(exclude={"link_bytes_per_s", "has_host_copy"})
     kv = KvShape(1, 1, facts.block_bytes // _FLOATS, torch.float32)
-    memory = ElasticMemory(MemoryFacts(**sizes), kv, PosixMemory(facts.page_bytes, facts.num_pages), CPU)
+    memory = ElasticMemory(MemoryFacts(**sizes), kv, PosixMemory(facts.page_bytes, facts.num_pages))
     memory.open_kv(0, 0)
     memory.grow()
     return memory

@@ -54,7 +54,6 @@ class ElasticMemory:
         facts: sizes; `num_pages` and `page_bytes` are the memory's.
         kv: of which the facts' `block_bytes` follow.
         memory: whose pages nobody else uses; closed with this.
-        device: of the memory.
 
     Raises:
         NotEnoughPagesError: the budget does not hold the parameters.
@@ -62,12 +61,12 @@ class ElasticMemory:
         OSError, MemoryError: the system refuses.
     """
 
-    def __init__(self, facts: MemoryFacts, kv: KvShape, memory: VirtualMemory, device: torch.device) -> None:
+    def __init__(self, facts: MemoryFacts, kv: KvShape, memory: VirtualMemory) -> None:
         if (facts.page_bytes, facts.num_pages) != (memory.page_bytes, memory.num_pages):
             raise ValueError("the facts are not those of the memory")
         if facts.block_bytes != kv.block_bytes:
             raise ValueError(f"blocks of {kv.block_bytes} bytes are not of {facts.block_bytes}")
-        self.device = device
+        self.device = memory.device
         self._layout = MemoryLayout(facts)
         self._kv = kv
         self._memory = memory

@@ -100,7 +100,7 @@ def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> 
         contents.fill()
     before, step = snapshot(memory), 0
     while True:
-        faulty.calls_left, faulty.num_faults = step, 1
+        faulty.fail_after(step)
         try:
             act(memory)
         except MadeUpError:
@@ -117,7 +117,7 @@ def test_a_fault_at_any_step_is_undone(act: Callable[[ElasticMemory], None]) -> 
 def test_a_memory_whose_change_could_not_be_undone_is_not_used_again() -> None:
     memory, faulty = open_elastic(facts_of(), SHAPES[0])
     memory.open_kv(6, 0)
-    faulty.calls_left, faulty.num_faults = 5, 2
+    faulty.fail_after(5, 2)
     with pytest.raises(MemoryLostError, match="MadeUpError"):
         memory.drop([1])
     with pytest.raises(AssertionError, match="must start anew"):
@@ -270,10 +270,10 @@ def test_a_budget_that_does_not_hold_the_model_is_refused() -> None:
 def test_facts_that_contradict_each_other_are_refused() -> None:
     backend = PosixMemory(PAGE, 40)
     with pytest.raises(ValueError, match="not those of the memory"):
-        ElasticMemory(facts_of(num_pages=41), SHAPES[0], backend, CPU)
+        ElasticMemory(facts_of(num_pages=41), SHAPES[0], backend)
     with pytest.raises(ValueError, match="are not of 2048"):
-        ElasticMemory(facts_of(), SHAPES[1], backend, CPU)
-    memory = ElasticMemory(facts_of(), SHAPES[0], backend, CPU)
+        ElasticMemory(facts_of(), SHAPES[1], backend)
+    memory = ElasticMemory(facts_of(), SHAPES[0], backend)
     with pytest.raises(ValueError, match="are not the 5000 of these"):
         memory.parameters(0, 4999)
     memory.close()

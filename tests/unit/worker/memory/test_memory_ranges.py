@@ -248,7 +248,7 @@ def test_a_run_of_which_a_part_cannot_be_mapped_is_not_mapped_at_all(monkeypatch
     """Pages 6, 7 | 2 | 4, 5 are three calls of the system; the third is refused."""
     opened = PosixMemory(PAGE, 8)
     reserved = opened.reserve(8 * PAGE)
-    real, calls = posix._mmap, 0
+    real, calls = posix.mmap_at, 0
 
     def refuse_third(*arguments: int) -> int:
         nonlocal calls
@@ -257,7 +257,7 @@ def test_a_run_of_which_a_part_cannot_be_mapped_is_not_mapped_at_all(monkeypatch
             raise OSError(12, "no more mappings")
         return real(*arguments)
 
-    monkeypatch.setattr(posix, "_mmap", refuse_third)
+    monkeypatch.setattr(posix, "mmap_at", refuse_third)
     with pytest.raises(OSError, match="no more mappings"):
         reserved.map_run(0, pages(6, 7, 2, 4, 5))
     assert calls == 4  # and one that takes away what had been mapped

@@ -174,7 +174,7 @@ def test_memory_that_cannot_be_put_back_is_lost() -> None:
     memory, faulty = card.memories[0], card.faulty[0]
 
     def fail(swaps: Sequence[PageSwap]) -> None:
-        faulty.calls_left, faulty.num_faults = 1, 2
+        faulty.fail_after(1, 2)
         swaps[0].apply()
 
     with pytest.raises(MemoryLostError):
