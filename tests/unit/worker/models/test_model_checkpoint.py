@@ -39,7 +39,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, progress: Any = None)
     tensors = find_tensors(folder)
     check_against(spec, tensors)
     memory = PlainMemory(ModelSizes(spec, 16, dtype), CPU)
-    return load_weights(spec, tensors, dtype, memory, progress or (lambda _done, _what: None))
+    return load_weights(spec, tensors, dtype, memory.parameters, progress or (lambda _done, _what: None))
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
