@@ -95,10 +95,7 @@ def test_a_page_can_be_handed_to_another_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_lost_whatever_happens(seed: int) -> None:
-    story = Story(seed, PAGE, open_memory)
-    for _ in range(12):
-        story.step()
-    story.memory.close()
+    Story(seed, PAGE, open_memory).live(12)
 
 
 @pytest.mark.parametrize("seed", range(6))

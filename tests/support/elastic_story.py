@@ -14,6 +14,8 @@ from services.worker.memory.ranges import VirtualMemory
 from services.worker.memory.spans import Spans
 from tests.support.elastic_cases import Contents, MadeUpError, open_elastic, random_facts, snapshot
 
+CHANGES = ("drop", "grow", "shrink", "restore", "reside", "leave", "fill")
+
 
 class Story:
     """A random life of a memory, with an oracle beside it.
@@ -34,7 +36,9 @@ class Story:
         cache = self.memory.open_kv(first, int(self.rng.integers(0, 2 * page)) if room == 0 else 0)
         self.contents = Contents(self.memory, cache, self.rng)
         self.contents.check()
-        self.num_faults = 0
+        self.num_faults = self.most_leaving = 0
+        self.done: set[str] = set()
+        """Changes that changed something."""
 
     def change(self, act: Callable[[], object]) -> object:
         """Act; every now and then with a fault first, after which nothing may have changed."""
@@ -59,13 +63,17 @@ class Story:
         ends = sorted(int(at) for at in self.rng.integers(0, self.contents.facts.max_blocks + 1, 4))
         return Spans.of((ends[0], ends[1]), (ends[2], ends[3]))
 
-    def step(self) -> str:
-        names = ["drop", "grow", "shrink", "restore", "reside", "leave", "fill"]
-        name = names[self.rng.integers(len(names))]
-        getattr(self, name)()
-        self.contents.fill()
-        self.contents.check()
-        return name
+    def live(self, num_steps: int) -> None:
+        """Change so many times, and give the memory back."""
+        for _ in range(num_steps):
+            name, before = CHANGES[self.rng.integers(len(CHANGES))], self.memory.holding
+            getattr(self, name)()
+            self.contents.fill()
+            self.contents.check()
+            if self.memory.holding != before:
+                self.done.add(name)
+            self.most_leaving = max(self.most_leaving, len(self.memory.holding.leaving))
+        self.memory.close()
 
     def some_held(self) -> list[int]:
         held = self.memory.held_layers
