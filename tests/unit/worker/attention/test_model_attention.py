@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,19 +113,6 @@ def test_groups_hold_every_row_once_and_keep_their_limits(num_keys: Any, max_key
         assert (keys.max() - keys).sum() <= WASTE_KEYS
 
 
-@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 2**31))
-def test_merged_parts_equal_the_whole(num_first: int, num_second: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(3, num_first + num_second, generator=generator) * 5
-    values = torch.randn(3, num_first + num_second, 4, generator=generator)
-    merged, lse = merge_states(
-        *_part(scores[:, :num_first], values[:, :num_first]), *_part(scores[:, num_first:], values[:, num_first:])
-    )
-    expected, expected_lse = _part(scores, values)
-    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-5, rtol=1e-5)
-
-
 def test_an_empty_part_leaves_the_other_bit_by_bit() -> None:
     part = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
     lse = torch.tensor([-100.0, -1.0, 0.0, 3.3, 80.0])
@@ -134,10 +120,3 @@ def test_an_empty_part_leaves_the_other_bit_by_bit() -> None:
     for merged in (merge_states(part, lse, empty, nothing), merge_states(empty, nothing, part, lse)):
         assert torch.equal(merged[0], part)
         assert torch.equal(merged[1], lse)
-
-
-def _part(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if not scores.shape[1]:
-        return torch.zeros(3, 4), torch.full((3,), -torch.inf)
-    out = torch.einsum("nk,nkd->nd", scores.softmax(dim=-1), values)
-    return out, torch.logsumexp(scores, dim=-1) / math.log(2)

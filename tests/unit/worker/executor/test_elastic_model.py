@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -71,39 +70,6 @@ def test_stages_and_the_whole_say_the_same_after_every_change(
             runner.close()
     for model in models:
         model.close()
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_lives_keep_every_page_and_what_was_claimed(model_of: ModelOf, seed: int) -> None:
-    """Sub-ranges of what is held, or all again; the claim is what comes about, and the whole is as at the start."""
-    random = np.random.default_rng(seed)
-    name = list(SHAPES)[seed % len(SHAPES)]
-    page = PAGE * int(random.integers(1, 4))
-    model = model_of(name, page_bytes=page, block_size=int(random.integers(3, 20)))
-    parameters, num_changes = parameters_of(model), 0
-    while num_changes < 25:
-        held = model.layers
-        first = int(random.integers(held.first, held.end))
-        layers = LayerRange(first, int(random.integers(first + 1, held.end + 1)))
-        if random.random() < 0.4:
-            layers = model.whole
-            model.restore()
-        else:
-            claimed = model.blocks_with(layers)
-            model.keep(layers)
-            assert model._memory.num_blocks == claimed
-        num_changes += 1
-        model.check_invariants()
-        assert model.layers == layers
-        assert model._memory.num_blocks >= model.info.capacity.num_blocks
-        runner = model.open()
-        facts, memory = model.facts, model._memory
-        kv_pages = 2 * len(layers) * memory.holding.kv.total
-        assert runner.info.param_bytes + (kv_pages + memory._pool.num_free) * page == facts.num_pages * page
-        spoil(model)
-        runner.close()
-    model.restore()
-    assert all(map(torch.equal, parameters_of(model), parameters))
 
 
 def test_layers_that_are_not_held_cannot_be_kept_nor_claimed(model_of: ModelOf) -> None:

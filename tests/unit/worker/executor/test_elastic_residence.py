@@ -294,17 +294,6 @@ def test_kv_that_comes_ahead_of_its_layers_is_there_when_they_are_held(
     model.check_invariants()
 
 
-def test_memory_for_kv_that_was_to_come_ahead_becomes_blocks_again(model_of: ModelOf, gate: LoadingGate) -> None:
-    model = model_of("llama")
-    num_blocks = model.info.capacity.num_blocks
-    stage_of(model, LayerRange(0, 2))
-    alone = model._memory.num_blocks
-    assert model.reside(model.whole, num_blocks, is_ahead=True) == num_blocks
-    assert model.reside(model.layers, num_blocks) == alone
-    assert model.ahead() is None
-    model.check_invariants()
-
-
 class Life:
     """A model whose layers go, come back and lie beside others, while loadings are ended and fail, as a seed says."""
 
@@ -354,7 +343,13 @@ class Life:
         layers = held if self.rng.random() < 0.3 else self.part(held)
         self.model.keep(layers)
         assert (self.model.layers, self.model.resident) == (layers, layers)
+        assert self.model._memory.num_blocks >= self.model.info.capacity.num_blocks
+        runner, memory = self.model.open(), self.model._memory
+        kv_pages, page_bytes = 2 * len(layers) * memory.holding.kv.total, self.model.facts.page_bytes
+        spent = runner.info.param_bytes + (kv_pages + memory._pool.num_free) * page_bytes
+        assert spent == self.model.facts.num_pages * page_bytes
         spoil(self.model)
+        runner.close()
 
     def beside(self) -> None:
         held, whole = self.model.layers, self.model.whole
@@ -380,6 +375,7 @@ class Life:
         if self.model.layers != self.model.whole:
             blocks = self.model.blocks_with(self.model.layers)
             assert self.model.reside(self.model.layers, blocks) == blocks
+            assert self.model.ahead() is None
             spoil(self.model)
 
     def restore(self) -> None:
@@ -394,7 +390,7 @@ class Life:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives_lose_no_page_and_no_parameter(model_of: ModelOf, seed: int, gate: LoadingGate) -> None:
     name, rng = list(SHAPES)[seed % len(SHAPES)], np.random.default_rng(seed)
-    model = model_of(name, page_bytes=PAGE * int(rng.integers(1, 4)))
+    model = model_of(name, page_bytes=PAGE * int(rng.integers(1, 4)), block_size=int(rng.integers(3, 20)))
     life = Life(model, gate, seed)
     for _ in range(60):
         life.step()

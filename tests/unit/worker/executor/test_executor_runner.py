@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -56,68 +55,6 @@ def test_info_tells_what_was_loaded(runner: ModelRunner) -> None:
     assert info.bytes_per_block == bytes_per_block(spec, 16, torch.float32) == 8192
     assert info.kv_bytes == info.capacity.num_blocks * 8192
     assert runner.capacity == info.capacity
-
-
-def test_nothing_is_sampled_from_a_chunk_that_does_not_end_the_prompt(runner: ModelRunner) -> None:
-    driver = Driver(runner)
-    one, other = driver.add(PROMPT), driver.add(PROMPT[:5])
-    output = runner.run(driver.batch([(one, 20), (other, 5)]))
-    assert output.tokens[0] == -1
-    assert output.tokens[1] >= 0
-    assert output.step_id == 1
-    assert output.duration_s > 0
-
-
-def test_copied_blocks_continue_a_sequence_in_another_row(runner: ModelRunner) -> None:
-    """A fork: the second row's table names copies, made by the batch that uses them."""
-    expected = generate(runner)
-    driver = Driver(runner)
-    parent = driver.add(PROMPT)
-    driver.step([(parent, len(PROMPT))])
-    child = driver.add(parent.tokens[:-1], row=5)
-    child.num_computed = len(PROMPT) - 1
-    count = len(parent.blocks)
-    batch = driver.batch([(child, 1)])  # gives the child blocks of its own
-    copies = CopyOps(np.array(parent.blocks, dtype=np.int32), np.array(child.blocks, dtype=np.int32))
-    for pool in (*runner.cache.keys, *runner.cache.values):
-        pool[child.blocks] = torch.nan
-    assert len(child.blocks) == count
-    assert runner.run(replace(batch, copies=copies)).tokens[0] == expected[0]
-
-
-def test_the_same_seed_draws_the_same_in_another_row_and_other_blocks(runner: ModelRunner) -> None:
-    sampling = SamplingParams(max_tokens=1, temperature=1.2, top_p=0.9, seed=5)
-    first = generate(runner, sampling)
-    driver = Driver(runner, seed=9)
-    for i in range(3):
-        driver.add(PROMPT[: 7 * i + 1], SamplingParams(max_tokens=1, seed=i))
-    again = driver.add(PROMPT, sampling, row=6)
-    driver.run(12, chunk=50, max_tokens=96)
-    assert again.output == first
-    assert generate(runner, replace_seed(sampling, 6)) != first
-
-
-def replace_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    return sampling.model_copy(update={"seed": seed})
-
-
-def test_a_continuation_elsewhere_draws_what_the_first_would_have_drawn(runner: ModelRunner) -> None:
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, seed=21)
-    whole = generate(runner, sampling, count=20)
-    driver = Driver(runner, seed=4)
-    rest = driver.add(PROMPT + whole[:8], sampling, row=3)
-    driver.run(12, chunk=30, max_tokens=96)
-    assert rest.output == whole[8:]
-
-
-def test_a_dropped_rows_successor_has_its_own_parameters_and_blocks(runner: ModelRunner) -> None:
-    driver = Driver(runner)
-    old = driver.add(PROMPT[::-1], SamplingParams(max_tokens=1, temperature=2.0, seed=3), row=1)
-    driver.run(5, chunk=50, max_tokens=96)
-    driver.drop(old)
-    new = driver.add(PROMPT, row=1)
-    driver.run(12, chunk=50, max_tokens=96)
-    assert new.output == generate(runner)
 
 
 @pytest.fixture
@@ -219,15 +156,6 @@ def test_what_was_taken_in_by_half_fails_every_later_step(monkeypatch: pytest.Mo
         runner.run(batch)
 
 
-def test_a_closed_runner_runs_nothing() -> None:
-    closed = open_runner(SHAPE)
-    closed.close()
-    closed.close()
-    driver = Driver(closed)
-    with pytest.raises(BatchFailedError, match="closed"):
-        closed.run(driver.batch([(driver.add(PROMPT), 50)]))
-
-
 def test_the_budget_holds_parameters_reserve_and_kv(runner: ModelRunner) -> None:
     info = runner.info
     spent = info.param_bytes + info.reserve_bytes + info.kv_bytes
@@ -320,24 +248,6 @@ def test_settings_that_cannot_be_met_are_refused(changes: dict[str, object], mes
     settings = replace(runner_settings(stored_checkpoint(SHAPE)[0]), **changes)  # type: ignore[arg-type]
     with pytest.raises(StartupError, match=message):
         load_runner(settings, lambda _done, _what: None)
-
-
-def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 100}))
-    with pytest.raises(StartupError, match=r"has shape \[\d+, \d+\], config.json asks for"):
-        load_runner(runner_settings(folder), lambda _done, _what: None)
-
-
-def test_written_keys_and_values_are_read_back_from_their_slots() -> None:
-    spec = read_spec(stored_checkpoint(SHAPE)[0])
-    cache = KVCache(spec, 4, 16, torch.float32, torch.device("cpu"))
-    keys, values = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(0))
-    cache.write(1, torch.tensor([17, 63, 0]), keys, values)
-    assert torch.equal(cache.keys[1][1, 1], keys[0])
-    assert torch.equal(cache.values[1][3, 15], values[1])
-    assert not cache.keys[0].any()
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")

@@ -169,36 +169,6 @@ def test_parameters_lie_beside_blocks_and_become_blocks_again(opened: Opener) ->
     assert (memory.parameters(1, 8192) == 7).all()
 
 
-def test_a_groups_ids_are_made_by_mapping(opened: Opener) -> None:
-    """Two members with 5 and 7 blocks of 2 KiB: the second's begin at 6, since a page holds two."""
-    memory, cache, _ = opened(7)
-    assert memory.layout.group_bases([5, 7]) == (0, 6, 14)
-    contents = Contents(memory, cache, np.random.default_rng(0))
-    assert memory.usable == Spans.of((0, 8))
-    memory.leave([0], Spans.of((0, 7)), 6)
-    contents.leave([0], Spans.of((0, 7)), 6)
-    assert memory.usable == Spans.of((6, 14))
-    contents.fill()
-    contents.check()
-    memory.fill()
-    contents.leaving.clear()
-    assert memory.usable == Spans.of((0, 16))
-    contents.fill()
-    contents.check()
-
-
-def test_a_drop_that_is_taken_back_finds_all_as_it_was(opened: Opener) -> None:
-    """Nothing had been released: the KV of the dropped layers is still there when they come back."""
-    memory, cache, _ = opened(2, SHAPES[1], num_pages=90)
-    contents = Contents(memory, cache, np.random.default_rng(3))
-    usable = memory.usable
-    memory.leave([0, 2], usable, 0)
-    contents.leave([0, 2], usable, 0)
-    contents.restore([0, 2], memory.restore([0, 2], usable.total))
-    contents.check()
-    assert all(len(contents.kv[layer]) >= usable.total for layer in range(3))
-
-
 def test_what_is_not_possible_is_refused_and_changes_nothing(opened: Opener) -> None:
     memory, *_ = opened(6)
     memory.drop([1])
