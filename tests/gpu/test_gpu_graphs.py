@@ -15,7 +15,7 @@ from services.worker.executor.step_graphs import StepGraphs
 from shared.layers import LayerRange
 from tests.support.checkpoints import CheckpointShape, stored_checkpoint
 from tests.support.runner_driver import Driver
-from tests.support.runners import MIB, open_runner, runner_settings
+from tests.support.runners import MIB, open_runner, runner_settings, soil
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,8 +51,7 @@ def test_logits_of_recorded_steps_are_those_of_computed_ones(num_rows: int) -> N
     drivers = [Driver(runner) for runner in runners]
     following = np.random.default_rng(1).integers(3, WIDE.vocab_size, (20, num_rows)).tolist()
     for driver in drivers:
-        for pool in driver.runner.cache.pools():
-            pool.fill_(torch.nan)
+        soil(driver.runner)
         own = [driver.add(prompt) for prompt in random_prompts(num_rows)]
         for sequence, token in zip(own, following[0], strict=True):
             driver.step_logits([(sequence, len(sequence.tokens))], [token])

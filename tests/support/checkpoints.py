@@ -136,6 +136,11 @@ def greedy_text(reference: Any, prompt: list[int], num_tokens: int) -> list[int]
     return [int(token) for token in tokens[0, len(prompt) :]]
 
 
+def difference_from(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return by how much numbers differ at most, in relation to the largest."""
+    return float((found - expected).abs().amax() / expected.abs().amax())
+
+
 def build_tokenizer(vocab_size: int) -> Any:
     """Return a byte-level BPE of exactly `vocab_size` tokens; those above the bytes are pairs of letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

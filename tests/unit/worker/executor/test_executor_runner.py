@@ -24,8 +24,8 @@ from services.worker.models.spec import read_spec
 from shared.errors import StartupError
 from shared.types import SamplingParams
 from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
-from tests.support.runner_driver import GREEDY, Driver
-from tests.support.runners import KERNELS, MIB, open_runner, runner_settings
+from tests.support.runner_driver import Driver
+from tests.support.runners import KERNELS, MIB, load, open_runner, runner_settings
 
 pytestmark = pytest.mark.kernels
 
@@ -38,10 +38,10 @@ def runner() -> ModelRunner:
     return open_runner(SHAPE)
 
 
-def generate(runner: ModelRunner, sampling: SamplingParams = GREEDY, *, count: int = 12, seed: int = 0) -> list[int]:
-    driver = Driver(runner, seed=seed)
-    sequence = driver.add(PROMPT, sampling)
-    driver.run(count, chunk=50, max_tokens=96)
+def generate(runner: ModelRunner) -> list[int]:
+    driver = Driver(runner)
+    sequence = driver.add(PROMPT)
+    driver.run(12, chunk=50, max_tokens=96)
     return sequence.output
 
 
@@ -57,32 +57,31 @@ def test_info_tells_what_was_loaded(runner: ModelRunner) -> None:
     assert runner.capacity == info.capacity
 
 
+def damaged(tmp_path: Path, name: str, row: int, value: float) -> Path:
+    """Return a checkpoint in which a row of a tensor has other numbers."""
+    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][row] = value
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 @pytest.fixture
 def poisoned(tmp_path: Path) -> ModelRunner:
     """A model whose token 9 has no numbers for an embedding."""
-    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.embed_tokens.weight"][9] = torch.nan
-    save_file(tensors, folder / "model.safetensors")
-    return load_runner(runner_settings(folder), lambda _done, _what: None)
+    return load(damaged(tmp_path, "model.embed_tokens.weight", 9, torch.nan))
 
 
-def test_numbers_that_are_not_finite_fail_the_step_and_name_their_rows(poisoned: ModelRunner) -> None:
-    driver = Driver(poisoned)
-    good, bad = driver.add(PROMPT, row=4), driver.add([*PROMPT[:20], 9, 12], row=2)
-    with pytest.raises(BatchFailedError, match="not finite") as failure:
-        poisoned.run(driver.batch([(good, len(PROMPT)), (bad, 22)]))
-    assert failure.value.rows == (2,)
-    assert failure.value.step_id == 1
-
-
-def test_after_a_failure_the_others_go_on_as_if_nothing_had_happened(poisoned: ModelRunner) -> None:
+def test_numbers_that_are_not_finite_fail_the_step_and_name_their_rows_and_the_others_go_on(
+    poisoned: ModelRunner,
+) -> None:
     """Admits and tables of the failed batch were applied; the guilty row's blocks serve the next sequence."""
     expected = generate(poisoned)
     driver = Driver(poisoned, num_blocks=8)
     good, bad = driver.add(PROMPT, row=4), driver.add([*PROMPT[:20], 9, 12], row=2)
-    with pytest.raises(BatchFailedError):
+    with pytest.raises(BatchFailedError, match="not finite") as failure:
         poisoned.run(driver.batch([(good, len(PROMPT)), (bad, 22)]))
+    assert (failure.value.rows, failure.value.step_id) == ((2,), 1)
     driver.drop(bad)
     later = driver.add(PROMPT[:40], row=2)
     driver.run(12, chunk=50, max_tokens=96)
@@ -101,19 +100,12 @@ def test_logits_that_are_not_finite_fail_the_step_and_name_their_rows(
     A worker would not get so far: its dry step, left out here, fails.
     """
     monkeypatch.setattr(opening_module, "peak_bytes", lambda _device, _action: None)
-    folder = Path(shutil.copytree(stored_checkpoint(SHAPE)[0], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"][token] = value
-    save_file(tensors, folder / "model.safetensors")
-    settings = runner_settings(folder, kernels=kernels, memory_bytes=512 * MIB)
-    broken = load_runner(settings, lambda _done, _what: None)
+    folder = damaged(tmp_path, "lm_head.weight", token, value)
+    broken = load(folder, kernels=kernels, memory_bytes=512 * MIB)
     driver = Driver(broken)
     drawn = SamplingParams(max_tokens=1, temperature=1.0)
-    greedy, other, unfinished = (
-        driver.add(PROMPT, row=4),
-        driver.add(PROMPT[:20], drawn, row=2),
-        driver.add(PROMPT, row=1),
-    )
+    greedy, unfinished = (driver.add(PROMPT, row=row) for row in (4, 1))
+    other = driver.add(PROMPT[:20], drawn, row=2)
     with pytest.raises(BatchFailedError, match="not finite") as failure:
         broken.run(driver.batch([(greedy, len(PROMPT)), (other, 20), (unfinished, 5)]))
     assert failure.value.rows == (4, 2)

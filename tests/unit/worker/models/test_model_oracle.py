@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.support.checkpoints import CheckpointShape, greedy_text, stored_checkpoint
+from tests.support.checkpoints import CheckpointShape, difference_from, greedy_text, stored_checkpoint
 from tests.support.runner_driver import Driver
 from tests.support.runners import open_runner
 
@@ -147,8 +147,7 @@ def test_logits_agree_with_the_references_at_every_position(name: str) -> None:
         driver.step_logits([(sequence, 1)], [following])
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
-    difference = (torch.stack(sequence.logits) - expected).abs().amax() / expected.abs().amax()
-    assert difference < 1e-4
+    assert difference_from(torch.stack(sequence.logits), expected) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["group of 2", "mistral, window", "phi3, partial rotary, window", "opt"])
@@ -163,5 +162,4 @@ def test_bfloat16_stays_near_the_float32_reference(name: str) -> None:
         driver.step_logits([(sequence, count)], [None])
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0, -1]
-    difference = (sequence.logits[-1] - expected).abs().amax() / expected.abs().amax()
-    assert 1e-5 < difference < 5e-2
+    assert 1e-5 < difference_from(sequence.logits[-1], expected) < 5e-2
