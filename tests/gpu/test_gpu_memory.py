@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
@@ -13,14 +12,11 @@ from services.worker.memory.ranges import MappingError, PageId
 from tests.support.checkpoints import CheckpointShape
 from tests.support.elastic_runners import texts_with_drops
 from tests.support.elastic_story import Story
+from tests.support.gpu import NEEDS_DRIVER, ON_GPU
 from tests.support.page_cards import Card, apply_and_commit
 from tests.support.runners import MIB, open_runner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="cuda-bindings is not installed"),
-]
+pytestmark = [*ON_GPU, NEEDS_DRIVER]
 
 CUDA = torch.device("cuda", 0)
 PAGE = 2 * MIB
