@@ -15,7 +15,7 @@ from services.worker.attention import torch_paged
 from services.worker.attention.fixed_splits import FixedSplitAttention
 from services.worker.attention.merge import merge_states
 from services.worker.attention.torch_paged import WASTE_KEYS, TorchPagedAttention, group_rows
-from tests.support.attention_cases import AttentionCase, attention_spec
+from tests.support.attention_cases import AttentionCase, attention_spec, torch_threads
 
 MAX_KEYS = 600
 
@@ -23,10 +23,8 @@ MAX_KEYS = 600
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Products this small gain nothing from threads, and lose much where other processes use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def make_case(
@@ -36,9 +34,10 @@ def make_case(
     return AttentionCase(attention_spec(heads, (None, window)), lengths, dtype=torch.float32, seed=seed)
 
 
-def attend(attention: Any, case: AttentionCase) -> torch.Tensor:
-    result: torch.Tensor = attention.attend(attention.plan(case.rows), 1, case.queries)
-    return result
+def check(kind: type[Any], case: AttentionCase) -> None:
+    attention = kind(case.spec, case.cache)
+    found = attention.attend(attention.plan(case.rows), 1, case.queries)
+    torch.testing.assert_close(found.double(), case.expected(1), atol=2e-5, rtol=1e-4)
 
 
 LENGTHS = st.lists(
@@ -58,10 +57,7 @@ HEADS = st.sampled_from([(4, 2, 8), (4, 4, 6), (8, 1, 4), (3, 1, 10)])
 def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
     kind: type[Any], lengths: list[tuple[int, int]], heads: tuple[int, int, int], seed: int, window: int | None
 ) -> None:
-    case = make_case(lengths, heads, seed, window)
-    torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(1), atol=2e-5, rtol=1e-4
-    )
+    check(kind, make_case(lengths, heads, seed, window))
 
 
 @pytest.mark.parametrize(
@@ -72,18 +68,13 @@ def test_attention_equals_attention_written_out_and_never_reads_past_a_row(
 def test_border_cases_of_groups_tiles_splits_and_windows(
     kind: type[Any], window: int | None, lengths: list[tuple[int, int]]
 ) -> None:
-    case = make_case(lengths, (4, 2, 8), 3, window)
-    torch.testing.assert_close(
-        attend(kind(case.spec, case.cache), case).double(), case.expected(1), atol=2e-5, rtol=1e-4
-    )
+    check(kind, make_case(lengths, (4, 2, 8), 3, window))
 
 
 @pytest.mark.parametrize("window", [None, 1, 50, 200])
 def test_long_contexts_take_smaller_tiles(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     monkeypatch.setattr(torch_paged, "LONG_KEYS", 90)
-    case = make_case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window)
-    actual = attend(TorchPagedAttention(case.spec, case.cache), case)
-    torch.testing.assert_close(actual.double(), case.expected(1), atol=2e-5, rtol=1e-4)
+    check(TorchPagedAttention, make_case([(0, 140), (60, 31), (200, 77), (5, 1)], (4, 2, 8), 3, window))
 
 
 def test_a_plan_has_no_more_keys_than_the_window_shows() -> None:

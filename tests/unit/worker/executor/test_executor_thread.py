@@ -286,9 +286,9 @@ def test_a_thread_whose_loop_is_gone_still_finishes_and_closes_its_runner() -> N
 
     executor = asyncio.run(start())
     runner.gate.set()
-    executor._queue.put(None)
-    executor._thread.join(10)
-    assert (runner.steps, runner.closed, executor._thread.is_alive()) == ([0], 1, False)
+    executor._thread.put(executor._end)
+    executor._thread.close()
+    assert (runner.steps, runner.closed) == ([0], 1)
 
 
 async def test_a_model_runs_in_the_thread() -> None:
