@@ -33,7 +33,7 @@ SHAPES = {
     "llama": CheckpointShape(**LARGE, num_heads=8, num_kv_heads=2, head_dim=128),
     "qwen3": CheckpointShape(family="qwen3", **LARGE, num_heads=8, num_kv_heads=2, head_dim=128),
     "phi3": CheckpointShape(
-        family="phi3", **LARGE, num_heads=8, num_kv_heads=8, head_dim=96, extra=(("rope_parameters", PARTIAL),)
+        family="phi3", **LARGE, num_heads=8, num_kv_heads=8, head_dim=96, extra={"rope_parameters": PARTIAL}
     ),
     "opt": CheckpointShape(family="opt", **LARGE, num_heads=16),
 }

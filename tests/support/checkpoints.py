@@ -60,7 +60,7 @@ class CheckpointShape:
     tied: bool = False
     seed: int = 0
     weight_std: float = 0.15
-    extra: tuple[tuple[str, Any], ...] = field(default=())
+    extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the configuration."""
 
     def config(self) -> Any:
@@ -80,7 +80,7 @@ class CheckpointShape:
             **({} if self.family == "opt" else heads),
             **({"sliding_window": None} if self.family == "mistral" else {}),
         }
-        return FAMILIES[self.family][0](**{**fields, **dict(self.extra)})
+        return FAMILIES[self.family][0](**{**fields, **self.extra})
 
 
 def build_model(shape: CheckpointShape) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-# ruff: noqa: N801, N802, N815  the names are the driver's own
+# ruff: noqa: N802, N815  the names are the driver's own
 """A stand-in for `cuda.bindings.driver`: its virtual memory calls over main memory, with the rules it documents.
 
 A handle is a memory file. Mapping gives no access (a touch would end the process) before `cuMemSetAccess`; unmapping
@@ -13,6 +13,7 @@ import mmap
 import os
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 from services.worker.memory.posix import MAP_FIXED, RESERVED, mmap_at, munmap
@@ -26,26 +27,6 @@ class CUresult(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
-
-
-class CUmemAllocationHandleType(IntEnum):
-    CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
-
-
-class CUmemAllocationType(IntEnum):
-    CU_MEM_ALLOCATION_TYPE_PINNED = 1
-
-
-class CUmemLocationType(IntEnum):
-    CU_MEM_LOCATION_TYPE_DEVICE = 1
-
-
-class CUmemAccess_flags(IntEnum):
-    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
-
-
-class CUmemAllocationGranularity_flags(IntEnum):
-    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
 
 
 @dataclass
@@ -76,11 +57,11 @@ class FakeDriver:
     """One device with so many bytes."""
 
     CUresult = CUresult
-    CUmemAllocationHandleType = CUmemAllocationHandleType
-    CUmemAllocationType = CUmemAllocationType
-    CUmemLocationType = CUmemLocationType
-    CUmemAccess_flags = CUmemAccess_flags
-    CUmemAllocationGranularity_flags = CUmemAllocationGranularity_flags
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUmemAllocationProp = _Properties
     CUmemAccessDesc = _Access
 

@@ -27,22 +27,22 @@ SHAPES = {
     "window over splits, full layer": CheckpointShape(
         family="qwen2",
         max_positions=768,
-        extra=(
-            ("use_sliding_window", True),
-            ("sliding_window", 270),
-            ("layer_types", ["sliding_attention", "full_attention"]),
-        ),
+        extra={
+            "use_sliding_window": True,
+            "sliding_window": 270,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "short window, partial rotary": CheckpointShape(
         family="phi3",
         max_positions=768,
-        extra=(
-            ("sliding_window", 37),
-            ("rope_parameters", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        ),
+        extra={
+            "sliding_window": 37,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
     ),
     "opt, projected embedding": CheckpointShape(
-        family="opt", tied=True, max_positions=768, extra=(("word_embed_proj_dim", 40),)
+        family="opt", tied=True, max_positions=768, extra={"word_embed_proj_dim": 40}
     ),
 }
 DTYPES = ("float32", "bfloat16")

@@ -156,7 +156,7 @@ def test_the_budget_holds_parameters_reserve_and_kv(runner: ModelRunner) -> None
 
 
 WIDE = CheckpointShape(vocab_size=931, hidden_size=128, intermediate_size=1024, seed=1)
-WINDOWS = (("use_sliding_window", True), ("sliding_window", 100), ("max_window_layers", 1))
+WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize("shape", [WIDE, replace(WIDE, family="qwen2", extra=WINDOWS)], ids=["llama", "qwen2, window"])

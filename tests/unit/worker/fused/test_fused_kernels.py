@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import structlog
 import torch
 
 from services.worker.executor import kernels as kernels_module
-from services.worker.executor.kernels import choose_kernels
+from services.worker.executor.kernels import Kernels, choose_kernels
 from services.worker.fused import launching
 from services.worker.fused.drawing import choose
 from services.worker.fused.library import FusedKernels, open_fused
@@ -37,7 +38,7 @@ SHAPES = {
     "llama": CheckpointShape(),
     "llama, heads of 80": CheckpointShape(num_heads=3, num_kv_heads=1, head_dim=80, hidden_size=72),
     "qwen3, norms over heads": CheckpointShape(family="qwen3", num_heads=5, num_kv_heads=1, head_dim=24),
-    "phi3, partly rotated": CheckpointShape(family="phi3", head_dim=20, extra=(("rope_parameters", PARTIAL),)),
+    "phi3, partly rotated": CheckpointShape(family="phi3", head_dim=20, extra={"rope_parameters": PARTIAL}),
     "opt": CheckpointShape(family="opt", hidden_size=60),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -284,14 +285,8 @@ def test_the_trial_names_what_differs(broken: str, said: str, monkeypatch: pytes
 
 
 def test_the_trial_says_what_a_compiler_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("Failed to find C compiler.")
-
-    monkeypatch.setattr(launching, "launch", fail)
-    assert open_fused(spec_of("llama"), torch.float32, CPU) == (
-        None,
-        "they failed: RuntimeError: Failed to find C compiler.",
-    )
+    monkeypatch.setattr(launching, "launch", Mock(side_effect=RuntimeError("no C compiler")))
+    assert open_fused(spec_of("llama"), torch.float32, CPU) == (None, "they failed: RuntimeError: no C compiler")
 
 
 GPU = torch.device("cuda")
@@ -302,40 +297,28 @@ def no_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "_without_flashinfer", lambda *_, **__: "it is not wanted")
 
 
+def chosen(wanted: str = "auto", *, deterministic: bool = False, **changes: Any) -> Kernels:
+    spec = spec_of("llama")
+    return choose_kernels(wanted, spec, GPU, torch.bfloat16, deterministic=deterministic, **changes)
+
+
 @pytest.mark.usefixtures("no_flashinfer")
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, "torch, fused"),
-        ({"fused": False}, "torch"),
-        ({"wanted": "torch"}, "torch"),
-        ({"deterministic": True}, "torch"),
-    ],
-)
+@pytest.mark.parametrize("changes", [{}, {"fused": False}, {"wanted": "torch"}, {"deterministic": True}], ids=str)
 def test_they_are_chosen_on_a_gpu_unless_they_are_not_to_be(
-    changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.worker.fused.library.open_fused", lambda *_: (FusedKernels(), None))
-    settings: dict[str, Any] = {"wanted": "auto", "deterministic": False, **changes}
-    chosen = choose_kernels(
-        settings.pop("wanted"),
-        spec_of("llama"),
-        GPU,
-        torch.bfloat16,
-        deterministic=settings.pop("deterministic"),
-        **settings,
-    )
-    assert chosen.name == expected
-    assert (chosen.fused is not None) == ("fused" in expected)
+    found = chosen(**changes)
+    assert (found.name, found.fused is None) == (("torch", True) if changes else ("torch, fused", False))
 
 
 @pytest.mark.usefixtures("no_flashinfer")
 def test_the_log_says_why_they_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.worker.fused.library.open_fused", lambda *_: (None, "their norms differ"))
     with structlog.testing.capture_logs() as logs:
-        assert choose_kernels("auto", spec_of("llama"), GPU, torch.bfloat16, deterministic=False).name == "torch"
+        assert chosen().name == "torch"
     assert logs[-1]["reason"] == "their norms differ"
     monkeypatch.setattr(importlib, "import_module", lambda _: exec("import no_triton"))
     with structlog.testing.capture_logs() as logs:
-        assert choose_kernels("auto", spec_of("llama"), GPU, torch.bfloat16, deterministic=False).name == "torch"
+        assert chosen().name == "torch"
     assert "Triton cannot be imported (No module named 'no_triton')" in logs[-1]["reason"]

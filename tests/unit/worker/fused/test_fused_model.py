@@ -35,13 +35,13 @@ pytestmark = pytest.mark.kernels
 PARTIAL = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.8}
 SHAPES = {
     "llama": CheckpointShape(seed=7),
-    "llama, biases": CheckpointShape(extra=(("attention_bias", True), ("mlp_bias", True)), seed=3),
+    "llama, biases": CheckpointShape(extra={"attention_bias": True, "mlp_bias": True}, seed=3),
     "qwen2, tied": CheckpointShape(family="qwen2", seed=2, tied=True),
     "qwen3": CheckpointShape(family="qwen3", num_kv_heads=1, head_dim=24, seed=12),
-    "phi3": CheckpointShape(family="phi3", head_dim=20, extra=(("rope_parameters", PARTIAL),), seed=1),
+    "phi3": CheckpointShape(family="phi3", head_dim=20, extra={"rope_parameters": PARTIAL}, seed=1),
     "opt": CheckpointShape(family="opt", tied=True),
     "opt, norms behind": CheckpointShape(
-        family="opt", tied=True, extra=(("do_layer_norm_before", False), ("word_embed_proj_dim", 40))
+        family="opt", tied=True, extra={"do_layer_norm_before": False, "word_embed_proj_dim": 40}
     ),
 }
 WIDE = CheckpointShape(hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64, weight_std=0.05)

@@ -37,7 +37,7 @@ def draw(family: str, seed: int) -> CheckpointShape:
         tied=rng.random() < 0.5,
         seed=seed,
         weight_std=0.1,
-        extra=tuple(draw_fields(family, rng, num_heads * head_dim).items()),
+        extra=draw_fields(family, rng, num_heads * head_dim),
     )
 
 
