@@ -120,8 +120,7 @@ class ElasticModel:
         """
         if layers == self.whole:
             return self.info.capacity.num_blocks
-        if not self.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
+        self._check_held(layers)
         if resident is not None and not (resident.covers(layers) and self.whole.covers(resident)):
             raise ValueError(f"layers {layers} are not all among the resident ones, {resident}")
         return holdings.room(self.layout, layers, resident or layers)
@@ -154,12 +153,9 @@ class ElasticModel:
             MemoryLostError: pages are not where they should be; only `close` is left to do.
             OSError, MemoryError: the system refuses; all of them are still held.
         """
-        self._runner.close()
-        if not self.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
+        gone = self._close_for(layers)
         if layers == self.resident:
             return
-        gone = [layer for layer in self.layers if layer not in layers]
         self._make_room(self.layers, 0)
         if gone:
             self._changed(lambda: self._memory.drop(gone))
@@ -184,10 +180,7 @@ class ElasticModel:
             ValueError, MemoryLostError, OSError, MemoryError: as in `keep`.
             BaseException: what `hand_over` raised.
         """
-        self._runner.close()
-        if not self.layers.covers(layers):
-            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
-        gone = [layer for layer in self.layers if layer not in layers]
+        gone = self._close_for(layers)
         self._make_room(self.layers, 0)
         self._changed(lambda: self._memory.leave(gone, in_use, by_blocks))
         self._loading.take_in(layers)
@@ -297,6 +290,16 @@ class ElasticModel:
         """Check that every page is at exactly one place, and that nothing has moved. Slow: looks at every address."""
         self._memory.check_invariants()
         self._check_addresses()
+
+    def _close_for(self, layers: LayerRange) -> list[int]:
+        """Close the runner, and return the layers that are held besides some of those that are."""
+        self._runner.close()
+        self._check_held(layers)
+        return [layer for layer in self.layers if layer not in layers]
+
+    def _check_held(self, layers: LayerRange) -> None:
+        if not self.layers.covers(layers):
+            raise ValueError(f"layers {layers} are not all among those held, {self.layers}")
 
     def _take_back(self) -> None:
         memory, num_blocks = self._memory, self.info.capacity.num_blocks

@@ -59,6 +59,8 @@ class ThreadExecutor:
     May be created in any thread, is used on `loop`. Owns the runner and closes it.
     """
 
+    num_lanes = 1
+
     def __init__(self, runner: Runner, loop: asyncio.AbstractEventLoop) -> None:
         self._runner = runner
         self._loop = loop
@@ -67,17 +69,9 @@ class ThreadExecutor:
         self._ended: asyncio.Future[None] = loop.create_future()
         self._copiers = {True: _Thread("copies out"), False: _Thread("copies back")} if runner.copies_beside else {}
         self._lander = _Thread("step ends") if runner.overlaps else None
-        self._thread = _Thread("executor")
-
-    @property
-    def depth(self) -> int:
+        self.depth = 1 if self._lander is None else 2
         """One batch, and another one behind it where steps overlap."""
-        return 1 if self._lander is None else 2
-
-    @property
-    def num_lanes(self) -> int:
-        """One."""
-        return 1
+        self._thread = _Thread("executor")
 
     @property
     def capacity(self) -> KvCapacity:

@@ -14,7 +14,6 @@ from services.worker.models.weights import (
     ModelWeights,
     ParameterBuffer,
     Part,
-    Source,
     buffer_bytes,
     layer_parts,
     stage_parts,
@@ -99,15 +98,11 @@ def _buffer(parts: tuple[Part, ...], layer: int | None, dtype: torch.dtype, room
 def _targets(buffers: tuple[ParameterBuffer, ...]) -> dict[str, torch.Tensor]:
     """Return, by name in the checkpoint, the rows that the tensor fills."""
     return {
-        source.name: _rows(buffer[part.name], source)
+        source.name: buffer[part.name][source.first_row : source.first_row + source.shape[0]]
         for buffer in buffers
         for part in buffer.parts
         for source in part.sources
     }
-
-
-def _rows(part: torch.Tensor, source: Source) -> torch.Tensor:
-    return part[source.first_row : source.first_row + source.shape[0]]
 
 
 def _read(path: Path, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
